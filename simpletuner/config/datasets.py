@@ -27,6 +27,7 @@ from simpletuner.config.option import (
     Text,
     TextList,
     Texts,
+    common,
     option,
     parse_flag,
     parse_number,
@@ -58,11 +59,11 @@ class ParquetConfig(Group):
 class VideoConfig(Group):
     """Clips: how many frames, how fast, in which buckets."""
 
-    num_frames: Integer | None = option(None, "The first n frames are trained.", ge=1)
+    num_frames: Integer | None = common(None, "The first n frames are trained.", ge=1)
     min_frames: Integer | None = option(None, "Shorter clips are left out.", ge=1)
     max_frames: Integer | None = option(None, "Longer clips are left out.", ge=1)
     frame_rate: Number | None = option(None, "Frames per second.", aliases=("framerate",), gt=0)
-    is_i2v: Flag | None = option(None, "Frame 0 is the condition.")
+    is_i2v: Flag | None = common(None, "Frame 0 is the condition.", label="First Frame Is the Condition")
     bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = option("aspect_ratio", "How clips are grouped.")
     frame_interval: Integer | None = option(None, "Round lengths down to a multiple.", ge=1)
     color_matrix: Literal["bt601", "bt709"] | None = option(
@@ -112,17 +113,19 @@ Ratios = Annotated[list[tuple[float, float]], BeforeValidator(parse_ratios)]
 class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     """Dataset"""
 
-    id: Text = option(..., "Name of the dataset, once in the file.")
+    id: Text = common(..., "Name of the dataset, once in the file.", label="ID")
     type: Literal["local", "huggingface", "aws", "csv"] = option("local", "Where the files are.")
     dataset_type: Literal[
         "image", "video", "text_embeds", "conditioning", "eval", "image_embeds", "conditioning_image_embeds"
-    ] = option("image", "What the entry holds.")  # fmt: skip
+    ] = common("image", "What the entry holds.", label="Dataset Type")  # fmt: skip
     disabled: Flag = option(False, "Skip this entry without looking at its paths.", aliases=("disable",))
     default: Flag = option(False, "The text_embeds entry for datasets that name none.")
     cache_dir: PathText | None = option(None, "Folder for text embeds.")
     cache_dir_vae: PathText | None = option(None, "Folder for latents.")
-    instance_data_dir: PathText | None = option(None, "Folder of the pictures or clips, sub-folders included.")
-    caption_strategy: CaptionStrategy | None = option(None, "Where captions come from.")
+    instance_data_dir: PathText | None = common(
+        None, "Folder of the pictures or clips, sub-folders included.", label="Folder"
+    )
+    caption_strategy: CaptionStrategy | None = common(None, "Where captions come from.")
     disable_multiline_split: Flag = option(False, "The whole text file is one caption.")
     instance_prompt: Texts | None = option(None, "Text put before captions or used instead of them.")
     prepend_instance_prompt: Flag | None = option(None, "Put instance_prompt before each caption.")
@@ -131,8 +134,8 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
         "discovery", "Where names and sizes come from; json means discovery."
     )
     parquet: ParquetConfig | None = option(None, "The table behind metadata_backend parquet.")
-    resolution: Number | None = option(None, "Size that buckets aim for.", gt=0, le=LARGEST_SIZE)
-    resolution_type: Literal["pixel", "area", "pixel_area"] | None = option(None, "What resolution measures.")
+    resolution: Number | None = common(None, "Size that buckets aim for.", gt=0, le=LARGEST_SIZE)
+    resolution_type: Literal["pixel", "area", "pixel_area"] | None = common(None, "What resolution measures.")
     aspect_bucket_rounding: Integer | None = option(None, "Decimals of a bucket's ratio.", ge=1, le=9)
     aspect_bucket_alignment: Alignment | None = option(None, "Pixel grid.")
     crop: Flag = option(False, "Crop to a ratio; false keeps the picture's own.")
@@ -149,7 +152,7 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     max_upscale_threshold: Number | None = option(
         None, "With closest or random: no bucket that enlarges by more than this share.", ge=0, le=1
     )
-    repeats: Integer | None = option(
+    repeats: Integer | None = common(
         None, "Extra passes: a sample is seen repeats + 1 times an epoch.", ge=0, le=MOST_REPEATS
     )
     probability: Number = option(1.0, "Weight among the datasets.", ge=0)

@@ -7,7 +7,19 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.option import Flag, Group, Integer, Text, TextList, accepted, option, parse_text, unless, when
+from simpletuner.config.option import (
+    Flag,
+    Group,
+    Integer,
+    Text,
+    TextList,
+    accepted,
+    common,
+    option,
+    parse_text,
+    unless,
+    when,
+)
 
 FsdpVersion = Annotated[Literal["2", "1"], BeforeValidator(parse_text)]  # may be written as a number
 sharded = partial(option, requires=when("fsdp_enable"))
@@ -25,12 +37,12 @@ class LaunchConfig(Group):
     start_timeout: Integer = option(
         600, "Seconds to wait for all processes at start; after that, the run ends and names the missing ones.", ge=1
     )
-    dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = option(
+    dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = common(
         None,
         "torch.compile backend for the repeated blocks; no is off.",
         default_note="inductor on CUDA with speed auto, else no",
     )
-    dynamo_mode: Text | None = option(
+    dynamo_mode: Text | None = common(
         None, "Mode of inductor: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."
     )
     dynamo_fullgraph: Flag = option(False, "Fail on graph breaks.")

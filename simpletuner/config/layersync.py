@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from simpletuner.config.option import Flag, Group, Integer, Number, option, when
+from simpletuner.config.option import Flag, Group, Integer, Number, common, option, when
 from simpletuner.config.tread import Route
 from simpletuner.errors import Problem
 
@@ -18,11 +18,13 @@ class LayerSyncConfig(Group):
 
     requires = when(SWITCH)
 
-    layersync_enabled: Flag = option(False, "Align a block with a deeper one; see docs/experimental/LAYERSYNC.md.")
-    layersync_student_block: Integer | None = option(None, "The block that is aligned, counted from 0.", ge=0)
-    layersync_teacher_block: Integer | None = option(None, "The block it is aligned with.", ge=0)
+    layersync_enabled: Flag = common(
+        False, "Align a block with a deeper one; see docs/experimental/LAYERSYNC.md.", label="LayerSync"
+    )
+    layersync_student_block: Integer | None = common(None, "The block that is aligned, counted from 0.", ge=0)
+    layersync_teacher_block: Integer | None = common(None, "The block it is aligned with.", ge=0)
     layersync_lambda: Number | None = option(
-        None, "Weight of the loss.", ge=0, default_note="0.002 for a LoRA, 0.2 for full"
+        None, "Weight of the loss.", ge=0, default_note="0.002 for a LoRA, 0.2 for full", label="Weight"
     )
 
     def weight(self, model_type: str) -> float:

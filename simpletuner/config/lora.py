@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
-from simpletuner.config.option import Flag, Group, Integer, Json, Number, PathText, option, when
+from simpletuner.config.option import Flag, Group, Integer, Json, Number, PathText, common, option, when
 from simpletuner.errors import Problem
 
 # The kinds of adapter with a rank, and those that are published as a LoRA only after a conversion.
@@ -23,10 +23,13 @@ class LoraConfig(Group):
     requires = when(model_type="lora", because="model_type full trains every weight and no LoRA")
 
     lora_rank: Integer = ranked(
-        16, "Rank of the update matrices. For lokr, a rank of half the larger factor or more trains it in full.", ge=1
+        16,
+        "Rank of the update matrices. For lokr, a rank of half the larger factor or more trains it in full.",
+        ge=1,
+        common=True,
     )
-    lora_alpha: Number | None = ranked(None, "Scale is alpha / rank.", gt=0, default_note="the rank")
-    lora_dropout: Number = option(
+    lora_alpha: Number | None = ranked(None, "Scale is alpha / rank.", gt=0, default_note="the rank", common=True)
+    lora_dropout: Number = common(
         0.0,
         "Dropout before the update.",
         ge=0,
@@ -38,7 +41,7 @@ class LoraConfig(Group):
         "default and gaussian leave the model unchanged at step 0; the others change the base, which must be fp32.",
         aliases=("lora_initialisation_style",),
     )
-    lora_type: Literal["standard", "lokr", "loha", "lycoris"] = option(
+    lora_type: Literal["standard", "lokr", "loha", "lycoris"] = common(
         "standard",
         "Kind of adapter: a LoRA, a Kronecker (lokr) or Hadamard product (loha), or what lycoris_config says. Each "
         "is also published as a LoRA, see docs/ADAPTERS.md.",
@@ -59,7 +62,10 @@ class LoraConfig(Group):
     )
     export_rank: Integer = converted(64, "Largest rank of that LoRA.", ge=1)
     lora_plus_ratio: Number | None = standard(
-        None, "LoRA+: learning rate of the B matrices as a multiple of that of the A matrices; 16 is typical.", ge=1
+        None,
+        "LoRA+: learning rate of the B matrices as a multiple of that of the A matrices; 16 is typical.",
+        ge=1,
+        label="LoRA+ Ratio",
     )
     peft_lora_target_modules: Json | None = ranked(
         None,
@@ -81,7 +87,7 @@ class LoraConfig(Group):
         "diffusers",
         "Key names in saved files: diffusers' or ComfyUI's (Kandinsky 5 only). `init_lora` reads both.",
     )
-    init_lora: PathText | None = option(
+    init_lora: PathText | None = common(
         None,
         "File or folder of a LoRA to start from, also one of Kandinsky's own.",
         requires=(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from simpletuner.config.option import Flag, Group, Integer, Number, accepted, option, when
+from simpletuner.config.option import Flag, Group, Integer, Number, accepted, common, option, when
 
 huber = partial(option, requires=when(loss_type=("huber", "smooth_l1")))
 
@@ -13,9 +13,9 @@ huber = partial(option, requires=when(loss_type=("huber", "smooth_l1")))
 class LossConfig(Group):
     """Loss"""
 
-    loss_type: Literal["l2", "huber", "smooth_l1"] = option("l2", "Distance between prediction and target.")
+    loss_type: Literal["l2", "huber", "smooth_l1"] = common("l2", "Distance between prediction and target.")
     huber_schedule: Literal["snr", "exponential", "constant"] = huber("snr", "How huber_c depends on the timestep.")
-    huber_c: Number = huber(0.1, "Where huber and smooth_l1 change from quadratic to linear.", gt=0)
+    huber_c: Number = huber(0.1, "Where huber and smooth_l1 change from quadratic to linear.", gt=0, common=True)
     snr_gamma: Number | None = accepted(None, "it does not apply to flow models", ge=0)
     input_perturbation: Number = option(0.0, "Extra noise on the input only.", ge=0)
     input_perturbation_steps: Integer = option(
@@ -34,7 +34,7 @@ class LossConfig(Group):
 class MaskedLossConfig(Group):
     """Masked loss"""
 
-    masked_loss_probability: Number = option(
+    masked_loss_probability: Number = common(
         1.0, "Share of the batches in which masks count; the others learn from the whole picture.", ge=0, le=1
     )
     masked_loss_normalise: Flag = option(

@@ -7,6 +7,7 @@ section. The command line, `--help`, the wizard, the reference page and the load
 from __future__ import annotations
 
 import errno
+import functools
 import importlib.util
 import json
 import math
@@ -274,6 +275,8 @@ def option(
     form: str = "",
     requires: When | Conditions = (),
     excludes: When | Conditions = (),
+    label: str = "",
+    common: bool = False,
 ) -> Any:
     """Declare one key.
 
@@ -286,6 +289,8 @@ def option(
         form: the type in the reference page, if people write another one than the parsed value has.
         requires: conditions without which the key has no effect. They replace those of the group on the same keys.
         excludes: conditions under which the key must not be on.
+        label: what the page calls it, if its name in words does not do.
+        common: people need it first; the page shows the others below "More".
     """
     extra: Any = {
         "aliases": aliases,
@@ -293,10 +298,15 @@ def option(
         "form": form,
         "requires": (requires,) if isinstance(requires, When) else requires,
         "excludes": (excludes,) if isinstance(excludes, When) else excludes,
+        "label": label,
+        "common": common,
     }
     if (ge is not None or gt is not None) and le is None and lt is None:
         le = LARGEST_NUMBER
     return Field(default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=extra)
+
+
+common = functools.partial(option, common=True)
 
 
 def accepted(default: Any, reason: str, *, ge: float | None = None) -> Any:
@@ -320,6 +330,8 @@ class Option:
     limits: dict[str, float]
     requires: Conditions
     excludes: Conditions
+    label: str
+    common: bool
     of_group: When | None
     parsers: tuple[Callable[..., Any], ...]
 

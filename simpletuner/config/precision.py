@@ -19,6 +19,7 @@ from simpletuner.config.option import (
     Integer,
     Package,
     check_installed,
+    common,
     option,
     when,
 )
@@ -43,10 +44,10 @@ PRECISION_KEYS = ("base_model_precision", "text_encoder_1_precision", "text_enco
 class PrecisionConfig(Group):
     """Precision and compute"""
 
-    mixed_precision: Literal["bf16", "no", "fp16", "fp8"] = option(
+    mixed_precision: Literal["bf16", "no", "fp16", "fp8"] = common(
         "bf16", "Compute dtype; no is float32. fp16 is meant for GPUs without bf16."
     )
-    base_model_precision: Precision = option(
+    base_model_precision: Precision = common(
         "no_change",
         "Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others quantise its "
         "linear layers, for LoRA only. Names without a library mean optimum-quanto.",
@@ -57,11 +58,15 @@ class PrecisionConfig(Group):
         "the same bits. Gradients differ by a percent or more; a run prints by how much.",
         requires=when(base_model_precision=("int8", "int8-quanto", "fp8", "fp8-quanto")),
     )
-    text_encoder_1_precision: Precision = option(
-        "no_change", "Precision of the first text encoder, same values; part of the cache identity."
+    text_encoder_1_precision: Precision = common(
+        "no_change",
+        "Precision of the first text encoder, same values; part of the cache identity.",
+        label="First Text Encoder Precision",
     )
     text_encoder_2_precision: Precision = option(
-        "no_change", "Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity."
+        "no_change",
+        "Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity.",
+        label="Second Text Encoder Precision",
     )
     base_model_default_dtype: Literal["bf16", "fp32"] | None = option(
         None,
@@ -73,7 +78,7 @@ class PrecisionConfig(Group):
         "Where weights are quantised; the result is the same. accelerator moves one block at a time there, pipeline "
         "one layer.",
     )
-    gradient_checkpointing: Flag = option(
+    gradient_checkpointing: Flag = common(
         True, "Recompute block activations in the backward pass; gradients stay the same."
     )
     gradient_checkpointing_interval: Integer | None = recomputed(
@@ -84,7 +89,7 @@ class PrecisionConfig(Group):
     )
     attention_mechanism: Literal[
         "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
-    ] = option(
+    ] = common(
         "diffusers",
         "Kernel of dense self-attention; diffusers is torch's own, on a GPU the faster of cuDNN and flash. The others "
         "need their package.",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from simpletuner.config.option import Group, Number, Text, option, when
+from simpletuner.config.option import Group, Number, Text, common, option, when
 from simpletuner.errors import Problem
 
 preserved = partial(option, requires=when("preservation_probability"))
@@ -17,7 +17,7 @@ class PreservationConfig(Group):
 
     requires = when("preservation_weight")
 
-    preservation_weight: Number = option(
+    preservation_weight: Number = common(
         0.0,
         "LoRA only: keep what the model predicts for other captions, with this weight in the loss; 0 is off. See "
         "docs/DREAMBOOTH.md.",
@@ -39,6 +39,7 @@ class PreservationConfig(Group):
         None,
         "The class word that takes the place of preservation_trigger, or without a trigger the whole caption.",
         default_note="the empty caption",
+        common=True,
     )
     preservation_trigger: Text | None = preserved(None, "The words in captions that stand for what is learned.")
 

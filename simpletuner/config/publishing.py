@@ -22,6 +22,7 @@ from simpletuner.config.option import (
     TextList,
     Texts,
     check_installed,
+    common,
     option,
     parse_objects,
     when,
@@ -83,15 +84,18 @@ NamedBucket = Annotated[BucketConfig, Field(title="store")]
 class PublishConfig(Group):
     """Publishing"""
 
-    push_to_hub: Flag = option(False, "Upload the result to the Hugging Face hub at the end.")
+    push_to_hub: Flag = common(False, "Upload the result to the Hugging Face hub at the end.")
     hub_model_id: Text | None = on_hub(
         None,
         "Repository on the hub: `owner/name`, its address, or a name, which then belongs to the login.",
         default_note="tracker_project_name",
+        common=True,
     )
     push_checkpoints_to_hub: Flag = on_hub(False, "Upload each checkpoint, too; the newest is also at the root.")
     push_to_hub_background: Flag = uploaded(False, "Upload beside training instead of waiting for each upload.")
-    model_card_private: Flag = on_hub(True, "Create the repository as private. An existing one stays as it is.")
+    model_card_private: Flag = on_hub(
+        True, "Create the repository as private. An existing one stays as it is.", common=True
+    )
     model_card_safe_for_work: Flag = option(
         False, "Tag the model card as safe-for-work; otherwise it is tagged not-for-all-audiences."
     )
@@ -109,6 +113,7 @@ class PublishConfig(Group):
         "S3 buckets that get a copy of the output folder at the end: an object with `provider` (s3, backblaze_b2), "
         "`bucket` and more, a list of them, or a file with either; see docs/PUBLISHING.md.",
         form=JSON_OR_FILE,
+        label="Other Targets",
     )
     post_checkpoint_script: Text | None = option(
         None,

@@ -8,7 +8,7 @@ from functools import partial
 from statistics import fmean
 from typing import Literal
 
-from simpletuner.config.option import Flag, Group, Integer, Number, option, unless, when
+from simpletuner.config.option import Flag, Group, Integer, Number, common, option, unless, when
 from simpletuner.errors import NoEffect, Problem
 
 PREFIX = "scheduled_sampling_"
@@ -30,11 +30,10 @@ class ScheduledSamplingConfig(Group):
 
     requires = when(OFFSET)
 
-    scheduled_sampling_max_step_offset: Integer = option(
+    scheduled_sampling_max_step_offset: Integer = common(
         0, "Maximum number of sampler steps rolled out to make an input; see docs/experimental/SCHEDULED_SAMPLING.md.",
-        ge=0,
-    )  # fmt: skip
-    scheduled_sampling_probability: Number = option(
+        ge=0,)  # fmt: skip
+    scheduled_sampling_probability: Number = common(
         0.0,
         "Probability per sample, without a ramp.",
         ge=0,
@@ -53,7 +52,7 @@ class ScheduledSamplingConfig(Group):
     scheduled_sampling_order: Integer = option(
         2, "Order of unipc and dpm.", ge=1, le=3, requires=when(scheduled_sampling_sampler=("unipc", "dpm"))
     )
-    scheduled_sampling_reflexflow: Flag = option(True, "Correct the drift of these samples in the loss (ReflexFlow).")
+    scheduled_sampling_reflexflow: Flag = common(True, "Correct the drift of these samples in the loss (ReflexFlow).")
     scheduled_sampling_reflexflow_alpha: Number = reflexflow(1.0, "Extra weight where sampling lost content.", ge=0)
     scheduled_sampling_reflexflow_beta1: Number = reflexflow(10.0, "Weight of the direction (reflexflow_adr).", ge=0)
     scheduled_sampling_reflexflow_beta2: Number = reflexflow(1.0, "Factor of the loss of these samples.", ge=0)

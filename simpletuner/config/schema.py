@@ -33,6 +33,7 @@ from simpletuner.config.option import (
     TextList,
     Texts,
     accepted,
+    common,
     describe,
     option,
     parse_text,
@@ -77,14 +78,14 @@ OptimizerName = Literal[
 class ModelConfig(Group):
     """Model"""
 
-    model_type: Literal["lora", "full"] = option(
+    model_type: Literal["lora", "full"] = common(
         ..., "What is trained: a LoRA on the frozen model, or every weight of the transformer."
     )
-    model_family: Text = option(..., "The model family. `_` for `-` and any letter case are accepted.")
-    model_flavour: Text | None = option(
+    model_family: Text = common(..., "The model family. `_` for `-` and any letter case are accepted.")
+    model_flavour: Text | None = common(
         None, "Which checkpoint of the family.", aliases=("model_flavor",), default_note="the family's first"
     )
-    pretrained_model_name_or_path: PathText | None = option(
+    pretrained_model_name_or_path: PathText | None = common(
         None,
         "Hub id or folder of a diffusers checkpoint; overrides the flavour.",
         default_note="of the flavour",
@@ -104,15 +105,15 @@ class ModelConfig(Group):
 class RunOptions(Group):
     """Run and paths"""
 
-    output_dir: PathText = option("simpletuner-results", "Everything a run writes goes here; created if missing.")
-    logging_dir: PathText = option("logs", "Folder for tracker files.")
-    cache_dir: PathText | None = option(None, "Folder for all caches.", default_note="`<output_dir>/cache`")
+    output_dir: PathText = common("simpletuner-results", "Everything a run writes goes here; created if missing.")
+    logging_dir: PathText = common("logs", "Folder for tracker files.")
+    cache_dir: PathText | None = common(None, "Folder for all caches.", default_note="`<output_dir>/cache`")
     cache_dir_text: PathText | None = option(None, "Folder for text embeds.", default_note="`<cache_dir>/text`")
     cache_dir_vae: PathText | None = option(None, "Folder for latents.", default_note="`<cache_dir>/vae`")
-    data_backend_config: PathText | None = option(
-        None, "The dataset file.", default_note="multidatabackend.json beside the config"
+    data_backend_config: PathText | None = common(
+        None, "The dataset file.", default_note="multidatabackend.json beside the config", label="Dataset File"
     )
-    seed: Integer | None = option(
+    seed: Integer | None = common(
         None,
         "The same seed gives the same data order, noise and initial weights. 0 takes it from the clock, -1 or unset "
         "draws one; both are logged.",
@@ -124,7 +125,7 @@ class RunOptions(Group):
         "true: every sample of a step draws its own noise, as in one process with a larger batch. false: every "
         "process draws the same as the first. No effect with one process.",
     )
-    resume_from_checkpoint: PathText = option(
+    resume_from_checkpoint: PathText = common(
         "latest",
         "`latest`, the name or path of a checkpoint, or `none`. Latest without a checkpoint starts a new run; none "
         "starts at step 0 and never overwrites an existing checkpoint.",
@@ -135,27 +136,28 @@ class RunOptions(Group):
 class TrackingConfig(Group):
     """Tracking"""
 
-    report_to: Text = option(
+    report_to: Text = common(
         "none",
         "wandb, tensorboard, comet_ml, swanlab, simpletuner (the local files, always written), all, none, or a "
         "comma-separated list.",
     )
-    tracker_project_name: Text = option("simpletuner", "Project name for trackers.")
-    tracker_run_name: Text = option("simpletuner-testing", "Run name for trackers.")
+    tracker_project_name: Text = common("simpletuner", "Project name for trackers.")
+    tracker_run_name: Text = common("simpletuner-testing", "Run name for trackers.")
 
 
 class ScheduleConfig(Group):
     """Schedule"""
 
-    train_batch_size: Integer = option(1, "Samples per device and micro-step; a dataset may override it.", ge=1)
-    gradient_accumulation_steps: Integer = option(
+    train_batch_size: Integer = common(
+        1, "Samples per device and micro-step; a dataset may override it.", ge=1, label="Batch Size"
+    )
+    gradient_accumulation_steps: Integer = common(
         1, "Micro-steps per optimizer step; one optimizer step is one global step.", ge=1
     )
-    max_train_steps: Integer | None = option(None, "Optimizer steps; 0 or unset: epochs decide.", ge=0)
-    num_train_epochs: Integer | None = option(
+    max_train_steps: Integer | None = common(None, "Optimizer steps; 0 or unset: epochs decide.", ge=0, label="Steps")
+    num_train_epochs: Integer | None = common(
         None, "Passes over the data, if max_train_steps does not decide.", ge=0,
-        default_note="1 without max_train_steps",
-    )  # fmt: skip
+        default_note="1 without max_train_steps", label="Epochs")  # fmt: skip
     ignore_final_epochs: Flag | None = option(
         None, "Continue past the computed number of epochs until max_train_steps."
     )
@@ -167,17 +169,17 @@ class ScheduleConfig(Group):
 class CheckpointConfig(Group):
     """Checkpoints"""
 
-    checkpoint_step_interval: Integer = option(
+    checkpoint_step_interval: Integer = common(
         500, "Save when global_step is a multiple.", aliases=("checkpointing_steps",), ge=1
     )
     checkpoint_epoch_interval: Integer | None = option(None, "Also save after every n-th epoch.", ge=1)
-    checkpoints_total_limit: Integer = option(
+    checkpoints_total_limit: Integer = common(
         5,
         "After a save, the oldest checkpoints beyond this number are removed; 0 keeps all.",
         aliases=("save_total_limit",),
         ge=0,
     )
-    checkpointing_rolling_steps: Integer = option(0, "Additional frequent saves, pruned separately; 0 is off.", ge=0)
+    checkpointing_rolling_steps: Integer = common(0, "Additional frequent saves, pruned separately; 0 is off.", ge=0)
     checkpoints_rolling_total_limit: Integer = option(1, "How many rolling checkpoints are kept.", ge=1)
     disk_low_threshold: Gigabytes | None = option(
         None, "Stop with a checkpoint when less than this is free in output_dir: 10G, 500M, or a number of GB.", gt=0
@@ -188,7 +190,7 @@ class CheckpointConfig(Group):
 class OptimizerConfig(Group):
     """Optimizer"""
 
-    optimizer: OptimizerName | None = option(
+    optimizer: OptimizerName | None = common(
         None,
         "adamw_bf16 and the optimi ones train bf16 weights with Kahan summation. Some names need a package; the "
         "error names it.",
@@ -207,7 +209,7 @@ class OptimizerConfig(Group):
         "with the same results. Needs grad_clip_method value, no accumulation and one process.",
         requires=when(model_type="full", because="the gradients of a LoRA are small", fatal=True),
     )
-    learning_rate: Number | None = option(
+    learning_rate: Number | None = common(
         None, "Peak learning rate.", gt=0, default_note="1e-4 for lora, 5e-5 for full"
     )
     lr_scale: Flag = option(False, "Multiply the rate by processes x accumulation x batch.")
@@ -217,12 +219,11 @@ class OptimizerConfig(Group):
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_warmup", "cosine_with_restarts",
         "polynomial", "sine",
-    ] = option(
+    ] = common(
         "constant_with_warmup",
         "After the warm-up: constant; linear, cosine, restarted cosine or polynomial decay to lr_end; or a sine "
-        "between learning_rate and lr_end.",
-    )  # fmt: skip
-    lr_warmup_steps: Integer = option(0, "A linear ramp from 0, for every scheduler.", ge=0)
+        "between learning_rate and lr_end.",)  # fmt: skip
+    lr_warmup_steps: Integer = common(0, "A linear ramp from 0, for every scheduler.", ge=0)
     lr_end: Number = option(
         4e-7,
         "Final learning rate of schedulers that decay.",
@@ -236,7 +237,7 @@ class OptimizerConfig(Group):
         ge=1,
         requires=when(lr_scheduler=("cosine_with_restarts", "sine")),
     )
-    max_grad_norm: Number = option(2.0, "Gradient clipping threshold; 0 disables clipping.", ge=0)
+    max_grad_norm: Number = common(2.0, "Gradient clipping threshold; 0 disables clipping.", ge=0)
     grad_clip_method: Literal["value", "norm"] = option(
         "value", "value: clip every gradient entry to ±max_grad_norm; norm: clip the norm of all gradients together."
     )
@@ -276,17 +277,17 @@ class EmaConfig(Group):
 
     requires = when("use_ema")
 
-    use_ema: Flag = option(False, "Keep an exponential moving average of the trained weights.")
-    ema_validation: Literal["none", "ema_only", "comparison"] = option(
+    use_ema: Flag = common(False, "Keep an exponential moving average of the trained weights.", label="EMA")
+    ema_validation: Literal["none", "ema_only", "comparison"] = common(
         "comparison", "Which weights validation renders with."
     )
     ema_update_interval: Integer = option(1, "Update when global_step is a multiple.", ge=1)
-    ema_decay: Number = option(
+    ema_decay: Number = common(
         0.995, "Upper limit of the decay min((1+n)/(10+n), ema_decay) with n = step - 1.", ge=0, le=0.9999
     )
     ema_warmup_steps: Integer = option(0, "Before this step, the average is a copy of the weights.", ge=0)
     ema_device: Literal["cpu", "accelerator"] = option("cpu", "Where the average is kept.")
-    ema_cpu_only: Flag = option(False, "Keep and update the average on the CPU only.")
+    ema_cpu_only: Flag = option(False, "Keep and update the average on the CPU only.", label="EMA CPU Only")
     ema_foreach_disable: Flag = option(False, "Plain loops instead of fused updates; the result is the same.")
 
 
@@ -299,7 +300,7 @@ streamed = partial(option, requires=when("enable_group_offload", "group_offload_
 class OffloadConfig(Group):
     """Offload"""
 
-    offload: Literal["manual", "auto"] = option(
+    offload: Literal["manual", "auto"] = common(
         "manual",
         "auto sets whatever is unset of offloading, gradient checkpointing and speed_keep_attention by the plan's "
         "estimate, so that the run fits the device and uses all of it.",
@@ -312,7 +313,7 @@ class OffloadConfig(Group):
         gt=0,
         default_note="the device of this machine",
     )
-    enable_group_offload: Flag = option(
+    enable_group_offload: Flag = common(
         False,
         "Keep frozen weights of the transformer in host memory and stream them block by block; same results.",
         excludes=(
@@ -328,7 +329,7 @@ class OffloadConfig(Group):
         "block_level", "What is streamed at a time; leaf_level also streams blocks."
     )
     group_offload_blocks_per_group: Integer = streamed(
-        1, "Blocks streamed together; two groups are on the device at a time.", ge=1
+        1, "Blocks streamed together; two groups are on the device at a time.", ge=1, common=True
     )
     group_offload_resident_blocks: Integer = option(
         0,
@@ -336,7 +337,7 @@ class OffloadConfig(Group):
         ge=0,
         requires=when("enable_group_offload"),
     )
-    group_offload_use_stream: Flag = streamed(False, "Overlap copies with the compute (CUDA).")
+    group_offload_use_stream: Flag = streamed(False, "Overlap copies with the compute (CUDA).", common=True)
     group_offload_to_disk_path: PathText | None = streamed(
         None, "Keep offloaded weights in this folder instead of in host memory; every step reads them twice."
     )
@@ -347,7 +348,9 @@ class OffloadConfig(Group):
         excludes=when("enable_model_cpu_offload", because="one moves parts of the VAE, the other all of it"),
     )
     offload_block_inputs: Flag = recomputed(
-        False, "Keep the block inputs that gradient checkpointing saves in host memory (CUDA)."
+        False,
+        "Keep the block inputs that gradient checkpointing saves in host memory (CUDA).",
+        label="Offload Block Inputs",
     )
     offload_optimizer_state: Flag = option(
         False,
@@ -355,7 +358,7 @@ class OffloadConfig(Group):
         "same results.",
         requires=when("optimizer_release_gradients", because="it updates one weight at a time", fatal=True),
     )
-    enable_model_cpu_offload: Flag = option(
+    enable_model_cpu_offload: Flag = common(
         False, "Previews load one component at a time onto the device: the transformer leaves while the VAE decodes."
     )
 
@@ -369,11 +372,11 @@ class CachingConfig(Group):
     vae_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
         None, "Dtype of the VAE; part of the cache identity.", default_note="fp32 with mixed_precision no, else bf16"
     )
-    vae_batch_size: Integer = option(
+    vae_batch_size: Integer = common(
         1, "Samples encoded at a time, fewer if memory runs out; above 1 only the rounding changes.", ge=1
     )
     vae_enable_slicing: Flag = option(False, "Encode and decode the samples of a batch one by one.")
-    vae_enable_tiling: Flag = option(
+    vae_enable_tiling: Flag = common(
         False, "Encode and decode in tiles; edges may differ slightly, so it is part of the cache identity."
     )
     vae_enable_patch_conv: Flag = option(
@@ -383,7 +386,7 @@ class CachingConfig(Group):
         False, "Carry convolutions from frame to frame: Sana Video's VAE always does, the others cannot."
     )
     keep_vae_loaded: Flag = option(False, "Keep the VAE on the device between validations.")
-    vae_cache_ondemand: Flag = option(
+    vae_cache_ondemand: Flag = common(
         False, "Encode latents when training first uses them, and cache them then; the VAE stays on the device."
     )
     vae_cache_disable: Flag = option(
@@ -424,13 +427,13 @@ beta = partial(option, requires=when("flow_use_beta_schedule"))
 class FlowConfig(Group):
     """Flow matching"""
 
-    flow_schedule_shift: Number | None = option(
+    flow_schedule_shift: Number | None = common(
         None,
         "Training sigmas become s·k / (1 + (k-1)·s); if set, also applies to the preview scheduler.",
         gt=0,
         default_note="of the family",
     )
-    flow_schedule_auto_shift: Flag = option(
+    flow_schedule_auto_shift: Flag = common(
         False, "Shift e^mu, mu linear in the token count from 0.5 at 256 to 1.15 at 4096 tokens."
     )
     flow_sigmoid_scale: Number = option(
@@ -455,6 +458,7 @@ class FlowConfig(Group):
             when("flow_use_uniform_schedule", because="MixFlow has a distribution of its own"),
             when("flow_use_beta_schedule", because="MixFlow has a distribution of its own"),
         ),
+        label="MixFlow",
     )
     mixflow_gamma: Number = option(
         0.8,
@@ -468,10 +472,10 @@ class FlowConfig(Group):
 class TextConfig(Group):
     """Text"""
 
-    caption_dropout_probability: Number = option(
+    caption_dropout_probability: Number = common(
         0.1, "Probability that a sample is trained with the empty caption.", ge=0, le=1
     )
-    tokenizer_max_length: Integer | None = option(
+    tokenizer_max_length: Integer | None = common(
         None, "Longer captions are cut, with a warning.", ge=1, default_note="of the family"
     )
 
@@ -479,10 +483,11 @@ class TextConfig(Group):
 class TreadConfig(Group):
     """TREAD"""
 
-    tread_config: Routes | None = option(
+    tread_config: Routes | None = common(
         None,
         'Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}, see docs/TREAD.md.',
         form="JSON",
+        label="TREAD Routes",
     )
 
     @property
@@ -497,33 +502,33 @@ Decoding = Literal["whole", "strips", "tiles"]
 class ValidationConfig(Group):
     """Validation"""
 
-    validation_step_interval: Integer = option(
+    validation_step_interval: Integer = common(
         100, "Render when global_step is a multiple.", aliases=("validation_steps",), ge=1
     )
     validation_epoch_interval: Integer | None = option(None, "Also render after every n-th epoch.", ge=1)
-    validation_prompt: Text | None = option(None, "The primary prompt; its files are named `validation`.")
-    user_prompt_library: PathText | None = option(None, "JSON file that maps nicknames to prompts.")
+    validation_prompt: Text | None = common(None, "The primary prompt; its files are named `validation`.")
+    user_prompt_library: PathText | None = common(None, "JSON file that maps nicknames to prompts.")
     validation_prompt_library: Flag = option(False, "Also render a built-in list of prompts.")
-    validation_negative_prompt: Text | None = option(
+    validation_negative_prompt: Text | None = common(
         None, "What guidance steers away from.", default_note="of the family"
     )
-    validation_seed: Integer | None = option(None, "Seed of previews.", default_note="`seed`")
+    validation_seed: Integer | None = common(None, "Seed of previews.", default_note="`seed`")
     validation_randomize: Flag = option(False, "Use a new seed for every validation.")
     validation_seed_source: Literal["cpu", "gpu"] = option("cpu", "Which generator draws the noise.")
-    validation_guidance: Number | None = option(None, "Guidance scale.", ge=1, default_note="of the family")
-    validation_num_inference_steps: Integer | None = option(
+    validation_guidance: Number | None = common(None, "Guidance scale.", ge=1, default_note="of the family")
+    validation_num_inference_steps: Integer | None = common(
         None, "Sampling steps.", ge=1, le=NOISE_LEVELS, default_note="of the family"
     )
-    validation_resolution: Sizes | None = option(
+    validation_resolution: Sizes | None = common(
         None,
         "N, WxH or a comma-separated list; rendered at exactly this size.",
         default_note="of the family",
         form="text",
     )
-    validation_num_video_frames: Integer | None = option(
+    validation_num_video_frames: Integer | None = common(
         None, "Frames of a preview clip, 4k+1; 8k+1 with 2b-720p.", ge=1, default_note="of the family"
     )
-    framerate: Integer | None = option(
+    framerate: Integer | None = common(
         None, "Frames per second of clips.", aliases=("frame_rate",), ge=1, default_note="of the family"
     )
     validation_using_datasets: Flag = option(False, "Use pictures of a dataset as conditions of previews.")
@@ -535,7 +540,7 @@ class ValidationConfig(Group):
     )
     validation_preview_steps: Integer = option(1, "Sampling steps between two of these pictures.", ge=1)
     disable_benchmark: Flag = option(False, "Do not render the untrained model at step 0.")
-    validation_disable: Flag = option(False, "No validation at all.")
+    validation_disable: Flag = common(False, "No validation at all.", label="No Previews")
     validation_disable_unconditional: Flag = option(False, "Do not render the empty prompt.")
     validation_on_startup: Flag = option(False, "Render when a run starts or resumes.")
     validate_after_step: Integer = option(0, "No validation before this step.", ge=0)
@@ -558,7 +563,7 @@ class ValidationConfig(Group):
 class EvaluationConfig(Group):
     """Evaluation"""
 
-    eval_steps_interval: Integer | None = option(
+    eval_steps_interval: Integer | None = common(
         None, "Compute the loss on `num_eval_images` samples of each eval dataset when global_step is a multiple.", ge=1
     )
     eval_epoch_interval: Number | None = option(None, "The same, in epochs; 0.5 is twice an epoch.", gt=0)
@@ -575,10 +580,10 @@ class EvaluationConfig(Group):
 class DatasetDefaults(Group):
     """Dataset defaults"""
 
-    resolution: Number | None = option(
+    resolution: Number | None = common(
         None, "Size that buckets aim for.", gt=0, le=LARGEST_SIZE, default_note="of the family"
     )
-    resolution_type: Literal["pixel", "area", "pixel_area"] = option(
+    resolution_type: Literal["pixel", "area", "pixel_area"] = common(
         "pixel_area", "Whether resolution is an edge, megapixels or the edge of a square of equal area."
     )
     minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
@@ -590,7 +595,7 @@ class DatasetDefaults(Group):
     aspect_bucket_alignment: Alignment | None = option(
         None, "Pixel grid of bucket sizes.", default_note="of the family"
     )
-    caption_strategy: CaptionStrategy = option("filename", "Where captions come from.")
+    caption_strategy: CaptionStrategy = common("filename", "Where captions come from.")
     instance_prompt: Texts | None = option(None, "Text put before captions or used instead of them.")
     prepend_instance_prompt: Flag = option(False, "Put instance_prompt before each caption.")
     only_instance_prompt: Flag = option(False, "Use instance_prompt instead of captions.")

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from simpletuner.config.option import Group, Number, Text, TextList, option, parse_json_text, when
+from simpletuner.config.option import Group, Number, Text, TextList, common, option, parse_json_text, when
 from simpletuner.errors import Problem
 
 KEY = "validation_adapter_config"
@@ -66,7 +66,7 @@ class AdapterEntry:
 class ValidationAdapterConfig(Group):
     """Validation adapters"""
 
-    validation_adapter_path: Text | None = option(
+    validation_adapter_path: Text | None = common(
         None,
         "A LoRA for previews, on top of the model in training: a file, a folder, or `repo[:file]` on the hub.",
     )

@@ -10,7 +10,18 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from simpletuner.config.option import JSON_OR_FILE, Flag, Group, Integer, Text, option, parse_flag, parse_objects, when
+from simpletuner.config.option import (
+    JSON_OR_FILE,
+    Flag,
+    Group,
+    Integer,
+    Text,
+    common,
+    option,
+    parse_flag,
+    parse_objects,
+    when,
+)
 from simpletuner.errors import Problem
 from simpletuner.redaction import REFERENCE
 
@@ -64,7 +75,7 @@ class WebhookConfig(Group):
     requires = when(KEY)
 
     webhook_config: Annotated[list[Annotated[Hook, Field(title="webhook")]], BeforeValidator(parse_hooks)] | None = (
-        option(
+        common(
             None,
             "Where to send what happens in a run: an object with `webhook_type` (discord or raw) and `webhook_url` or "
             "`callback_url`, a list of them, or a file with either.",
