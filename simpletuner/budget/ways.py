@@ -8,8 +8,8 @@ from typing import Any
 
 from simpletuner.budget.budget import Budget, estimate, fits, gigabytes
 from simpletuner.config.load import CHOSEN, RunConfig
-from simpletuner.config.rules import exclusions
 from simpletuner.errors import Problem
+from simpletuner.plan.checks import exclusions
 from simpletuner.plan.launch import check_launch
 from simpletuner.plan.offload import check_offload
 

@@ -120,12 +120,9 @@ def default_of(option: Option) -> str:
 
 def _sections() -> dict[str, list[Option]]:
     import simpletuner.models.registry  # noqa: F401 - families declare options of their own
-    from simpletuner.config.schema import all_options
+    from simpletuner.config.schema import sections
 
-    sections: dict[str, list[Option]] = {}
-    for option in all_options().values():
-        sections.setdefault(option.section, []).append(option)
-    return sections
+    return sections()
 
 
 def _mentions(option: Option, wanted: str) -> bool:

@@ -31,6 +31,7 @@ from simpletuner.config.option import (
     option,
     parse_flag,
     parse_number,
+    plain_key,
 )
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, DatasetDefaults
@@ -366,7 +367,7 @@ def _canonical_keys(entry: dict[str, Any], group: Any, where: str, problems: lis
     }
     result: dict[str, Any] = {}
     for written, value in entry.items():
-        key = written.removeprefix("--").replace("-", "_")
+        key = plain_key(written)
         if key not in names:
             if not key.startswith("_"):
                 unknown = Problem(f"{where}.{written}", unknown_key(key, list(names)))

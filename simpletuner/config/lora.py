@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
 from simpletuner.config.option import Flag, Group, Integer, Json, Number, PathText, common, option, when
-from simpletuner.errors import Problem
 
 # The kinds of adapter with a rank, and those that are published as a LoRA only after a conversion.
 ranked = partial(option, requires=when(lora_type=("standard", "lokr", "loha")))
 converted = partial(option, requires=when(lora_type=("lokr", "loha", "lycoris")))
 standard = partial(option, requires=when(lora_type="standard", fatal=True))
-# These optimizers do not take another rate for some of the matrices.
-ONE_RATE = {"muon": "its second group is AdamW's", "prodigy": "it finds one rate for all groups"}
 
 
 class LoraConfig(Group):
@@ -66,6 +62,10 @@ class LoraConfig(Group):
         "LoRA+: learning rate of the B matrices as a multiple of that of the A matrices; 16 is typical.",
         ge=1,
         label="LoRA+ Ratio",
+        excludes=(
+            when(optimizer="muon", because="its second group is AdamW's"),
+            when(optimizer="prodigy", because="it finds one rate for all groups"),
+        ),
     )
     peft_lora_target_modules: Json | None = ranked(
         None,
@@ -116,11 +116,3 @@ class LoraConfig(Group):
     def alpha(self) -> float:
         """lora_alpha, or its default."""
         return self.lora_alpha or float(self.lora_rank)
-
-
-def check_kind(lora: LoraConfig, optimizer: str) -> Iterator[Problem]:
-    """A factor that no matrix has, and LoRA+ with optimizers that it does not fit."""
-    if lora.lora_type == "lokr" and lora.lokr_factor == 0:
-        yield Problem("lokr_factor", "0 is no size of a matrix; it must be -1, or 1 and more.")
-    if lora.lora_plus_ratio is not None and optimizer in ONE_RATE:
-        yield Problem("lora_plus_ratio", f"does not work with optimizer {optimizer}: {ONE_RATE[optimizer]}.")

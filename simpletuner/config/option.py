@@ -251,6 +251,11 @@ def unless(*keys: str, because: str = "", **values: object) -> When:
 Conditions = tuple[When, ...]
 
 
+def plain_key(written: str) -> str:
+    """A key without `--` and with `_` for `-`."""
+    return written.removeprefix("--").replace("-", "_")
+
+
 class Group(BaseModel):
     """Base of all config groups: immutable, and undeclared keys are errors.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.config.option import Option
-from simpletuner.config.schema import all_options
+from simpletuner.config.schema import all_options, sections
 
 INTRODUCTION = """\
 # Options
@@ -41,20 +41,13 @@ def render_options(family_defaults: Mapping[str, Mapping[str, Any]]) -> str:
     Args:
         family_defaults: defaults by key, by `model_family`.
     """
-    sections = _sections()
-    titles = [*sections, FAMILIES_TITLE, VARIABLES_TITLE]
+    groups = sections()
+    titles = [*groups, FAMILIES_TITLE, VARIABLES_TITLE]
     parts = [INTRODUCTION, "\n".join(f"- [{title}](#{_anchor(title)})" for title in titles) + "\n"]
-    parts += ["\n".join([f"## {title}\n", *_table(options), ""]) for title, options in sections.items()]
+    parts += ["\n".join([f"## {title}\n", *_table(options), ""]) for title, options in groups.items()]
     parts += ["\n".join([f"## {FAMILIES_TITLE}\n", *_family_table(family_defaults), ""])]
     parts += ["\n".join([f"## {VARIABLES_TITLE}\n", *_variable_table(), ""])]
     return "\n".join(parts)
-
-
-def _sections() -> dict[str, list[Option]]:
-    sections: dict[str, list[Option]] = {}
-    for option in all_options().values():
-        sections.setdefault(option.section, []).append(option)
-    return sections
 
 
 def _table(options: list[Option]) -> Iterator[str]:

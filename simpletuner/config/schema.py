@@ -37,6 +37,7 @@ from simpletuner.config.option import (
     describe,
     option,
     parse_text,
+    plain_key,
     unless,
     when,
 )
@@ -681,6 +682,20 @@ def all_options() -> dict[str, Option]:
         for group in (*GROUPS.values(), *family_groups())
         for name, field in group.model_fields.items()
     }
+
+
+def sections() -> dict[str, list[Option]]:
+    """The options by the section of the reference page."""
+    by_section: dict[str, list[Option]] = {}
+    for option in all_options().values():
+        by_section.setdefault(option.section, []).append(option)
+    return by_section
+
+
+def main_name(written: str) -> str:
+    """The main name of a key, however it is written; unknown keys stay as they are."""
+    option = option_names().get(plain_key(written))
+    return option.name if option else written
 
 
 @functools.cache

@@ -102,7 +102,7 @@ class ValidationAdapterConfig(Group):
         return not self.entries or self.validation_adapter_mode == "comparison" or listed
 
 
-def check_entries(config: ValidationAdapterConfig) -> Iterator[Problem]:
+def check_listed(config: ValidationAdapterConfig) -> Iterator[Problem]:
     """Runs without a LoRA."""
     for index, entry in enumerate(config.validation_adapter_config or []):
         if not entry.loras:

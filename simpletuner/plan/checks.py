@@ -1,8 +1,9 @@
-"""Rules between keys: contradictions and keys without effect."""
+"""Rules between keys: what options declare (`requires`, `excludes`), and functions that yield contradictions and keys
+without effect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from simpletuner.config.arguments import COMMAND_LINE
@@ -10,13 +11,11 @@ from simpletuner.config.crepa import check_blocks, check_crepa
 from simpletuner.config.json_files import check_unset
 from simpletuner.config.layersync import check_layersync
 from simpletuner.config.load import RunConfig
-from simpletuner.config.lora import check_kind
-from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate, optimizer_name
+from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate
 from simpletuner.config.precision import check_products, check_quantisations, text_encoder_dtype, transformer_dtype
 from simpletuner.config.publishing import check_publishing, check_typed
-from simpletuner.config.rules import exclusions, unmet, worth_reporting
 from simpletuner.config.scheduled_sampling import check_scheduled_sampling
-from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, family_groups
+from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes
 from simpletuner.config.webhooks import check_webhooks
@@ -48,10 +47,42 @@ def check_family(config: RunConfig, spec: FamilySpec) -> list[Problem]:
 
 def general_problems(config: RunConfig) -> Iterator[Problem]:
     """Those of `check_config` and every key without effect, set or not."""
-    yield from unmet(config)
-    yield from exclusions(config)
     for rule in RULES:
         yield from rule(config)
+
+
+def unmet(config: RunConfig) -> Iterator[NoEffect]:
+    """The keys, set or not, that require what does not hold."""
+    settings = config.flat()
+    for key, option in all_options().items():
+        if lacking := next((each for each in option.requires if not each.holds(settings)), None):
+            yield NoEffect(key, lacking.lacking, lacking.fatal)
+
+
+def exclusions(config: RunConfig) -> Iterator[Problem]:
+    """The keys that are on although others exclude it."""
+    settings = config.flat()
+    for key, option in all_options().items():
+        for other in option.excludes if settings[key] else ():
+            if other.holds(settings):
+                yield Problem(key, f"and {other.shown(settings)} exclude each other{other.reason}.")
+
+
+def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Problem]:
+    """The problems without keys without effect that nobody set, or set to their default, or that are errors anyway.
+
+    Of several reasons why a key has no effect, the first one is enough.
+    """
+    options, settings, problems = all_options(), config.flat(), list(problems)
+    wrong = {problem.where for problem in problems if problem.fatal and not isinstance(problem, NoEffect)}
+    kept: dict[tuple[str, ...], Problem] = {}
+    for problem in problems:
+        key = problem.where
+        if not isinstance(problem, NoEffect):
+            kept.setdefault((key, problem.message), problem)
+        elif config.is_explicit(key) and settings[key] != options[key].default and key not in wrong:
+            kept.setdefault((key,), problem)
+    return list(kept.values())
 
 
 def check_output(config: RunConfig) -> Iterator[Problem]:
@@ -121,9 +152,8 @@ def check_memory(config: RunConfig) -> Iterator[Problem]:
 def check_lora(config: RunConfig) -> Iterator[Problem]:
     """LoRA settings that need something else."""
     lora, base = config.lora, config.precision.base_model_precision
-    if config.model.model_type == "lora":
-        name = optimizer_name(config.optimizer, config.precision.mixed_precision)
-        yield from check_kind(lora, name)
+    if lora.lora_type == "lokr" and lora.lokr_factor == 0:
+        yield Problem("lokr_factor", "0 is no size of a matrix; it must be -1, or 1 and more.")
     if lora.lora_init_type == "loftq":
         yield Problem(
             "lora_init_type", "'loftq' is not supported: it replaces the base with a quantised one; use default."
@@ -341,6 +371,8 @@ def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
 
 
 RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    unmet,
+    exclusions,
     check_output,
     check_launch,
     check_schedule,

@@ -10,14 +10,13 @@ from typing import Any
 
 from simpletuner.config.load import Layer, RunConfig, resolve, with_family
 from simpletuner.config.locate import DATASET_FILE, launch_layer, read_env_layer
-from simpletuner.config.rules import worth_reporting
 from simpletuner.config.schema import all_options
 from simpletuner.errors import NoEffect, Problem
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.build import find_family, find_flavour
-from simpletuner.plan.checks import check_block_numbers, check_total, family_problems, general_problems
+from simpletuner.plan.checks import check_block_numbers, check_total, family_problems, general_problems, worth_reporting
 from simpletuner.validation.prompts import collect_prompts, fit_sizes
 
 

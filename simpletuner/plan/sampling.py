@@ -25,7 +25,6 @@ from simpletuner.config.load import (
 from simpletuner.config.locate import locate
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.precision import check_packages
-from simpletuner.config.rules import exclusions
 from simpletuner.config.schema import PLAIN_PRECISIONS, option_names
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
@@ -38,7 +37,7 @@ from simpletuner.models.lora_targets import linear_modules
 from simpletuner.models.source import ModelSource, Part, tensor_shapes
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.build import Length, Plan, check_model, find_family, find_flavour, preview_sizes
-from simpletuner.plan.checks import check_memory, check_output, check_prompts
+from simpletuner.plan.checks import check_memory, check_output, check_prompts, exclusions
 from simpletuner.plan.offload import check_offload
 from simpletuner.plan.resume import decide_seed
 from simpletuner.training.manifest import (

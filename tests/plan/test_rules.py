@@ -11,10 +11,9 @@ import simpletuner.models.registry  # noqa: F401 - families declare options of t
 from simpletuner.cli.help import explain_key
 from simpletuner.config.load import Layer, RunConfig, resolve
 from simpletuner.config.option import Option, When, unless, when
-from simpletuner.config.rules import exclusions, unmet
 from simpletuner.config.schema import all_options
 from simpletuner.errors import Problem
-from simpletuner.plan.checks import check_config
+from simpletuner.plan.checks import check_config, exclusions, unmet
 from simpletuner.plan.draft import Draft
 
 OPTIONS = all_options()
