@@ -245,7 +245,7 @@ def when(*keys: str, because: str = "", fatal: bool = False, **values: object) -
 
 def unless(*keys: str, because: str = "", **values: object) -> When:
     """The opposite of `when`."""
-    return replace(when(*keys, because=because, **values), negated=True)
+    return replace(when(*keys, because=because, fatal=False, **values), negated=True)
 
 
 Conditions = tuple[When, ...]

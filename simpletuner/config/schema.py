@@ -687,15 +687,15 @@ def all_options() -> dict[str, Option]:
 def sections() -> dict[str, list[Option]]:
     """The options by the section of the reference page."""
     by_section: dict[str, list[Option]] = {}
-    for option in all_options().values():
-        by_section.setdefault(option.section, []).append(option)
+    for each in all_options().values():
+        by_section.setdefault(each.section, []).append(each)
     return by_section
 
 
 def main_name(written: str) -> str:
     """The main name of a key, however it is written; unknown keys stay as they are."""
-    option = option_names().get(plain_key(written))
-    return option.name if option else written
+    known = option_names().get(plain_key(written))
+    return known.name if known else written
 
 
 @functools.cache
