@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,7 +27,9 @@ from simpletuner.config.option import (
     Text,
     TextList,
     Texts,
+    accepted,
     common,
+    describe,
     option,
     parse_flag,
     parse_number,
@@ -166,7 +168,7 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     text_embeds: Text | None = option(None, "Id of the text_embeds entry to use.")
     image_embeds: Text | None = option(None, "Id of an image_embeds entry.")
     conditioning_image_embeds: Text | None = option(None, "Id of a conditioning_image_embeds entry.")
-    write_batch_size: Integer = option(128, "Accepted; never changes content.", ge=1)
+    write_batch_size: Integer = accepted(128, "writing needs no batches", ge=1)
     vae_cache_clear_each_epoch: Flag | None = option(None, "Redraw random crops and encode them each epoch.")
     vae_cache_disable: Flag | None = option(None, "Encode latents at every use and cache none.")
     skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
@@ -191,8 +193,8 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
         le=100,
     )
     disable_validation: Flag = option(False, "Use none of its samples in validation.")
-    hash_filenames: Json | None = option(None, "Accepted for old files; ignored.")
-    ignore_epochs: Json | None = option(None, "Accepted for old files; ignored with a warning.")
+    hash_filenames: Json | None = accepted(None, "names of entries are always hashes of what they hold")
+    ignore_epochs: Json | None = accepted(None, "an epoch counts every dataset that is trained")
     conditioning_type: ConditioningType | None = option(None, "The role of a conditioning entry's pictures.")
     conditioning_data: TextList | None = option(None, "Ids of conditioning entries, paired one to one by path.")
     source_dataset_id: Text | None = option(None, "The dataset a conditioning entry belongs to.")
@@ -270,42 +272,47 @@ def read_datasets(path: Path, problems: list[Problem], *, placeholders: dict[str
     enabled = [entry for entry in entries if entry is not None and not entry.disabled]
     if all(entry is not None and entry.disabled for entry in entries):
         problems.append(Problem(str(path), "all datasets are disabled."))
-    check_references(enabled, problems)
+    problems.extend(check_references(enabled))
+    problems.extend(_check_accepted(enabled))
     return enabled
 
 
-def check_references(datasets: Sequence[DatasetConfig], problems: list[Problem]) -> None:
+def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     """Ids are unique, and every reference names an existing entry."""
     counts = Counter(dataset.id for dataset in datasets)
     for name, count in counts.items():
         if count > 1:
-            problems.append(Problem(name, f"is the id of {count} datasets; ids must be unique."))
+            yield Problem(name, f"is the id of {count} datasets; ids must be unique.")
     defaults = [dataset.id for dataset in datasets if dataset.is_text_embeds and dataset.default]
     if len(defaults) > 1:
-        problems.append(Problem("default", f"two text_embeds entries are the default: {', '.join(defaults)}."))
+        yield Problem("default", f"two text_embeds entries are the default: {', '.join(defaults)}.")
     text_ids = [dataset.id for dataset in datasets if dataset.is_text_embeds]
     condition_ids = [dataset.id for dataset in datasets if dataset.is_conditioning]
     for dataset in datasets:
-        _check_reference(dataset, "text_embeds", dataset.text_embeds, text_ids, problems)
-        for reference in dataset.conditioning_data or []:
-            _check_reference(dataset, "conditioning_data", reference, condition_ids, problems)
-        _check_reference(dataset, "source_dataset_id", dataset.source_dataset_id, list(counts), problems)
+        named = [("conditioning_data", reference, condition_ids) for reference in dataset.conditioning_data or []]
+        named += [
+            ("text_embeds", dataset.text_embeds, text_ids),
+            ("source_dataset_id", dataset.source_dataset_id, [*counts]),
+        ]
+        for key, reference, known in named:
+            if reference is not None and reference not in known:
+                choices = ", ".join(known) or "there are none"
+                message = f"{reference!r} is not the id of such an entry ({choices}).{did_you_mean(reference, known)}"
+                yield Problem(f"{dataset.id}.{key}", message)
         if dataset.is_conditioning and dataset.id in (*(dataset.conditioning_data or []), dataset.source_dataset_id):
-            problems.append(
-                Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
-            )
+            yield Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
         elif dataset.is_conditioning and dataset.conditioning_data:
             message = "has no effect: this dataset itself conditions others."
-            problems.append(Problem(f"{dataset.id}.conditioning_data", message, fatal=False))
+            yield Problem(f"{dataset.id}.conditioning_data", message, fatal=False)
 
 
-def _check_reference(
-    dataset: DatasetConfig, key: str, reference: str | None, known: Sequence[str], problems: list[Problem]
-) -> None:
-    if reference is not None and reference not in known:
-        choices = ", ".join(known) or "there are none"
-        message = f"{reference!r} is not the id of such an entry ({choices}).{did_you_mean(reference, known)}"
-        problems.append(Problem(f"{dataset.id}.{key}", message))
+def _check_accepted(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
+    """Keys that are set and never have an effect."""
+    for key, field in DatasetConfig.model_fields.items():
+        for condition in describe(key, DatasetConfig, field).requires:
+            for dataset in datasets:
+                if getattr(dataset, key) != field.default:
+                    yield Problem(f"{dataset.id}.{key}", condition.lacking, fatal=False)
 
 
 def _read_entry(
