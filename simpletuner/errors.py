@@ -37,6 +37,13 @@ class Problem:
         return visible(f"{self.where}: {self.message}" if self.where else self.message)
 
 
+@dataclass(frozen=True)
+class NoEffect(Problem):
+    """A key that changes nothing with these settings: a greyed field, and a warning if the user set it."""
+
+    fatal: bool = False
+
+
 class SimpleTunerError(Exception):
     """Base of all errors that are raised on purpose."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from simpletuner.budget.budget import Budget, estimate, fits, gigabytes
 from simpletuner.config.load import CHOSEN, RunConfig
 from simpletuner.errors import Problem
+from simpletuner.plan.checks import exclusions
 from simpletuner.plan.launch import check_launch
 from simpletuner.plan.offload import check_offload
 
@@ -64,7 +65,8 @@ def _try(budget: Budget, name: str) -> Way:
     if name == way_of(budget.config):
         return Way(name, budget)
     config = budget.config.with_values(WAYS[name], CHOSEN)
-    excluded = [problem for problem in (*check_launch(config), *check_offload(config)) if problem.fatal]
+    problems = (*exclusions(config), *check_launch(config), *check_offload(config))
+    excluded = [problem for problem in problems if problem.fatal]
     if excluded:
         return Way(name, None, f"{excluded[0].where} {excluded[0].message}")
     return Way(name, estimate(config, budget.parts, budget.workload, budget.device, budget.listing))

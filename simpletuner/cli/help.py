@@ -77,7 +77,7 @@ def explain_key(option: Option) -> Iterator[str]:
         "Allowed": allowed(option),
         "Default": default_of(option),
         "By family": ", ".join(f"{family} {value}" for family, value in _family_defaults(option.name)),
-        "Also written": ", ".join(option.aliases),
+        **{title: ", ".join(names) for title, names in option.relations.items()},
     }
     for title, text in facts.items():
         if text:
@@ -120,12 +120,9 @@ def default_of(option: Option) -> str:
 
 def _sections() -> dict[str, list[Option]]:
     import simpletuner.models.registry  # noqa: F401 - families declare options of their own
-    from simpletuner.config.schema import all_options
+    from simpletuner.config.schema import sections
 
-    sections: dict[str, list[Option]] = {}
-    for option in all_options().values():
-        sections.setdefault(option.section, []).append(option)
-    return sections
+    return sections()
 
 
 def _mentions(option: Option, wanted: str) -> bool:

@@ -71,7 +71,7 @@ def _settings(output_dir: Path, tokens: list[str], problems: list[Problem]) -> t
         settings = settings.model_copy(update={"push_to_hub": True})
     problems.extend(check_unset(settings, fatal=True))
     project = recorded["tracker_project_name"]
-    problems.extend(each for each in check_publishing(settings, project, lambda key: key in given) if each.fatal)
+    problems.extend(each for each in check_publishing(settings, project) if each.fatal)
     raise_if_fatal(problems)
     return settings, recorded
 

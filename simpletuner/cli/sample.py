@@ -101,6 +101,7 @@ def _planned(
     from simpletuner.budget.ready import weigh
     from simpletuner.budget.show import fit_line
     from simpletuner.config.load import raise_if_fatal
+    from simpletuner.config.option import plain_key
     from simpletuner.models.registry import load_adapter
     from simpletuner.plan.sampling import SampleRequest, plan_samples
     from simpletuner.reporting.log import setup_logging
@@ -109,8 +110,7 @@ def _planned(
     source = tokens[0] if tokens and (Path(tokens[0]).exists() or not re.match("--|[^=]+=", tokens[0])) else None
     arguments, found = parse_settings(tokens[source is not None :])
     problems.extend(found)
-    names = [(key.removeprefix("--").replace("-", "_"), key, value) for key, value in arguments.settings]
-    arguments.settings = [(SHORT.get(name, key), value) for name, key, value in names]
+    arguments.settings = [(SHORT.get(plain_key(key), key), value) for key, value in arguments.settings]
     folder = output or Path("samples") / f"sweep-{Path(source or '').resolve().name}"
     plan, weights = plan_samples(SampleRequest(source, str(folder), arguments, **asked), problems)
     plan, budget = weigh(plan, problems)

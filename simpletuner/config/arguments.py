@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from simpletuner.config.load import Layer
+from simpletuner.config.option import plain_key
 from simpletuner.config.schema import option_names
 from simpletuner.errors import Problem
 
@@ -77,7 +78,7 @@ def parse_arguments(tokens: Sequence[str], problems: list[Problem], extra: str |
 
 
 def _keep(arguments: Arguments, key: str, value: object, problems: list[Problem]) -> None:
-    name = _plain(key)
+    name = plain_key(key)
     if name not in SELECTORS:
         arguments.settings.append((key, value))
     elif value is True:
@@ -98,9 +99,5 @@ def _is_value(token: str, key: str) -> bool:
     if not equals:
         return True
     names = option_names()
-    option = names.get(_plain(key))
-    return _plain(word) not in {*names, *SELECTORS} and not (option is not None and option.is_flag)
-
-
-def _plain(key: str) -> str:
-    return key.removeprefix("--").replace("-", "_")
+    option = names.get(plain_key(key))
+    return plain_key(word) not in {*names, *SELECTORS} and not (option is not None and option.is_flag)

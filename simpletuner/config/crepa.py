@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.option import Flag, Group, Integer, Number, Text, option, parse_text
+from simpletuner.config.option import Flag, Group, Integer, Number, Text, common, option, parse_text, when
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:
@@ -42,20 +42,25 @@ KernelSize = Annotated[Literal["1", "3", "5", "7"], BeforeValidator(parse_text)]
 class CrepaConfig(Group):
     """CREPA"""
 
-    switch = "crepa_enabled"
+    requires = when("crepa_enabled")
 
-    crepa_enabled: Flag = option(
+    crepa_enabled: Flag = common(
         False,
         "Align a block's hidden states, frame by frame, with features of a frozen vision encoder or of a later block.",
+        label="CREPA",
     )
-    crepa_block_index: Integer | None = option(
+    crepa_block_index: Integer | None = common(
         None, "The aligned block, counted from 0.", ge=0, default_note="8; Sana Video 10"
     )
-    crepa_lambda: Number = option(0.5, "Weight of the alignment in the loss; 0 is plain training.", ge=0)
-    crepa_adjacent_distance: Integer = option(
+    crepa_lambda: Number = common(
+        0.5, "Weight of the alignment in the loss; 0 is plain training.", ge=0, label="Weight"
+    )
+    crepa_adjacent_distance: Integer = common(
         1, "Frames are also aligned with those this far before and after, in latent frames; 0: only their own.", ge=0
     )
-    crepa_adjacent_tau: Number = option(1.0, "A frame at distance d counts exp(-d / tau).", gt=0)
+    crepa_adjacent_tau: Number = common(
+        1.0, "A frame at distance d counts exp(-d / tau).", gt=0, label="Temporal Decay"
+    )
     crepa_cumulative_neighbors: Flag = option(False, "Every distance up to crepa_adjacent_distance, not only that one.")
     crepa_normalize_by_frames: Flag = option(True, "Average over the frames instead of adding them up.")
     crepa_normalize_neighbour_sum: Flag = option(False, "Divide each frame's sum by the sum of its weights.")
@@ -65,15 +70,26 @@ class CrepaConfig(Group):
     )
     crepa_use_backbone_features: Flag = option(False, "The same as crepa_feature_source backbone.")
     crepa_teacher_block_index: Integer | None = option(
-        None, "The teacher's block, counted from 0, for crepa_feature_source backbone.", ge=0
+        None,
+        "The teacher's block, counted from 0, for crepa_feature_source backbone.",
+        ge=0,
+        requires=when(
+            "crepa_use_backbone_features",
+            crepa_feature_source="backbone",
+            because="the features come from crepa_encoder, not from a block",
+        ),
     )
-    crepa_encoder: Text = option(
+    crepa_encoder: Text = common(
         "dinov2_vitg14",
         "dinov2_vits14, _vitb14, _vitl14 or _vitg14, also with _reg, or a folder or hub id of transformers.",
         aliases=("crepa_model",),
+        label="Vision Encoder",
     )
-    crepa_encoder_image_size: Integer = option(
-        518, "Pixels per side of its pictures, a multiple of 14. Smaller is faster and coarser.", ge=64
+    crepa_encoder_image_size: Integer = common(
+        518,
+        "Pixels per side of its pictures, a multiple of 14. Smaller is faster and coarser.",
+        ge=64,
+        label="Vision Encoder Size",
     )
     crepa_encoder_resize: Literal["aspect", "square"] = option(
         "aspect",
@@ -85,7 +101,7 @@ class CrepaConfig(Group):
         "disk: features are stored beside the latents, so that neither encoder nor VAE is loaded in training; off: "
         "they are computed in every step; auto: disk if they fit into a fifth of the free space.",
     )
-    crepa_drop_vae_encoder: Flag = option(
+    crepa_drop_vae_encoder: Flag = common(
         False, "Drop the encoder half of the VAE that decodes for the teacher, which saves memory."
     )
     crepa_scheduler: Literal["constant", "linear", "cosine", "polynomial"] = option(
@@ -93,7 +109,7 @@ class CrepaConfig(Group):
     )
     crepa_warmup_steps: Integer = option(0, "The weight first rises linearly from 0, in this many steps.", ge=0)
     crepa_decay_steps: Integer = option(0, "The step at which the decay ends; 0: that of the run.", ge=0)
-    crepa_lambda_end: Number = option(0.0, "The weight after the decay.", ge=0)
+    crepa_lambda_end: Number = option(0.0, "The weight after the decay.", ge=0, label="End Weight")
     crepa_power: Number = option(1.0, "Power of the polynomial schedule.", gt=0)
     crepa_cutoff_step: Integer = option(0, "The weight is 0 from this step on; 0: never.", ge=0)
     crepa_similarity_threshold: Number | None = option(
@@ -106,6 +122,8 @@ class CrepaConfig(Group):
     irepa_enabled: Flag = option(
         False,
         "With crepa_enabled: a convolution as projector and normalised features (iREPA); also aligns pictures.",
+        requires=when("crepa_enabled", fatal=True),
+        label="iREPA",
     )
     irepa_spatial_norm_alpha: Number = option(
         0.6, "Share of the mean over a frame that is subtracted from the teacher's features.", ge=0
@@ -158,11 +176,6 @@ def weight_at(crepa: CrepaConfig, step: int, total_steps: int) -> float:
 def check_crepa(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
     """Contradictions between the keys."""
     if not crepa.crepa_enabled:
-        if crepa.irepa_enabled:
-            yield Problem("irepa_enabled", "needs crepa_enabled.")
-        for key in filter(is_explicit, CrepaConfig.model_fields):
-            if key not in ("crepa_enabled", "irepa_enabled"):
-                yield Problem(key, "has no effect: crepa_enabled is off.", fatal=False)
         return
     yield from _check_source(crepa, is_explicit)
     if crepa.crepa_scheduler != "constant" and 0 < crepa.crepa_decay_steps <= crepa.crepa_warmup_steps:
@@ -184,10 +197,8 @@ def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Ite
         yield Problem("crepa_feature_source", message)
     teacher = crepa.crepa_teacher_block_index
     if not crepa.from_backbone:
-        if teacher is not None:
-            message = "has no effect: the features come from crepa_encoder, not from a block."
-            yield Problem("crepa_teacher_block_index", message, fatal=False)
-    elif teacher is None or teacher == crepa.crepa_block_index:
+        return
+    if teacher is None or teacher == crepa.crepa_block_index:
         unset = "is not set" if teacher is None else f"{teacher} is crepa_block_index, too"
         message = f"{unset}: a block cannot be its own teacher; name a later one."
         yield Problem("crepa_teacher_block_index", message)

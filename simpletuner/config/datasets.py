@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,9 +27,13 @@ from simpletuner.config.option import (
     Text,
     TextList,
     Texts,
+    accepted,
+    common,
+    describe,
     option,
     parse_flag,
     parse_number,
+    plain_key,
 )
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, DatasetDefaults
@@ -58,11 +62,11 @@ class ParquetConfig(Group):
 class VideoConfig(Group):
     """Clips: how many frames, how fast, in which buckets."""
 
-    num_frames: Integer | None = option(None, "The first n frames are trained.", ge=1)
+    num_frames: Integer | None = common(None, "The first n frames are trained.", ge=1)
     min_frames: Integer | None = option(None, "Shorter clips are left out.", ge=1)
     max_frames: Integer | None = option(None, "Longer clips are left out.", ge=1)
     frame_rate: Number | None = option(None, "Frames per second.", aliases=("framerate",), gt=0)
-    is_i2v: Flag | None = option(None, "Frame 0 is the condition.")
+    is_i2v: Flag | None = common(None, "Frame 0 is the condition.", label="First Frame Is the Condition")
     bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = option("aspect_ratio", "How clips are grouped.")
     frame_interval: Integer | None = option(None, "Round lengths down to a multiple.", ge=1)
     color_matrix: Literal["bt601", "bt709"] | None = option(
@@ -112,17 +116,19 @@ Ratios = Annotated[list[tuple[float, float]], BeforeValidator(parse_ratios)]
 class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     """Dataset"""
 
-    id: Text = option(..., "Name of the dataset, once in the file.")
+    id: Text = common(..., "Name of the dataset, once in the file.", label="ID")
     type: Literal["local", "huggingface", "aws", "csv"] = option("local", "Where the files are.")
     dataset_type: Literal[
         "image", "video", "text_embeds", "conditioning", "eval", "image_embeds", "conditioning_image_embeds"
-    ] = option("image", "What the entry holds.")  # fmt: skip
+    ] = common("image", "What the entry holds.", label="Dataset Type")  # fmt: skip
     disabled: Flag = option(False, "Skip this entry without looking at its paths.", aliases=("disable",))
     default: Flag = option(False, "The text_embeds entry for datasets that name none.")
     cache_dir: PathText | None = option(None, "Folder for text embeds.")
     cache_dir_vae: PathText | None = option(None, "Folder for latents.")
-    instance_data_dir: PathText | None = option(None, "Folder of the pictures or clips, sub-folders included.")
-    caption_strategy: CaptionStrategy | None = option(None, "Where captions come from.")
+    instance_data_dir: PathText | None = common(
+        None, "Folder of the pictures or clips, sub-folders included.", label="Folder"
+    )
+    caption_strategy: CaptionStrategy | None = common(None, "Where captions come from.")
     disable_multiline_split: Flag = option(False, "The whole text file is one caption.")
     instance_prompt: Texts | None = option(None, "Text put before captions or used instead of them.")
     prepend_instance_prompt: Flag | None = option(None, "Put instance_prompt before each caption.")
@@ -131,8 +137,8 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
         "discovery", "Where names and sizes come from; json means discovery."
     )
     parquet: ParquetConfig | None = option(None, "The table behind metadata_backend parquet.")
-    resolution: Number | None = option(None, "Size that buckets aim for.", gt=0, le=LARGEST_SIZE)
-    resolution_type: Literal["pixel", "area", "pixel_area"] | None = option(None, "What resolution measures.")
+    resolution: Number | None = common(None, "Size that buckets aim for.", gt=0, le=LARGEST_SIZE)
+    resolution_type: Literal["pixel", "area", "pixel_area"] | None = common(None, "What resolution measures.")
     aspect_bucket_rounding: Integer | None = option(None, "Decimals of a bucket's ratio.", ge=1, le=9)
     aspect_bucket_alignment: Alignment | None = option(None, "Pixel grid.")
     crop: Flag = option(False, "Crop to a ratio; false keeps the picture's own.")
@@ -149,7 +155,7 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     max_upscale_threshold: Number | None = option(
         None, "With closest or random: no bucket that enlarges by more than this share.", ge=0, le=1
     )
-    repeats: Integer | None = option(
+    repeats: Integer | None = common(
         None, "Extra passes: a sample is seen repeats + 1 times an epoch.", ge=0, le=MOST_REPEATS
     )
     probability: Number = option(1.0, "Weight among the datasets.", ge=0)
@@ -162,7 +168,7 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     text_embeds: Text | None = option(None, "Id of the text_embeds entry to use.")
     image_embeds: Text | None = option(None, "Id of an image_embeds entry.")
     conditioning_image_embeds: Text | None = option(None, "Id of a conditioning_image_embeds entry.")
-    write_batch_size: Integer = option(128, "Accepted; never changes content.", ge=1)
+    write_batch_size: Integer = accepted(128, "writing needs no batches", ge=1)
     vae_cache_clear_each_epoch: Flag | None = option(None, "Redraw random crops and encode them each epoch.")
     vae_cache_disable: Flag | None = option(None, "Encode latents at every use and cache none.")
     skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
@@ -187,8 +193,8 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
         le=100,
     )
     disable_validation: Flag = option(False, "Use none of its samples in validation.")
-    hash_filenames: Json | None = option(None, "Accepted for old files; ignored.")
-    ignore_epochs: Json | None = option(None, "Accepted for old files; ignored with a warning.")
+    hash_filenames: Json | None = accepted(None, "names of entries are always hashes of what they hold")
+    ignore_epochs: Json | None = accepted(None, "an epoch counts every dataset that is trained")
     conditioning_type: ConditioningType | None = option(None, "The role of a conditioning entry's pictures.")
     conditioning_data: TextList | None = option(None, "Ids of conditioning entries, paired one to one by path.")
     source_dataset_id: Text | None = option(None, "The dataset a conditioning entry belongs to.")
@@ -266,42 +272,47 @@ def read_datasets(path: Path, problems: list[Problem], *, placeholders: dict[str
     enabled = [entry for entry in entries if entry is not None and not entry.disabled]
     if all(entry is not None and entry.disabled for entry in entries):
         problems.append(Problem(str(path), "all datasets are disabled."))
-    check_references(enabled, problems)
+    problems.extend(check_references(enabled))
+    problems.extend(_check_accepted(enabled))
     return enabled
 
 
-def check_references(datasets: Sequence[DatasetConfig], problems: list[Problem]) -> None:
+def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     """Ids are unique, and every reference names an existing entry."""
     counts = Counter(dataset.id for dataset in datasets)
     for name, count in counts.items():
         if count > 1:
-            problems.append(Problem(name, f"is the id of {count} datasets; ids must be unique."))
+            yield Problem(name, f"is the id of {count} datasets; ids must be unique.")
     defaults = [dataset.id for dataset in datasets if dataset.is_text_embeds and dataset.default]
     if len(defaults) > 1:
-        problems.append(Problem("default", f"two text_embeds entries are the default: {', '.join(defaults)}."))
+        yield Problem("default", f"two text_embeds entries are the default: {', '.join(defaults)}.")
     text_ids = [dataset.id for dataset in datasets if dataset.is_text_embeds]
     condition_ids = [dataset.id for dataset in datasets if dataset.is_conditioning]
     for dataset in datasets:
-        _check_reference(dataset, "text_embeds", dataset.text_embeds, text_ids, problems)
-        for reference in dataset.conditioning_data or []:
-            _check_reference(dataset, "conditioning_data", reference, condition_ids, problems)
-        _check_reference(dataset, "source_dataset_id", dataset.source_dataset_id, list(counts), problems)
+        named = [("conditioning_data", reference, condition_ids) for reference in dataset.conditioning_data or []]
+        named += [
+            ("text_embeds", dataset.text_embeds, text_ids),
+            ("source_dataset_id", dataset.source_dataset_id, [*counts]),
+        ]
+        for key, reference, known in named:
+            if reference is not None and reference not in known:
+                choices = ", ".join(known) or "there are none"
+                message = f"{reference!r} is not the id of such an entry ({choices}).{did_you_mean(reference, known)}"
+                yield Problem(f"{dataset.id}.{key}", message)
         if dataset.is_conditioning and dataset.id in (*(dataset.conditioning_data or []), dataset.source_dataset_id):
-            problems.append(
-                Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
-            )
+            yield Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
         elif dataset.is_conditioning and dataset.conditioning_data:
             message = "has no effect: this dataset itself conditions others."
-            problems.append(Problem(f"{dataset.id}.conditioning_data", message, fatal=False))
+            yield Problem(f"{dataset.id}.conditioning_data", message, fatal=False)
 
 
-def _check_reference(
-    dataset: DatasetConfig, key: str, reference: str | None, known: Sequence[str], problems: list[Problem]
-) -> None:
-    if reference is not None and reference not in known:
-        choices = ", ".join(known) or "there are none"
-        message = f"{reference!r} is not the id of such an entry ({choices}).{did_you_mean(reference, known)}"
-        problems.append(Problem(f"{dataset.id}.{key}", message))
+def _check_accepted(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
+    """Keys that are set and never have an effect."""
+    for key, field in DatasetConfig.model_fields.items():
+        for condition in describe(key, DatasetConfig, field).requires:
+            for dataset in datasets:
+                if getattr(dataset, key) != field.default:
+                    yield Problem(f"{dataset.id}.{key}", condition.lacking, fatal=False)
 
 
 def _read_entry(
@@ -363,7 +374,7 @@ def _canonical_keys(entry: dict[str, Any], group: Any, where: str, problems: lis
     }
     result: dict[str, Any] = {}
     for written, value in entry.items():
-        key = written.removeprefix("--").replace("-", "_")
+        key = plain_key(written)
         if key not in names:
             if not key.startswith("_"):
                 unknown = Problem(f"{where}.{written}", unknown_key(key, list(names)))

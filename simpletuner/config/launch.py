@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.option import Flag, Group, Integer, Text, TextList, option, parse_text
+from simpletuner.config.option import (
+    Flag,
+    Group,
+    Integer,
+    Text,
+    TextList,
+    accepted,
+    common,
+    option,
+    parse_text,
+    unless,
+    when,
+)
 
 FsdpVersion = Annotated[Literal["2", "1"], BeforeValidator(parse_text)]  # may be written as a number
-SHARDED = {"fsdp_enable": (True,)}
+sharded = partial(option, requires=when("fsdp_enable"))
 
 
 class LaunchConfig(Group):
@@ -24,50 +37,52 @@ class LaunchConfig(Group):
     start_timeout: Integer = option(
         600, "Seconds to wait for all processes at start; after that, the run ends and names the missing ones.", ge=1
     )
-    dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = option(
+    dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = common(
         None,
         "torch.compile backend for the repeated blocks; no is off.",
         default_note="inductor on CUDA with speed auto, else no",
     )
-    dynamo_mode: Text | None = option(
+    dynamo_mode: Text | None = common(
         None, "Mode of inductor: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."
     )
     dynamo_fullgraph: Flag = option(False, "Fail on graph breaks.")
     dynamo_dynamic: Flag = option(False, "Compile for dynamic shapes: every size may change, not only the token count.")
-    dynamo_use_regional_compilation: Flag = option(True, "Only the repeated blocks are compiled; false has no effect.")
+    dynamo_use_regional_compilation: Flag = accepted(
+        True, "the repeated blocks are compiled, never the whole transformer"
+    )
     fsdp_enable: Flag = option(
         False,
         "Each process keeps a share of weights, gradients and optimizer state (FSDP2) instead of all of them (DDP). "
         "For what does not fit otherwise, such as full fine-tunes: docs/FSDP2.md.",
     )
-    fsdp_version: FsdpVersion = option("2", "1 is deprecated and treated as 2.", requires=SHARDED)
-    fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = option(
+    fsdp_version: FsdpVersion = sharded("2", "1 is deprecated and treated as 2.")
+    fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = sharded(
         "SHARDED_STATE_DICT",
         "SHARDED_STATE_DICT: every process writes its share of a checkpoint; FULL_STATE_DICT: one writes all of it.",
-        requires=SHARDED,
     )
-    fsdp_reshard_after_forward: Flag = option(
+    fsdp_reshard_after_forward: Flag = sharded(
         True,
         "Give up each block's gathered weights after its forward pass and gather them again for the backward pass; "
         "false communicates less and needs the memory of all weights.",
-        requires=SHARDED,
     )
     fsdp_whole_gradients: Flag = option(
         False,
         "Full fine-tunes with gradient accumulation: keep whole gradients and exchange them in the last micro-step "
         "only, which communicates less and needs the memory of all weights.",
-        requires=SHARDED,
+        requires=(
+            when("fsdp_enable"),
+            when(model_type="full", because="every process has all of a LoRA"),
+            unless(gradient_accumulation_steps=1),
+        ),
     )
-    fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = option(
-        "TRANSFORMER_BASED_WRAP",
-        "Weights are gathered block by block; the others are treated as this one.",
-        requires=SHARDED,
+    fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = sharded(
+        "TRANSFORMER_BASED_WRAP", "Weights are gathered block by block; the others are treated as this one."
     )
-    fsdp_transformer_layer_cls_to_wrap: TextList | None = option(
-        None, "Accepted; it is always the family's blocks.", default_note="the family's blocks", requires=SHARDED
+    fsdp_transformer_layer_cls_to_wrap: TextList | None = accepted(
+        None, "the family's blocks are known and are gathered one at a time"
     )
-    fsdp_cpu_ram_efficient_loading: Flag = option(
-        True, "Accepted; the processes of a machine always share the memory of the weights they read.", requires=SHARDED
+    fsdp_cpu_ram_efficient_loading: Flag = accepted(
+        True, "the processes of a machine always share the memory of the weights they read"
     )
 
     @property

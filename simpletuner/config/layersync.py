@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from simpletuner.config.option import Flag, Group, Integer, Number, option
+from simpletuner.config.option import Flag, Group, Integer, Number, common, option, when
 from simpletuner.config.tread import Route
 from simpletuner.errors import Problem
 
@@ -16,13 +16,15 @@ SWITCH, BLOCKS = "layersync_enabled", ("layersync_student_block", "layersync_tea
 class LayerSyncConfig(Group):
     """LayerSync"""
 
-    switch = SWITCH
+    requires = when(SWITCH)
 
-    layersync_enabled: Flag = option(False, "Align a block with a deeper one; see docs/experimental/LAYERSYNC.md.")
-    layersync_student_block: Integer | None = option(None, "The block that is aligned, counted from 0.", ge=0)
-    layersync_teacher_block: Integer | None = option(None, "The block it is aligned with.", ge=0)
+    layersync_enabled: Flag = common(
+        False, "Align a block with a deeper one; see docs/experimental/LAYERSYNC.md.", label="LayerSync"
+    )
+    layersync_student_block: Integer | None = common(None, "The block that is aligned, counted from 0.", ge=0)
+    layersync_teacher_block: Integer | None = common(None, "The block it is aligned with.", ge=0)
     layersync_lambda: Number | None = option(
-        None, "Weight of the loss.", ge=0, default_note="0.002 for a LoRA, 0.2 for full"
+        None, "Weight of the loss.", ge=0, default_note="0.002 for a LoRA, 0.2 for full", label="Weight"
     )
 
     def weight(self, model_type: str) -> float:
@@ -36,17 +38,13 @@ class LayerSyncConfig(Group):
         return {key: block for key in BLOCKS if (block := getattr(self, key)) is not None}
 
 
-def check_layersync(
-    config: LayerSyncConfig, is_explicit: Callable[[str], bool], routes: Sequence[Route], blocks: int | None
-) -> Iterator[Problem]:
+def check_layersync(config: LayerSyncConfig, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
     """Two different blocks of the model whose tokens can be compared.
 
     Args:
         blocks: number of blocks; None if the checkpoint is not on this machine.
     """
     if not config.layersync_enabled:
-        for key in filter(is_explicit, (*BLOCKS, "layersync_lambda")):
-            yield Problem(key, f"has no effect: {SWITCH} is off.", fatal=False)
         return
     given = config.blocks
     for key in (key for key in BLOCKS if key not in given):

@@ -22,7 +22,7 @@ from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.loss import LossConfig, MaskedLossConfig
 from simpletuner.config.messages import problems_of, unknown_key, with_stand_ins
-from simpletuner.config.option import Group
+from simpletuner.config.option import Group, plain_key
 from simpletuner.config.preservation import PreservationConfig
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
@@ -184,7 +184,7 @@ def canonical(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
     spelled: dict[str, str] = {}
     source = f" ({layer.label})" if layer.label else ""
     for written, raw in layer.values:
-        key = written.removeprefix("--").replace("-", "_")
+        key = plain_key(written)
         hide_secrets({key: raw})
         if key not in names:
             unknown = Problem(written, f"{unknown_key(key, list(names))}{source}")

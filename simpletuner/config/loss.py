@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Literal
 
-from simpletuner.config.option import Flag, Group, Integer, Number, option
-from simpletuner.errors import Problem
+from simpletuner.config.option import Flag, Group, Integer, Number, accepted, common, option, when
+
+huber = partial(option, requires=when(loss_type=("huber", "smooth_l1")))
 
 
 class LossConfig(Group):
     """Loss"""
 
-    loss_type: Literal["l2", "huber", "smooth_l1"] = option("l2", "Distance between prediction and target.")
-    huber_schedule: Literal["snr", "exponential", "constant"] = option(
-        "snr", "How huber_c depends on the timestep.", requires={"loss_type": ("huber", "smooth_l1")}
-    )
-    huber_c: Number = option(
-        0.1,
-        "Where huber and smooth_l1 change from quadratic to linear.",
-        gt=0,
-        requires={"loss_type": ("huber", "smooth_l1")},
-    )
-    snr_gamma: Number | None = option(None, "Does not apply to flow models; accepted with a warning.", ge=0)
+    loss_type: Literal["l2", "huber", "smooth_l1"] = common("l2", "Distance between prediction and target.")
+    huber_schedule: Literal["snr", "exponential", "constant"] = huber("snr", "How huber_c depends on the timestep.")
+    huber_c: Number = huber(0.1, "Where huber and smooth_l1 change from quadratic to linear.", gt=0, common=True)
+    snr_gamma: Number | None = accepted(None, "it does not apply to flow models", ge=0)
     input_perturbation: Number = option(0.0, "Extra noise on the input only.", ge=0)
     input_perturbation_steps: Integer = option(
         0, "Lower input_perturbation in a straight line to 0 at this step; 0 keeps it constant.", ge=0
@@ -40,7 +34,7 @@ class LossConfig(Group):
 class MaskedLossConfig(Group):
     """Masked loss"""
 
-    masked_loss_probability: Number = option(
+    masked_loss_probability: Number = common(
         1.0, "Share of the batches in which masks count; the others learn from the whole picture.", ge=0, le=1
     )
     masked_loss_normalise: Flag = option(
@@ -48,12 +42,8 @@ class MaskedLossConfig(Group):
     )
     masked_loss_floor: Number = option(0.0, "Weight of black areas; white areas weigh 1.", ge=0, le=1)
     masked_loss_prior: Number = option(
-        0.0, "Weight of holding black areas at the base model's prediction (LoRA only, one more forward pass).", ge=0
+        0.0,
+        "Weight of holding black areas at the base model's prediction (LoRA only, one more forward pass).",
+        ge=0,
+        requires=when(model_type="lora", because="the base model is the one without the LoRA", fatal=True),
     )
-
-
-def check_masked_loss(config: MaskedLossConfig, model_type: str) -> Iterator[Problem]:
-    """The prior compares with the base model."""
-    if config.masked_loss_prior and model_type == "full":
-        message = f"{config.masked_loss_prior:g} needs model_type lora: the base model is the one without the LoRA."
-        yield Problem("masked_loss_prior", message)

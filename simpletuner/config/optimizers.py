@@ -25,7 +25,7 @@ from simpletuner.config.option import (
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, OptimizerConfig, OptimizerName, PrecisionConfig
 from simpletuner.config.speed import has_compiler
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import NoEffect, Problem, did_you_mean
 
 # The type of the default decides how the user's text is parsed.
 OptimizerValue = bool | int | float
@@ -218,6 +218,7 @@ BETAS = ("beta1", "beta2", "beta3")
 ADAM_KEYS = {
     "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_weight_decay": "weight_decay", "adam_epsilon": "eps",
 }  # fmt: skip
+PAIR = {"optimizer_beta1": "beta1", "optimizer_beta2": "beta2"}
 
 # Prodigy's rate is a factor on its own estimate; a usual rate such as 1e-4 would stop it from learning.
 PRODIGY_LOWEST_RATE = 0.1
@@ -297,7 +298,7 @@ def optimizer_settings(config: OptimizerConfig, mixed_precision: str) -> dict[st
     if spec.is_adam:
         settings |= _given(config, ADAM_KEYS)
     if "beta1" in settings:
-        settings |= _given(config, {"optimizer_beta1": "beta1", "optimizer_beta2": "beta2"})
+        settings |= _given(config, PAIR)
     return settings | {key: _parse_setting(key, text, spec.settings[key]) for key, text in _overrides(config)}
 
 
@@ -317,11 +318,9 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[P
 
 
 def check_release(config: RunConfig) -> Iterator[Problem]:
-    """What excludes `optimizer_release_gradients`, and what needs it."""
+    """What excludes `optimizer_release_gradients`."""
     key, optimizer, steps = "optimizer_release_gradients", config.optimizer, config.schedule.gradient_accumulation_steps
     if not optimizer.optimizer_release_gradients:
-        if config.offload.offload_optimizer_state:
-            yield Problem("offload_optimizer_state", f"needs {key}, which updates one weight at a time.")
         return
     name = optimizer_name(optimizer, config.precision.mixed_precision)
     clips_norm = optimizer.grad_clip_method == "norm" and optimizer.max_grad_norm > 0
@@ -329,7 +328,6 @@ def check_release(config: RunConfig) -> Iterator[Problem]:
     accumulation = "a gradient that is freed at once cannot be added to others. Use train_batch_size."
     several = "processes average their gradients before they update. Use fsdp_enable, which divides them."
     for is_set, other, reason in (
-        (config.model.model_type == "lora", "model_type lora", "the gradients of a LoRA are small."),
         (steps > 1, f"gradient_accumulation_steps {steps}", accumulation),
         (clips_norm, "grad_clip_method norm", norm),
         (config.precision.mixed_precision == "fp16", "mixed_precision fp16",
@@ -357,11 +355,8 @@ def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec) -> I
     """Betas come as a pair; warn of keys that the optimizer lacks and of schedules that it replaces."""
     if (config.optimizer_beta1 is None) != (config.optimizer_beta2 is None):
         yield Problem("optimizer_beta1", "and optimizer_beta2 must be given together.")
-    keys = list(_given(config, {key: key for key in ADAM_KEYS})) if not spec.is_adam else []
-    if config.optimizer_beta1 is not None and "beta1" not in spec.settings:
-        keys.append("optimizer_beta1")
-    for key in keys:
-        yield Problem(key, f"has no effect on the optimizer {name!r}.", fatal=False)
+    unused = [*(() if spec.is_adam else ADAM_KEYS), *(() if "beta1" in spec.settings else PAIR)]
+    yield from (NoEffect(key, f"has no effect on the optimizer {name!r}.") for key in unused)
     if name == "prodigy" and (config.learning_rate or 0) < PRODIGY_LOWEST_RATE:
         message = "prodigy finds the rate itself and multiplies it by this one, which should be 1."
         yield Problem("learning_rate", message, fatal=False)

@@ -7,12 +7,13 @@ section. The command line, `--help`, the wizard, the reference page and the load
 from __future__ import annotations
 
 import errno
+import functools
 import importlib.util
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
@@ -190,14 +191,79 @@ def write_sizes(sizes: tuple[Size, ...] | None) -> str | None:
 Sizes = Annotated[tuple[Size, ...], BeforeValidator(parse_sizes), PlainSerializer(write_sizes)]
 
 
+@dataclass(frozen=True)
+class When:
+    """A condition on the settings: one of these keys has one of its values or, where none is given, is on.
+
+    Attributes:
+        keys: the values by key; no value stands for all but false, 0 and unset.
+        negated: it holds if none of the keys is so.
+        because: the reason, for messages.
+        fatal: setting a key that requires it is an error where it does not hold, not only without effect.
+    """
+
+    keys: Mapping[str, tuple[object, ...]]
+    negated: bool
+    because: str
+    fatal: bool
+
+    def holds(self, settings: Mapping[str, Any]) -> bool:
+        """Whether settings, by key, fulfil it."""
+        met = (settings[key] in values if values else bool(settings[key]) for key, values in self.keys.items())
+        return any(met) != self.negated
+
+    def __str__(self) -> str:
+        return _either([f"{key} {_either([*map(str, values)])}".strip() for key, values in self.keys.items()])
+
+    def shown(self, settings: Mapping[str, Any]) -> str:
+        """The keys with the values that they have."""
+        return " and ".join(f"{key} {settings[key]}" if values else key for key, values in self.keys.items())
+
+    @property
+    def lacking(self) -> str:
+        """What a message says of a key that requires it, where it does not hold."""
+        if self.fatal:
+            return f"needs {self}{self.reason}."
+        if self.reason:
+            return f"has no effect{self.reason}."
+        return f"has no effect {'with' if self.negated else 'without'} {self}."
+
+    @property
+    def reason(self) -> str:
+        return f": {self.because}" if self.because else ""
+
+
+def _either(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else "".join(words)
+
+
+def when(*keys: str, because: str = "", fatal: bool = False, **values: object) -> When:
+    """One of the keys is on or has its value, which may be a tuple of values; see `When`."""
+    of_keys = {key: value if isinstance(value, tuple) else (value,) for key, value in values.items()}
+    return When({**dict.fromkeys(keys, ()), **of_keys}, negated=False, because=because, fatal=fatal)
+
+
+def unless(*keys: str, because: str = "", **values: object) -> When:
+    """The opposite of `when`."""
+    return replace(when(*keys, because=because, fatal=False, **values), negated=True)
+
+
+Conditions = tuple[When, ...]
+
+
+def plain_key(written: str) -> str:
+    """A key without `--` and with `_` for `-`."""
+    return written.removeprefix("--").replace("-", "_")
+
+
 class Group(BaseModel):
     """Base of all config groups: immutable, and undeclared keys are errors.
 
     Attributes:
-        switch: the flag without which the other keys of the group have no effect.
+        requires: what all keys of the group require, but for those that it names.
     """
 
-    switch: ClassVar[str] = ""
+    requires: ClassVar[When | None] = None
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -212,7 +278,10 @@ def option(
     lt: float | None = None,
     default_note: str = "",
     form: str = "",
-    requires: Mapping[str, tuple[object, ...]] | None = None,
+    requires: When | Conditions = (),
+    excludes: When | Conditions = (),
+    label: str = "",
+    common: bool = False,
 ) -> Any:
     """Declare one key.
 
@@ -223,17 +292,31 @@ def option(
         ge, gt, le, lt: limits of a number; with a lower one, the upper one is `LARGEST_NUMBER` unless another is given.
         default_note: the default in the reference page, if it depends on something else.
         form: the type in the reference page, if people write another one than the parsed value has.
-        requires: other keys with their values; the key has no effect unless one of them has one of these.
+        requires: conditions without which the key has no effect. They replace those of the group on the same keys.
+        excludes: conditions under which the key must not be on.
+        label: what the page calls it, if its name in words does not do.
+        common: people need it first; the page shows the others below "More".
     """
     extra: Any = {
         "aliases": aliases,
         "default_note": default_note,
         "form": form,
-        "requires": requires or {},
+        "requires": (requires,) if isinstance(requires, When) else requires,
+        "excludes": (excludes,) if isinstance(excludes, When) else excludes,
+        "label": label,
+        "common": common,
     }
     if (ge is not None or gt is not None) and le is None and lt is None:
         le = LARGEST_NUMBER
     return Field(default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=extra)
+
+
+common = functools.partial(option, common=True)
+
+
+def accepted(default: Any, reason: str, *, ge: float | None = None) -> Any:
+    """Declare a key of other trainers that changes nothing here, for a reason."""
+    return option(default, f"Accepted; {reason}.", ge=ge, requires=when(because=reason))
 
 
 @dataclass(frozen=True)
@@ -250,7 +333,11 @@ class Option:
     default_note: str
     form: str
     limits: dict[str, float]
-    requires: Mapping[str, tuple[object, ...]]
+    requires: Conditions
+    excludes: Conditions
+    label: str
+    common: bool
+    of_group: When | None
     parsers: tuple[Callable[..., Any], ...]
 
     @property
@@ -272,6 +359,16 @@ class Option:
         return names.get(base, "JSON")
 
     @property
+    def relations(self) -> dict[str, list[str]]:
+        """Its aliases and its conditions on other keys, with a title each."""
+        return {
+            "Also written": list(self.aliases),
+            "Requires": [str(each) for each in self.requires if each.keys and not each.negated],
+            "No effect with": [str(each) for each in self.requires if each.negated],
+            "Excludes": [str(each) for each in self.excludes],
+        }
+
+    @property
     def may_hold_secret(self) -> bool:
         """Whether values from `{env:...}` are hidden: true of texts for services elsewhere."""
         outside = self.section in ("Tracking", "Publishing", "Webhooks")
@@ -290,8 +387,9 @@ class Option:
 def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
     """The `Option` of a field that `option()` declared in a group."""
     extra: dict[str, Any] = {**field.json_schema_extra} if isinstance(field.json_schema_extra, dict) else {}
-    if group.switch and group.switch != name and not extra["requires"]:
-        extra["requires"] = {group.switch: (True,)}
+    named = {name}.union(*(condition.keys for condition in extra["requires"]))
+    if group.requires and not named & group.requires.keys.keys():
+        extra["requires"] = (group.requires, *extra["requires"])
     limits: dict[str, float] = {}
     for constraint in field.metadata:
         for bound in ("ge", "gt", "le", "lt"):
@@ -304,6 +402,7 @@ def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
         help=field.description or "",
         default=None if field.default is PydanticUndefined else field.default,
         required=field.is_required(),
+        of_group=group.requires,
         annotation=field.annotation,
         limits=limits,
         parsers=tuple(each.func for each in _constraints(field) if isinstance(each, BeforeValidator)),

@@ -8,9 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from simpletuner.config.option import BITSANDBYTES, TORCHAO, Flag, Group, Integer, Package, check_installed, option
+from simpletuner.config.option import (
+    BITSANDBYTES,
+    TORCHAO,
+    Flag,
+    Group,
+    Integer,
+    Package,
+    check_installed,
+    common,
+    option,
+    when,
+)
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:  # it imports this module
@@ -25,16 +37,17 @@ Precision = Literal[
 ]  # fmt: skip
 PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
 Library = Literal["quanto", "torchao", "bnb"]
+recomputed = partial(option, requires=when("gradient_checkpointing"))
 PRECISION_KEYS = ("base_model_precision", "text_encoder_1_precision", "text_encoder_2_precision")
 
 
 class PrecisionConfig(Group):
     """Precision and compute"""
 
-    mixed_precision: Literal["bf16", "no", "fp16", "fp8"] = option(
+    mixed_precision: Literal["bf16", "no", "fp16", "fp8"] = common(
         "bf16", "Compute dtype; no is float32. fp16 is meant for GPUs without bf16."
     )
-    base_model_precision: Precision = option(
+    base_model_precision: Precision = common(
         "no_change",
         "Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others quantise its "
         "linear layers, for LoRA only. Names without a library mean optimum-quanto.",
@@ -43,13 +56,17 @@ class PrecisionConfig(Group):
         False,
         "Multiply by the quantised weights of int8-quanto or fp8-quanto directly, activations and gradients rounded to "
         "the same bits. Gradients differ by a percent or more; a run prints by how much.",
-        requires={"base_model_precision": ("int8", "int8-quanto", "fp8", "fp8-quanto")},
+        requires=when(base_model_precision=("int8", "int8-quanto", "fp8", "fp8-quanto")),
     )
-    text_encoder_1_precision: Precision = option(
-        "no_change", "Precision of the first text encoder, same values; part of the cache identity."
+    text_encoder_1_precision: Precision = common(
+        "no_change",
+        "Precision of the first text encoder, same values; part of the cache identity.",
+        label="First Text Encoder Precision",
     )
     text_encoder_2_precision: Precision = option(
-        "no_change", "Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity."
+        "no_change",
+        "Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity.",
+        label="Second Text Encoder Precision",
     )
     base_model_default_dtype: Literal["bf16", "fp32"] | None = option(
         None,
@@ -61,22 +78,18 @@ class PrecisionConfig(Group):
         "Where weights are quantised; the result is the same. accelerator moves one block at a time there, pipeline "
         "one layer.",
     )
-    gradient_checkpointing: Flag = option(
+    gradient_checkpointing: Flag = common(
         True, "Recompute block activations in the backward pass; gradients stay the same."
     )
-    gradient_checkpointing_interval: Integer | None = option(
-        None,
-        "Recompute only every n-th block.",
-        ge=1,
-        default_note="all blocks",
-        requires={"gradient_checkpointing": (True,)},
+    gradient_checkpointing_interval: Integer | None = recomputed(
+        None, "Recompute only every n-th block.", ge=1, default_note="all blocks"
     )
-    gradient_checkpointing_kept_blocks: Integer = option(
+    gradient_checkpointing_kept_blocks: Integer = recomputed(
         0, "Of the recomputed blocks, this many, evenly spaced, keep their activations instead.", ge=0
     )
     attention_mechanism: Literal[
         "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
-    ] = option(
+    ] = common(
         "diffusers",
         "Kernel of dense self-attention; diffusers is torch's own, on a GPU the faster of cuDNN and flash. The others "
         "need their package.",

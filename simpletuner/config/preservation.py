@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 
-from simpletuner.config.option import Group, Number, Text, option
+from simpletuner.config.option import Group, Number, Text, common, option, when
 from simpletuner.errors import Problem
+
+preserved = partial(option, requires=when("preservation_probability"))
 
 
 class PreservationConfig(Group):
     """Preservation"""
 
-    preservation_weight: Number = option(
+    requires = when("preservation_weight")
+
+    preservation_weight: Number = common(
         0.0,
         "LoRA only: keep what the model predicts for other captions, with this weight in the loss; 0 is off. See "
         "docs/DREAMBOOTH.md.",
         ge=0,
+        requires=when(
+            model_type="lora",
+            because="the model as it was is the one without the LoRA. In a full training, also train on pictures of "
+            "what it should keep",
+            fatal=True,
+        ),
     )
     preservation_probability: Number = option(
         0.5,
@@ -24,12 +35,13 @@ class PreservationConfig(Group):
         ge=0,
         le=1,
     )
-    preservation_prompt: Text | None = option(
+    preservation_prompt: Text | None = preserved(
         None,
         "The class word that takes the place of preservation_trigger, or without a trigger the whole caption.",
         default_note="the empty caption",
+        common=True,
     )
-    preservation_trigger: Text | None = option(None, "The words in captions that stand for what is learned.")
+    preservation_trigger: Text | None = preserved(None, "The words in captions that stand for what is learned.")
 
     @property
     def is_on(self) -> bool:
@@ -49,20 +61,9 @@ class PreservationConfig(Group):
             return re.compile(r"(?!)")
         return re.compile(rf"(?<!\w){re.escape(self.preservation_trigger)}(?!\w)", re.IGNORECASE)
 
-    def check(self, model_type: str) -> Iterator[Problem]:
-        """Contradictions between these keys, and with what is trained."""
-        if not self.is_on:
-            if self.preservation_prompt or self.preservation_trigger:
-                key = "preservation_prompt" if self.preservation_prompt else "preservation_trigger"
-                yield Problem(key, "has no effect: preservation_weight or preservation_probability is 0.", fatal=False)
-            return
-        if model_type == "full":
-            message = (
-                "needs model_type lora: the model as it was is the one without the LoRA. In a full training, also "
-                "train on pictures of what it should keep."
-            )
-            yield Problem("preservation_weight", message)
-        if self.preservation_trigger and not self.preservation_prompt:
+    def check(self) -> Iterator[Problem]:
+        """A trigger needs what takes its place."""
+        if self.is_on and self.preservation_trigger and not self.preservation_prompt:
             message = f"{self.preservation_trigger!r} needs preservation_prompt, the class word to put in its place."
             yield Problem("preservation_trigger", message)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -21,8 +22,10 @@ from simpletuner.config.option import (
     TextList,
     Texts,
     check_installed,
+    common,
     option,
     parse_objects,
+    when,
 )
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.redaction import HIDDEN, REFERENCE, hide_secrets
@@ -33,9 +36,11 @@ PROVIDERS = {"s3-compatible": "s3", "b2": "backblaze_b2"}
 ELSEWHERE = ("azure_blob", "azure", "dropbox")
 PLACEHOLDERS = ("local_checkpoint_path", "remote_checkpoint_path", "global_step", "tracker_run_name")
 REPOSITORY = re.compile(r"(?!.*(?:--|\.\.))(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9](?:[\w.-]{0,94}\w)?", re.ASCII)
-NEEDS_HUB = ("hub_model_id", "push_checkpoints_to_hub", "model_card_private")
 # Other names of keys.
 KEYS = {"aws_access_key_id": "access_key", "aws_secret_access_key": "secret_key", "request_headers": "headers"}
+
+on_hub = partial(option, requires=when("push_to_hub"))
+uploaded = partial(option, requires=when("push_to_hub", KEY))
 
 
 def parse_stores(value: object) -> object:
@@ -79,15 +84,18 @@ NamedBucket = Annotated[BucketConfig, Field(title="store")]
 class PublishConfig(Group):
     """Publishing"""
 
-    push_to_hub: Flag = option(False, "Upload the result to the Hugging Face hub at the end.")
-    hub_model_id: Text | None = option(
+    push_to_hub: Flag = common(False, "Upload the result to the Hugging Face hub at the end.")
+    hub_model_id: Text | None = on_hub(
         None,
         "Repository on the hub: `owner/name`, its address, or a name, which then belongs to the login.",
         default_note="tracker_project_name",
+        common=True,
     )
-    push_checkpoints_to_hub: Flag = option(False, "Upload each checkpoint, too; the newest is also at the root.")
-    push_to_hub_background: Flag = option(False, "Upload beside training instead of waiting for each upload.")
-    model_card_private: Flag = option(True, "Create the repository as private. An existing one stays as it is.")
+    push_checkpoints_to_hub: Flag = on_hub(False, "Upload each checkpoint, too; the newest is also at the root.")
+    push_to_hub_background: Flag = uploaded(False, "Upload beside training instead of waiting for each upload.")
+    model_card_private: Flag = on_hub(
+        True, "Create the repository as private. An existing one stays as it is.", common=True
+    )
     model_card_safe_for_work: Flag = option(
         False, "Tag the model card as safe-for-work; otherwise it is tagged not-for-all-audiences."
     )
@@ -105,13 +113,14 @@ class PublishConfig(Group):
         "S3 buckets that get a copy of the output folder at the end: an object with `provider` (s3, backblaze_b2), "
         "`bucket` and more, a list of them, or a file with either; see docs/PUBLISHING.md.",
         form=JSON_OR_FILE,
+        label="Other Targets",
     )
     post_checkpoint_script: Text | None = option(
         None,
         "A program to run after each checkpoint, with its arguments; `{local_checkpoint_path}`, `{global_step}` and "
         "`{tracker_run_name}` expand.",
     )
-    post_upload_script: Text | None = option(
+    post_upload_script: Text | None = uploaded(
         None, "The same after each upload, also with `{remote_checkpoint_path}`, the address of the upload."
     )
 
@@ -141,18 +150,14 @@ def repository_name(written: str) -> str:
     return "/".join(parts[:2] if "://" in written else parts)
 
 
-def check_publishing(publish: PublishConfig, project: str, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
-    """What would make an upload fail for certain, and keys without effect.
+def check_publishing(publish: PublishConfig, project: str) -> Iterator[Problem]:
+    """What would make an upload fail for certain.
 
     Args:
         project: value of `tracker_project_name`.
     """
-    uploads = publish.push_to_hub or bool(publish.stores)
     if publish.push_to_hub:
         yield from _check_hub(publish.hub_model_id, project)
-    else:
-        for key in filter(is_explicit, NEEDS_HUB):
-            yield Problem(key, "has no effect without push_to_hub.", fatal=False)
     for store in publish.stores[:1]:
         yield from check_installed(BOTO3, KEY, store.provider)
     scripts = {
@@ -162,8 +167,6 @@ def check_publishing(publish: PublishConfig, project: str, is_explicit: Callable
     for key, script in scripts.items():
         known = [name for name in PLACEHOLDERS if key == "post_upload_script" or name != "remote_checkpoint_path"]
         yield from _check_script(key, script, known) if script else ()
-    for key in filter(is_explicit, () if uploads else ("push_to_hub_background", "post_upload_script")):
-        yield Problem(key, "has no effect without push_to_hub or publishing_config.", fatal=False)
 
 
 def check_typed(publish: PublishConfig) -> Iterator[Problem]:

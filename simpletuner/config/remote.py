@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from simpletuner.config.option import Flag, Group, Integer, Number, PathText, Text, TextList, option
+from simpletuner.config.option import Flag, Group, Integer, Number, PathText, Text, TextList, accepted, option
 from simpletuner.errors import Problem
 from simpletuner.redaction import REFERENCE
 
@@ -69,7 +69,7 @@ class HubKeys(Group):
     fps_column: Text | None = option(None, "Must exist; rates are read from the clips.")
     huggingface_cache_dir: PathText | None = option(None, "Folder for what is downloaded; cache_dir is another name.")
     num_proc: Integer = option(16, "Processes that prepare the rows, at most the machine's cores.", ge=1)
-    auto_load: Flag = option(False, "Accepted; rows are loaded when the run is planned.")
+    auto_load: Flag = accepted(False, "rows are loaded when the run is planned")
     streaming: Flag = option(False, "Refused: buckets need all rows.")
     filter_func: RowFilter | None = option(None, "Which rows are used.")
     composite_image_config: CompositeImage | None = option(None, "Cuts a picture out of a row of several.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.config.option import Option
-from simpletuner.config.schema import all_options
+from simpletuner.config.schema import all_options, sections
 
 INTRODUCTION = """\
 # Options
@@ -41,23 +41,18 @@ def render_options(family_defaults: Mapping[str, Mapping[str, Any]]) -> str:
     Args:
         family_defaults: defaults by key, by `model_family`.
     """
-    sections = _sections()
-    titles = [*sections, FAMILIES_TITLE, VARIABLES_TITLE]
+    groups = sections()
+    titles = [*groups, FAMILIES_TITLE, VARIABLES_TITLE]
     parts = [INTRODUCTION, "\n".join(f"- [{title}](#{_anchor(title)})" for title in titles) + "\n"]
-    parts += ["\n".join([f"## {title}\n", *_table(options), ""]) for title, options in sections.items()]
+    parts += ["\n".join([f"## {title}\n", *_table(options), ""]) for title, options in groups.items()]
     parts += ["\n".join([f"## {FAMILIES_TITLE}\n", *_family_table(family_defaults), ""])]
     parts += ["\n".join([f"## {VARIABLES_TITLE}\n", *_variable_table(), ""])]
     return "\n".join(parts)
 
 
-def _sections() -> dict[str, list[Option]]:
-    sections: dict[str, list[Option]] = {}
-    for option in all_options().values():
-        sections.setdefault(option.section, []).append(option)
-    return sections
-
-
 def _table(options: list[Option]) -> Iterator[str]:
+    if (needed := options[0].of_group) is not None:
+        yield f"Requires `{needed}`.\n"
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for option in options:
@@ -74,8 +69,11 @@ def _default(option: Option) -> str:
 
 
 def _meaning(option: Option) -> str:
-    aliases = ", ".join(f"`{alias}`" for alias in option.aliases)
-    return _cell(f"{option.help} Also written {aliases}." if aliases else option.help)
+    rows = {
+        title: [each for each in names if each != str(option.of_group)] for title, names in option.relations.items()
+    }
+    related = (f" {title} {', '.join(f'`{each}`' for each in names)}." for title, names in rows.items() if names)
+    return _cell(option.help + "".join(related))
 
 
 def _family_table(family_defaults: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from statistics import fmean
 from typing import Literal
 
-from simpletuner.config.option import Flag, Group, Integer, Number, option
-from simpletuner.errors import Problem
+from simpletuner.config.option import Flag, Group, Integer, Number, common, option, unless, when
+from simpletuner.errors import NoEffect, Problem
 
 PREFIX = "scheduled_sampling_"
 OFFSET, PROBABILITY, RAMP = (f"{PREFIX}{name}" for name in ("max_step_offset", "probability", "ramp_steps"))
-SHAPE = tuple(f"{PREFIX}{name}" for name in ("prob_start", "prob_end", "ramp_shape"))
-REFLEXFLOW = tuple(f"{PREFIX}reflexflow_{name}" for name in ("alpha", "beta1", "beta2"))
+ramped = partial(option, requires=when(RAMP))
+reflexflow = partial(option, requires=when(f"{PREFIX}reflexflow"))
 
 # (a uniform number in [0, 1), the largest offset) -> an offset.
 STRATEGIES: Mapping[str, Callable[[float, int], int]] = {
@@ -27,25 +28,34 @@ FINENESS = 1000  # points at which means are computed
 class ScheduledSamplingConfig(Group):
     """Scheduled sampling"""
 
-    scheduled_sampling_max_step_offset: Integer = option(
+    requires = when(OFFSET)
+
+    scheduled_sampling_max_step_offset: Integer = common(
         0, "Maximum number of sampler steps rolled out to make an input; see docs/experimental/SCHEDULED_SAMPLING.md.",
+        ge=0,)  # fmt: skip
+    scheduled_sampling_probability: Number = common(
+        0.0,
+        "Probability per sample, without a ramp.",
         ge=0,
-    )  # fmt: skip
-    scheduled_sampling_probability: Number = option(0.0, "Probability per sample, without a ramp.", ge=0, le=1)
-    scheduled_sampling_prob_start: Number = option(0.0, "Probability before and at the start of a ramp.", ge=0, le=1)
-    scheduled_sampling_prob_end: Number = option(0.5, "Probability at the end of a ramp and after it.", ge=0, le=1)
+        le=1,
+        requires=unless(RAMP, because=f"{RAMP} is set, so the probability follows prob_start and prob_end"),
+    )
+    scheduled_sampling_prob_start: Number = ramped(0.0, "Probability before and at the start of a ramp.", ge=0, le=1)
+    scheduled_sampling_prob_end: Number = ramped(0.5, "Probability at the end of a ramp and after it.", ge=0, le=1)
     scheduled_sampling_ramp_steps: Integer = option(0, "Length of the ramp; 0 is none.", ge=0)
     scheduled_sampling_start_step: Integer = option(0, "Start of the ramp, or of a fixed probability.", ge=0)
-    scheduled_sampling_ramp_shape: Literal["linear", "cosine"] = option("linear", "Shape of the ramp.")
+    scheduled_sampling_ramp_shape: Literal["linear", "cosine"] = ramped("linear", "Shape of the ramp.")
     scheduled_sampling_strategy: Literal["uniform", "biased_early", "biased_late"] = option(
         "uniform", "How many steps: all numbers equally often, mostly few, or mostly many."
     )
     scheduled_sampling_sampler: Literal["unipc", "euler", "dpm"] = option("unipc", "The solver of these steps.")
-    scheduled_sampling_order: Integer = option(2, "Order of unipc and dpm.", ge=1, le=3)
-    scheduled_sampling_reflexflow: Flag = option(True, "Correct the drift of these samples in the loss (ReflexFlow).")
-    scheduled_sampling_reflexflow_alpha: Number = option(1.0, "Extra weight where sampling lost content.", ge=0)
-    scheduled_sampling_reflexflow_beta1: Number = option(10.0, "Weight of the direction (reflexflow_adr).", ge=0)
-    scheduled_sampling_reflexflow_beta2: Number = option(1.0, "Factor of the loss of these samples.", ge=0)
+    scheduled_sampling_order: Integer = option(
+        2, "Order of unipc and dpm.", ge=1, le=3, requires=when(scheduled_sampling_sampler=("unipc", "dpm"))
+    )
+    scheduled_sampling_reflexflow: Flag = common(True, "Correct the drift of these samples in the loss (ReflexFlow).")
+    scheduled_sampling_reflexflow_alpha: Number = reflexflow(1.0, "Extra weight where sampling lost content.", ge=0)
+    scheduled_sampling_reflexflow_beta1: Number = reflexflow(10.0, "Weight of the direction (reflexflow_adr).", ge=0)
+    scheduled_sampling_reflexflow_beta2: Number = reflexflow(1.0, "Factor of the loss of these samples.", ge=0)
 
     @property
     def is_on(self) -> bool:
@@ -82,21 +92,12 @@ class ScheduledSamplingConfig(Group):
         return fmean(map(self.probability_at, steps)) * passes
 
 
-def check_scheduled_sampling(
-    config: ScheduledSamplingConfig, is_explicit: Callable[[str], bool], sampling_steps: int | None
-) -> Iterator[Problem]:
-    """Offsets that the sampler of previews can have, and keys without effect."""
+def check_scheduled_sampling(config: ScheduledSamplingConfig, sampling_steps: int | None) -> Iterator[Problem]:
+    """Offsets that the sampler of previews can have, with a probability."""
     offset, ramp = config.scheduled_sampling_max_step_offset, config.scheduled_sampling_ramp_steps
-    for keys, has_none, reason in (
-        ([key for key in ScheduledSamplingConfig.model_fields if key != OFFSET], not offset, f"{OFFSET} is 0"),
-        ([PROBABILITY], offset and ramp, f"{RAMP} is set, so the probability follows prob_start and prob_end"),
-        (SHAPE, offset and not ramp, f"{RAMP} is 0"),
-        ([f"{PREFIX}order"], offset and config.scheduled_sampling_sampler == "euler", "euler has order 1"),
-        (REFLEXFLOW, offset and not config.scheduled_sampling_reflexflow, f"{PREFIX}reflexflow is off"),
-        ([OFFSET], offset and not config.is_on, "probabilities are 0" if ramp else f"{PROBABILITY} is 0"),
-    ):
-        for key in filter(is_explicit, keys if has_none else ()):
-            yield Problem(key, f"has no effect: {reason}.", fatal=False)
+    if offset and not config.is_on:
+        reason = "probabilities are 0" if ramp else f"{PROBABILITY} is 0"
+        yield NoEffect(OFFSET, f"has no effect: {reason}.")
     if sampling_steps is not None and offset > sampling_steps:
         message = f"{offset} is more than the {sampling_steps} steps of the sampler (validation_num_inference_steps)."
         yield Problem(OFFSET, message)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
@@ -31,12 +32,18 @@ from simpletuner.config.option import (
     Text,
     TextList,
     Texts,
+    accepted,
+    common,
     describe,
     option,
     parse_text,
+    plain_key,
+    unless,
+    when,
 )
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
+from simpletuner.config.precision import recomputed
 from simpletuner.config.preservation import PreservationConfig
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
@@ -72,14 +79,14 @@ OptimizerName = Literal[
 class ModelConfig(Group):
     """Model"""
 
-    model_type: Literal["lora", "full"] = option(
+    model_type: Literal["lora", "full"] = common(
         ..., "What is trained: a LoRA on the frozen model, or every weight of the transformer."
     )
-    model_family: Text = option(..., "The model family. `_` for `-` and any letter case are accepted.")
-    model_flavour: Text | None = option(
+    model_family: Text = common(..., "The model family. `_` for `-` and any letter case are accepted.")
+    model_flavour: Text | None = common(
         None, "Which checkpoint of the family.", aliases=("model_flavor",), default_note="the family's first"
     )
-    pretrained_model_name_or_path: PathText | None = option(
+    pretrained_model_name_or_path: PathText | None = common(
         None,
         "Hub id or folder of a diffusers checkpoint; overrides the flavour.",
         default_note="of the flavour",
@@ -93,21 +100,21 @@ class ModelConfig(Group):
     pretrained_transformer_subfolder: Text = option("transformer", "Folder of the transformer within that path.")
     revision: Text | None = option(None, "Branch, tag or commit of the hub repository.")
     variant: Text | None = option(None, "Weight file variant, such as fp16.")
-    trust_remote_code: Flag = option(False, "Passed on to the loading functions.")
+    trust_remote_code: Flag = accepted(False, "every part of a model is a class of the installed libraries")
 
 
 class RunOptions(Group):
     """Run and paths"""
 
-    output_dir: PathText = option("simpletuner-results", "Everything a run writes goes here; created if missing.")
-    logging_dir: PathText = option("logs", "Folder for tracker files.")
-    cache_dir: PathText | None = option(None, "Folder for all caches.", default_note="`<output_dir>/cache`")
+    output_dir: PathText = common("simpletuner-results", "Everything a run writes goes here; created if missing.")
+    logging_dir: PathText = common("logs", "Folder for tracker files.")
+    cache_dir: PathText | None = common(None, "Folder for all caches.", default_note="`<output_dir>/cache`")
     cache_dir_text: PathText | None = option(None, "Folder for text embeds.", default_note="`<cache_dir>/text`")
     cache_dir_vae: PathText | None = option(None, "Folder for latents.", default_note="`<cache_dir>/vae`")
-    data_backend_config: PathText | None = option(
-        None, "The dataset file.", default_note="multidatabackend.json beside the config"
+    data_backend_config: PathText | None = common(
+        None, "The dataset file.", default_note="multidatabackend.json beside the config", label="Dataset File"
     )
-    seed: Integer | None = option(
+    seed: Integer | None = common(
         None,
         "The same seed gives the same data order, noise and initial weights. 0 takes it from the clock, -1 or unset "
         "draws one; both are logged.",
@@ -119,7 +126,7 @@ class RunOptions(Group):
         "true: every sample of a step draws its own noise, as in one process with a larger batch. false: every "
         "process draws the same as the first. No effect with one process.",
     )
-    resume_from_checkpoint: PathText = option(
+    resume_from_checkpoint: PathText = common(
         "latest",
         "`latest`, the name or path of a checkpoint, or `none`. Latest without a checkpoint starts a new run; none "
         "starts at step 0 and never overwrites an existing checkpoint.",
@@ -130,27 +137,28 @@ class RunOptions(Group):
 class TrackingConfig(Group):
     """Tracking"""
 
-    report_to: Text = option(
+    report_to: Text = common(
         "none",
         "wandb, tensorboard, comet_ml, swanlab, simpletuner (the local files, always written), all, none, or a "
         "comma-separated list.",
     )
-    tracker_project_name: Text = option("simpletuner", "Project name for trackers.")
-    tracker_run_name: Text = option("simpletuner-testing", "Run name for trackers.")
+    tracker_project_name: Text = common("simpletuner", "Project name for trackers.")
+    tracker_run_name: Text = common("simpletuner-testing", "Run name for trackers.")
 
 
 class ScheduleConfig(Group):
     """Schedule"""
 
-    train_batch_size: Integer = option(1, "Samples per device and micro-step; a dataset may override it.", ge=1)
-    gradient_accumulation_steps: Integer = option(
+    train_batch_size: Integer = common(
+        1, "Samples per device and micro-step; a dataset may override it.", ge=1, label="Batch Size"
+    )
+    gradient_accumulation_steps: Integer = common(
         1, "Micro-steps per optimizer step; one optimizer step is one global step.", ge=1
     )
-    max_train_steps: Integer | None = option(None, "Optimizer steps; 0 or unset: epochs decide.", ge=0)
-    num_train_epochs: Integer | None = option(
+    max_train_steps: Integer | None = common(None, "Optimizer steps; 0 or unset: epochs decide.", ge=0, label="Steps")
+    num_train_epochs: Integer | None = common(
         None, "Passes over the data, if max_train_steps does not decide.", ge=0,
-        default_note="1 without max_train_steps",
-    )  # fmt: skip
+        default_note="1 without max_train_steps", label="Epochs")  # fmt: skip
     ignore_final_epochs: Flag | None = option(
         None, "Continue past the computed number of epochs until max_train_steps."
     )
@@ -162,28 +170,28 @@ class ScheduleConfig(Group):
 class CheckpointConfig(Group):
     """Checkpoints"""
 
-    checkpoint_step_interval: Integer = option(
+    checkpoint_step_interval: Integer = common(
         500, "Save when global_step is a multiple.", aliases=("checkpointing_steps",), ge=1
     )
     checkpoint_epoch_interval: Integer | None = option(None, "Also save after every n-th epoch.", ge=1)
-    checkpoints_total_limit: Integer = option(
+    checkpoints_total_limit: Integer = common(
         5,
         "After a save, the oldest checkpoints beyond this number are removed; 0 keeps all.",
         aliases=("save_total_limit",),
         ge=0,
     )
-    checkpointing_rolling_steps: Integer = option(0, "Additional frequent saves, pruned separately; 0 is off.", ge=0)
+    checkpointing_rolling_steps: Integer = common(0, "Additional frequent saves, pruned separately; 0 is off.", ge=0)
     checkpoints_rolling_total_limit: Integer = option(1, "How many rolling checkpoints are kept.", ge=1)
     disk_low_threshold: Gigabytes | None = option(
         None, "Stop with a checkpoint when less than this is free in output_dir: 10G, 500M, or a number of GB.", gt=0
     )
-    checkpointing_use_tempdir: Flag = option(False, "Accepted for old configs; writes are always atomic.")
+    checkpointing_use_tempdir: Flag = accepted(False, "writes are always atomic")
 
 
 class OptimizerConfig(Group):
     """Optimizer"""
 
-    optimizer: OptimizerName | None = option(
+    optimizer: OptimizerName | None = common(
         None,
         "adamw_bf16 and the optimi ones train bf16 weights with Kahan summation. Some names need a package; the "
         "error names it.",
@@ -200,35 +208,37 @@ class OptimizerConfig(Group):
         False,
         "Update each weight as soon as its gradient is there and free the gradient: full fine-tunes take less memory, "
         "with the same results. Needs grad_clip_method value, no accumulation and one process.",
-        requires={"model_type": ("full",)},
+        requires=when(model_type="full", because="the gradients of a LoRA are small", fatal=True),
     )
-    learning_rate: Number | None = option(
+    learning_rate: Number | None = common(
         None, "Peak learning rate.", gt=0, default_note="1e-4 for lora, 5e-5 for full"
     )
     lr_scale: Flag = option(False, "Multiply the rate by processes x accumulation x batch.")
-    lr_scale_sqrt: Flag = option(False, "Multiply by the square root of that product instead.")
+    lr_scale_sqrt: Flag = option(
+        False, "Multiply by the square root of that product instead.", excludes=when("lr_scale")
+    )
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_warmup", "cosine_with_restarts",
         "polynomial", "sine",
-    ] = option(
+    ] = common(
         "constant_with_warmup",
         "After the warm-up: constant; linear, cosine, restarted cosine or polynomial decay to lr_end; or a sine "
-        "between learning_rate and lr_end.",
-    )  # fmt: skip
-    lr_warmup_steps: Integer = option(0, "A linear ramp from 0, for every scheduler.", ge=0)
+        "between learning_rate and lr_end.",)  # fmt: skip
+    lr_warmup_steps: Integer = common(0, "A linear ramp from 0, for every scheduler.", ge=0)
     lr_end: Number = option(
         4e-7,
         "Final learning rate of schedulers that decay.",
         ge=0,
-        requires={"lr_scheduler": (*DECAYING_SCHEDULERS, "sine")},
+        requires=when(lr_scheduler=(*DECAYING_SCHEDULERS, "sine")),
     )
-    lr_power: Number = option(
-        0.8, "Power of the polynomial scheduler.", gt=0, requires={"lr_scheduler": ("polynomial",)}
-    )
+    lr_power: Number = option(0.8, "Power of the polynomial scheduler.", gt=0, requires=when(lr_scheduler="polynomial"))
     lr_num_cycles: Integer = option(
-        1, "Cycles of cosine_with_restarts and sine.", ge=1, requires={"lr_scheduler": ("cosine_with_restarts", "sine")}
+        1,
+        "Cycles of cosine_with_restarts and sine.",
+        ge=1,
+        requires=when(lr_scheduler=("cosine_with_restarts", "sine")),
     )
-    max_grad_norm: Number = option(2.0, "Gradient clipping threshold; 0 disables clipping.", ge=0)
+    max_grad_norm: Number = common(2.0, "Gradient clipping threshold; 0 disables clipping.", ge=0)
     grad_clip_method: Literal["value", "norm"] = option(
         "value", "value: clip every gradient entry to ±max_grad_norm; norm: clip the norm of all gradients together."
     )
@@ -245,12 +255,11 @@ class SpeedConfig(Group):
         "Blocks of Kandinsky with less arithmetic and bit-identical results.",
         default_note="as `speed` says",
     )
-    speed_keep_attention: Flag | None = option(
+    speed_keep_attention: Flag | None = recomputed(
         None,
         "With gradient_checkpointing: keep the result of self-attention, tokens x width x 2 bytes per block, instead "
         "of recomputing it.",
         default_note="as `speed` says",
-        requires={"gradient_checkpointing": (True,)},
     )
     speed_bf16_modulation: Flag | None = option(
         None,
@@ -267,32 +276,32 @@ class SpeedConfig(Group):
 class EmaConfig(Group):
     """EMA"""
 
-    switch = "use_ema"
+    requires = when("use_ema")
 
-    use_ema: Flag = option(False, "Keep an exponential moving average of the trained weights.")
-    ema_validation: Literal["none", "ema_only", "comparison"] = option(
+    use_ema: Flag = common(False, "Keep an exponential moving average of the trained weights.", label="EMA")
+    ema_validation: Literal["none", "ema_only", "comparison"] = common(
         "comparison", "Which weights validation renders with."
     )
     ema_update_interval: Integer = option(1, "Update when global_step is a multiple.", ge=1)
-    ema_decay: Number = option(
+    ema_decay: Number = common(
         0.995, "Upper limit of the decay min((1+n)/(10+n), ema_decay) with n = step - 1.", ge=0, le=0.9999
     )
     ema_warmup_steps: Integer = option(0, "Before this step, the average is a copy of the weights.", ge=0)
     ema_device: Literal["cpu", "accelerator"] = option("cpu", "Where the average is kept.")
-    ema_cpu_only: Flag = option(False, "Keep and update the average on the CPU only.")
+    ema_cpu_only: Flag = option(False, "Keep and update the average on the CPU only.", label="EMA CPU Only")
     ema_foreach_disable: Flag = option(False, "Plain loops instead of fused updates; the result is the same.")
 
 
 SLOTS = 2  # of the ring buffer for streamed blocks, in groups: one computes while the next is copied
 
 
-STREAMED = dict.fromkeys(("enable_group_offload", "group_offload_text_encoder", "group_offload_vae"), (True,))
+streamed = partial(option, requires=when("enable_group_offload", "group_offload_text_encoder", "group_offload_vae"))
 
 
 class OffloadConfig(Group):
     """Offload"""
 
-    offload: Literal["manual", "auto"] = option(
+    offload: Literal["manual", "auto"] = common(
         "manual",
         "auto sets whatever is unset of offloading, gradient checkpointing and speed_keep_attention by the plan's "
         "estimate, so that the run fits the device and uses all of it.",
@@ -305,43 +314,52 @@ class OffloadConfig(Group):
         gt=0,
         default_note="the device of this machine",
     )
-    enable_group_offload: Flag = option(
-        False, "Keep frozen weights of the transformer in host memory and stream them block by block; same results."
+    enable_group_offload: Flag = common(
+        False,
+        "Keep frozen weights of the transformer in host memory and stream them block by block; same results.",
+        excludes=(
+            when("enable_model_cpu_offload", because="one streams the blocks, the other moves them all"),
+            when("fsdp_enable", because="FSDP shards the weights that group offload would stream"),
+            when(
+                model_type="full",
+                because="only frozen weights can stream, and a full fine-tune has none; use model_type lora",
+            ),
+        ),
     )
-    group_offload_type: Literal["block_level", "leaf_level"] = option(
-        "block_level", "What is streamed at a time; leaf_level also streams blocks.", requires=STREAMED
+    group_offload_type: Literal["block_level", "leaf_level"] = streamed(
+        "block_level", "What is streamed at a time; leaf_level also streams blocks."
     )
-    group_offload_blocks_per_group: Integer = option(
-        1, "Blocks streamed together; two groups are on the device at a time.", ge=1, requires=STREAMED
+    group_offload_blocks_per_group: Integer = streamed(
+        1, "Blocks streamed together; two groups are on the device at a time.", ge=1, common=True
     )
     group_offload_resident_blocks: Integer = option(
         0,
         "This many blocks, evenly spaced, stay on the device, in case copies are slower than the compute.",
         ge=0,
-        requires={"enable_group_offload": (True,)},
+        requires=when("enable_group_offload"),
     )
-    group_offload_use_stream: Flag = option(False, "Overlap copies with the compute (CUDA).", requires=STREAMED)
-    group_offload_to_disk_path: PathText | None = option(
-        None,
-        "Keep offloaded weights in this folder instead of in host memory; every step reads them twice.",
-        requires=STREAMED,
+    group_offload_use_stream: Flag = streamed(False, "Overlap copies with the compute (CUDA).", common=True)
+    group_offload_to_disk_path: PathText | None = streamed(
+        None, "Keep offloaded weights in this folder instead of in host memory; every step reads them twice."
     )
     group_offload_text_encoder: Flag = option(False, "Stream the layers of text encoders, while caching.")
     group_offload_vae: Flag = option(
-        False, "Stream the blocks of the VAE, while caching and in previews; saves little, since VAEs are small."
+        False,
+        "Stream the blocks of the VAE, while caching and in previews; saves little, since VAEs are small.",
+        excludes=when("enable_model_cpu_offload", because="one moves parts of the VAE, the other all of it"),
     )
-    offload_block_inputs: Flag = option(
+    offload_block_inputs: Flag = recomputed(
         False,
         "Keep the block inputs that gradient checkpointing saves in host memory (CUDA).",
-        requires={"gradient_checkpointing": (True,)},
+        label="Offload Block Inputs",
     )
     offload_optimizer_state: Flag = option(
         False,
         "Keep the optimizer's state in host memory and copy it to the device for the update of each weight (CUDA); "
         "same results.",
-        requires={"optimizer_release_gradients": (True,)},
+        requires=when("optimizer_release_gradients", because="it updates one weight at a time", fatal=True),
     )
-    enable_model_cpu_offload: Flag = option(
+    enable_model_cpu_offload: Flag = common(
         False, "Previews load one component at a time onto the device: the transformer leaves while the VAE decodes."
     )
 
@@ -349,17 +367,17 @@ class OffloadConfig(Group):
 class CachingConfig(Group):
     """Caching"""
 
-    offload_during_startup: Flag = option(
-        False, "Accepted; text encoders and VAE are never on the device together while caching anyway."
+    offload_during_startup: Flag = accepted(
+        False, "text encoders and VAE are never on the device together while caching anyway"
     )
     vae_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
         None, "Dtype of the VAE; part of the cache identity.", default_note="fp32 with mixed_precision no, else bf16"
     )
-    vae_batch_size: Integer = option(
+    vae_batch_size: Integer = common(
         1, "Samples encoded at a time, fewer if memory runs out; above 1 only the rounding changes.", ge=1
     )
     vae_enable_slicing: Flag = option(False, "Encode and decode the samples of a batch one by one.")
-    vae_enable_tiling: Flag = option(
+    vae_enable_tiling: Flag = common(
         False, "Encode and decode in tiles; edges may differ slightly, so it is part of the cache identity."
     )
     vae_enable_patch_conv: Flag = option(
@@ -369,7 +387,7 @@ class CachingConfig(Group):
         False, "Carry convolutions from frame to frame: Sana Video's VAE always does, the others cannot."
     )
     keep_vae_loaded: Flag = option(False, "Keep the VAE on the device between validations.")
-    vae_cache_ondemand: Flag = option(
+    vae_cache_ondemand: Flag = common(
         False, "Encode latents when training first uses them, and cache them then; the VAE stays on the device."
     )
     vae_cache_disable: Flag = option(
@@ -383,13 +401,13 @@ class CachingConfig(Group):
         default_note="8; 32 with group_offload_text_encoder; 1 on a CPU",
     )
     image_processing_batch_size: Integer = option(32, "Pictures decoded ahead.", ge=1)
-    read_batch_size: Integer = option(25, "Accepted; reading needs no batches.", ge=1)
-    write_batch_size: Integer = option(128, "Accepted; writing needs no batches.", ge=1)
+    read_batch_size: Integer = accepted(25, "reading needs no batches", ge=1)
+    write_batch_size: Integer = accepted(128, "writing needs no batches", ge=1)
     max_workers: Integer = option(32, "Decode threads, at most the machine's cores.", ge=1)
     torch_num_threads: Integer = option(8, "Compute threads on a CPU, at most the machine's cores.", ge=1)
     dataloader_prefetch: Flag = option(False, "Read several batches ahead instead of one.")
     dataloader_prefetch_qlen: Integer = option(
-        10, "How many batches to read ahead.", ge=1, requires={"dataloader_prefetch": (True,)}
+        10, "How many batches to read ahead.", ge=1, requires=when("dataloader_prefetch")
     )
     delete_problematic_images: Flag = option(
         False, "Move files that cannot be decoded to `<output_dir>/quarantine`; nothing is ever deleted."
@@ -404,49 +422,61 @@ class CachingConfig(Group):
         return self.text_encoder_batch_size or (1 if device == "cpu" else 32 if streamed else 8)
 
 
+beta = partial(option, requires=when("flow_use_beta_schedule"))
+
+
 class FlowConfig(Group):
     """Flow matching"""
 
-    flow_schedule_shift: Number | None = option(
+    flow_schedule_shift: Number | None = common(
         None,
         "Training sigmas become s·k / (1 + (k-1)·s); if set, also applies to the preview scheduler.",
         gt=0,
         default_note="of the family",
     )
-    flow_schedule_auto_shift: Flag = option(
+    flow_schedule_auto_shift: Flag = common(
         False, "Shift e^mu, mu linear in the token count from 0.5 at 256 to 1.15 at 4096 tokens."
     )
-    flow_sigmoid_scale: Number = option(1.0, "Standard deviation of the normal behind the logit-normal.", gt=0)
+    flow_sigmoid_scale: Number = option(
+        1.0,
+        "Standard deviation of the normal behind the logit-normal.",
+        gt=0,
+        requires=unless("mixflow_enabled", "flow_use_uniform_schedule", "flow_use_beta_schedule"),
+    )
     flow_use_uniform_schedule: Flag = option(False, "Uniform sigmas instead of logit-normal.")
-    flow_use_beta_schedule: Flag = option(False, "Beta-distributed sigmas instead of logit-normal.")
-    flow_beta_schedule_alpha: Number = option(
-        2.0, "First parameter of the beta distribution.", gt=0, requires={"flow_use_beta_schedule": (True,)}
+    flow_use_beta_schedule: Flag = option(
+        False, "Beta-distributed sigmas instead of logit-normal.", excludes=when("flow_use_uniform_schedule")
     )
-    flow_beta_schedule_beta: Number = option(
-        2.0, "Second parameter of the beta distribution.", gt=0, requires={"flow_use_beta_schedule": (True,)}
-    )
+    flow_beta_schedule_alpha: Number = beta(2.0, "First parameter of the beta distribution.", gt=0)
+    flow_beta_schedule_beta: Number = beta(2.0, "Second parameter of the beta distribution.", gt=0)
     disable_segmented_timestep_sampling: Flag = option(
         False, "Draw sigmas independently; by default a batch draws from equal slices of the schedule."
     )
     mixflow_enabled: Flag = option(
-        False, "MixFlow: train on inputs noisier than the model is told, see docs/experimental/MIXFLOW.md."
+        False,
+        "MixFlow: train on inputs noisier than the model is told, see docs/experimental/MIXFLOW.md.",
+        excludes=(
+            when("flow_use_uniform_schedule", because="MixFlow has a distribution of its own"),
+            when("flow_use_beta_schedule", because="MixFlow has a distribution of its own"),
+        ),
+        label="MixFlow",
     )
     mixflow_gamma: Number = option(
         0.8,
         "Largest share of the way to pure noise that they are moved; 0 moves nothing.",
         ge=0,
         le=1,
-        requires={"mixflow_enabled": (True,)},
+        requires=when("mixflow_enabled"),
     )
 
 
 class TextConfig(Group):
     """Text"""
 
-    caption_dropout_probability: Number = option(
+    caption_dropout_probability: Number = common(
         0.1, "Probability that a sample is trained with the empty caption.", ge=0, le=1
     )
-    tokenizer_max_length: Integer | None = option(
+    tokenizer_max_length: Integer | None = common(
         None, "Longer captions are cut, with a warning.", ge=1, default_note="of the family"
     )
 
@@ -454,10 +484,11 @@ class TextConfig(Group):
 class TreadConfig(Group):
     """TREAD"""
 
-    tread_config: Routes | None = option(
+    tread_config: Routes | None = common(
         None,
         'Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}, see docs/TREAD.md.',
         form="JSON",
+        label="TREAD Routes",
     )
 
     @property
@@ -472,43 +503,45 @@ Decoding = Literal["whole", "strips", "tiles"]
 class ValidationConfig(Group):
     """Validation"""
 
-    validation_step_interval: Integer = option(
+    validation_step_interval: Integer = common(
         100, "Render when global_step is a multiple.", aliases=("validation_steps",), ge=1
     )
     validation_epoch_interval: Integer | None = option(None, "Also render after every n-th epoch.", ge=1)
-    validation_prompt: Text | None = option(None, "The primary prompt; its files are named `validation`.")
-    user_prompt_library: PathText | None = option(None, "JSON file that maps nicknames to prompts.")
+    validation_prompt: Text | None = common(None, "The primary prompt; its files are named `validation`.")
+    user_prompt_library: PathText | None = common(None, "JSON file that maps nicknames to prompts.")
     validation_prompt_library: Flag = option(False, "Also render a built-in list of prompts.")
-    validation_negative_prompt: Text | None = option(
+    validation_negative_prompt: Text | None = common(
         None, "What guidance steers away from.", default_note="of the family"
     )
-    validation_seed: Integer | None = option(None, "Seed of previews.", default_note="`seed`")
+    validation_seed: Integer | None = common(None, "Seed of previews.", default_note="`seed`")
     validation_randomize: Flag = option(False, "Use a new seed for every validation.")
     validation_seed_source: Literal["cpu", "gpu"] = option("cpu", "Which generator draws the noise.")
-    validation_guidance: Number | None = option(None, "Guidance scale.", ge=1, default_note="of the family")
-    validation_num_inference_steps: Integer | None = option(
+    validation_guidance: Number | None = common(None, "Guidance scale.", ge=1, default_note="of the family")
+    validation_num_inference_steps: Integer | None = common(
         None, "Sampling steps.", ge=1, le=NOISE_LEVELS, default_note="of the family"
     )
-    validation_resolution: Sizes | None = option(
+    validation_resolution: Sizes | None = common(
         None,
         "N, WxH or a comma-separated list; rendered at exactly this size.",
         default_note="of the family",
         form="text",
     )
-    validation_num_video_frames: Integer | None = option(
+    validation_num_video_frames: Integer | None = common(
         None, "Frames of a preview clip, 4k+1; 8k+1 with 2b-720p.", ge=1, default_note="of the family"
     )
-    framerate: Integer | None = option(
+    framerate: Integer | None = common(
         None, "Frames per second of clips.", aliases=("frame_rate",), ge=1, default_note="of the family"
     )
     validation_using_datasets: Flag = option(False, "Use pictures of a dataset as conditions of previews.")
     eval_dataset_id: TextList | None = option(None, "The dataset (or list) those pictures come from.")
     validation_preview: Flag = option(
-        False, "Show previews while they are sampled, as small pictures: in the output folder and in raw webhooks."
+        False,
+        "Show previews while they are sampled, as small pictures: in the output folder and in raw webhooks.",
+        requires=unless("validation_disable"),
     )
     validation_preview_steps: Integer = option(1, "Sampling steps between two of these pictures.", ge=1)
     disable_benchmark: Flag = option(False, "Do not render the untrained model at step 0.")
-    validation_disable: Flag = option(False, "No validation at all.")
+    validation_disable: Flag = common(False, "No validation at all.", label="No Previews")
     validation_disable_unconditional: Flag = option(False, "Do not render the empty prompt.")
     validation_on_startup: Flag = option(False, "Render when a run starts or resumes.")
     validate_after_step: Integer = option(0, "No validation before this step.", ge=0)
@@ -532,7 +565,7 @@ class ValidationConfig(Group):
 class EvaluationConfig(Group):
     """Evaluation"""
 
-    eval_steps_interval: Integer | None = option(
+    eval_steps_interval: Integer | None = common(
         None, "Compute the loss on `num_eval_images` samples of each eval dataset when global_step is a multiple.", ge=1
     )
     eval_epoch_interval: Number | None = option(None, "The same, in epochs; 0.5 is twice an epoch.", gt=0)
@@ -549,10 +582,10 @@ class EvaluationConfig(Group):
 class DatasetDefaults(Group):
     """Dataset defaults"""
 
-    resolution: Number | None = option(
+    resolution: Number | None = common(
         None, "Size that buckets aim for.", gt=0, le=LARGEST_SIZE, default_note="of the family"
     )
-    resolution_type: Literal["pixel", "area", "pixel_area"] = option(
+    resolution_type: Literal["pixel", "area", "pixel_area"] = common(
         "pixel_area", "Whether resolution is an edge, megapixels or the edge of a square of equal area."
     )
     minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
@@ -564,7 +597,7 @@ class DatasetDefaults(Group):
     aspect_bucket_alignment: Alignment | None = option(
         None, "Pixel grid of bucket sizes.", default_note="of the family"
     )
-    caption_strategy: CaptionStrategy = option("filename", "Where captions come from.")
+    caption_strategy: CaptionStrategy = common("filename", "Where captions come from.")
     instance_prompt: Texts | None = option(None, "Text put before captions or used instead of them.")
     prepend_instance_prompt: Flag = option(False, "Put instance_prompt before each caption.")
     only_instance_prompt: Flag = option(False, "Use instance_prompt instead of captions.")
@@ -572,14 +605,14 @@ class DatasetDefaults(Group):
     preserve_data_backend_cache: Flag = option(False, "Do not look for added files.")
     ignore_missing_files: Flag = option(False, "Use cached entries of files that are gone.")
     retry_failed: Flag = option(False, "Download again what remote datasets could not download in earlier runs.")
-    metadata_update_interval: Integer = option(3600, "Accepted; the index is saved once, before training.", ge=60)
+    metadata_update_interval: Integer = accepted(3600, "the index is saved once, before training", ge=60)
     disable_bucket_pruning: Flag = option(
         False, "Keep buckets that are too small for a batch, and fill the batch by repeating samples."
     )
     allow_dataset_oversubscription: Flag = option(False, "If repeats is unset, raise it until a batch is full.")
     override_dataset_config: Flag = option(False, "Accept a changed dataset without an error.")
-    vae_cache_scan_behaviour: Literal["recreate", "sync"] = option(
-        "recreate", "Accepted; a latent that does not match is re-encoded, under its own key."
+    vae_cache_scan_behaviour: Literal["recreate", "sync"] = accepted(
+        "recreate", "a latent that does not match is re-encoded, under its own key"
     )
     data_backend_sampling: Literal["auto-weighting", "uniform"] = option(
         "auto-weighting", "Choose datasets by size x probability, or by probability alone."
@@ -650,6 +683,20 @@ def all_options() -> dict[str, Option]:
         for group in (*GROUPS.values(), *family_groups())
         for name, field in group.model_fields.items()
     }
+
+
+def sections() -> dict[str, list[Option]]:
+    """The options by the section of the reference page."""
+    by_section: dict[str, list[Option]] = {}
+    for each in all_options().values():
+        by_section.setdefault(each.section, []).append(each)
+    return by_section
+
+
+def main_name(written: str) -> str:
+    """The main name of a key, however it is written; unknown keys stay as they are."""
+    known = option_names().get(plain_key(written))
+    return known.name if known else written
 
 
 @functools.cache

@@ -5,16 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.schema import PrecisionConfig, SpeedConfig
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import NoEffect, Problem, did_you_mean
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those with CUDA graphs
-BLOCK_KEYS = ("speed_plain_math", "speed_keep_attention", "speed_bf16_modulation")
+# Keys that have an effect only on blocks of ours.
+BLOCK_KEYS = ("speed_plain_math", "speed_keep_attention", "speed_bf16_modulation", "attention_mechanism")
 
 
 @dataclass(frozen=True)
@@ -93,20 +94,13 @@ def has_compiler() -> bool:
     return any(name and shutil.which(name) for name in (*named, "cc", "gcc", "clang", "g++"))
 
 
-def check_speed(
-    config: SpeedConfig, precision: PrecisionConfig, launch: LaunchConfig, is_explicit: Callable[[str], bool]
-) -> Iterator[Problem]:
+def check_speed(config: SpeedConfig, precision: PrecisionConfig, launch: LaunchConfig) -> Iterator[Problem]:
     """Report contradicting switches and missing packages."""
-    if config.speed_keep_attention and not plain_math(config):
+    if not plain_math(config):
         message = "has no effect without speed_plain_math, whose blocks it applies to."
-        yield Problem("speed_keep_attention", message, fatal=False)
-    elif config.speed_keep_attention and not precision.gradient_checkpointing:
-        yield Problem("speed_keep_attention", "has no effect: gradient_checkpointing is off.", fatal=False)
-    key = "gradient_checkpointing_kept_blocks"
-    if precision.gradient_checkpointing_kept_blocks and not precision.gradient_checkpointing:
-        yield Problem(key, "has no effect: gradient_checkpointing is off.", fatal=False)
+        yield NoEffect("speed_keep_attention", message)
     yield from check_mechanism(config, precision.attention_mechanism)
-    yield from check_compile(config, launch, is_explicit)
+    yield from check_compile(config, launch)
 
 
 def check_mechanism(config: SpeedConfig, mechanism: str) -> Iterator[Problem]:
@@ -128,13 +122,12 @@ def check_mechanism(config: SpeedConfig, mechanism: str) -> Iterator[Problem]:
         yield Problem("attention_mechanism", message, fatal=False)
 
 
-def check_compile(config: SpeedConfig, launch: LaunchConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
+def check_compile(config: SpeedConfig, launch: LaunchConfig) -> Iterator[Problem]:
     """Check the keys of torch.compile."""
     backend, mode = launch.dynamo_backend, launch.dynamo_mode
     if backend == "no" or (backend is None and config.speed == "reference"):
         reason = "dynamo_backend is 'no'" if backend else "speed is 'reference' and dynamo_backend is not set"
-        for key in filter(is_explicit, COMPILE_KEYS):
-            yield Problem(key, f"has no effect: {reason}.", fatal=False)
+        yield from (NoEffect(key, f"has no effect: {reason}.") for key in COMPILE_KEYS)
     if backend == "inductor" and not has_compiler():
         yield Problem("dynamo_backend", "'inductor' needs a C compiler, and none was found (cc, gcc, clang or CC).")
     if mode is not None and mode not in COMPILE_MODES:
@@ -142,6 +135,3 @@ def check_compile(config: SpeedConfig, launch: LaunchConfig, is_explicit: Callab
         yield Problem("dynamo_mode", f"{mode!r} is not one of {', '.join(COMPILE_MODES)}.{hint}")
     elif mode is not None and backend in ("aot_eager", "cudagraphs"):
         yield Problem("dynamo_mode", f"{mode!r} is a mode of inductor; dynamo_backend is {backend!r}.")
-    if is_explicit("dynamo_use_regional_compilation") and not launch.dynamo_use_regional_compilation:
-        message = "has no effect: the repeated blocks are compiled, never the whole transformer."
-        yield Problem("dynamo_use_regional_compilation", message, fatal=False)

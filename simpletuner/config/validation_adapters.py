@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from simpletuner.config.option import Group, Number, Text, TextList, option, parse_json_text
+from simpletuner.config.option import Group, Number, Text, TextList, common, option, parse_json_text, when
 from simpletuner.errors import Problem
 
 KEY = "validation_adapter_config"
+of_adapter = partial(option, requires=when("validation_adapter_path"))
 Strength = Annotated[Number, Field(gt=0)]
 
 
@@ -64,14 +66,14 @@ class AdapterEntry:
 class ValidationAdapterConfig(Group):
     """Validation adapters"""
 
-    validation_adapter_path: Text | None = option(
+    validation_adapter_path: Text | None = common(
         None,
         "A LoRA for previews, on top of the model in training: a file, a folder, or `repo[:file]` on the hub.",
     )
-    validation_adapter_name: Text | None = option(
+    validation_adapter_name: Text | None = of_adapter(
         None, "Its name in the names of preview files.", default_note="the name of the file"
     )
-    validation_adapter_strength: Number = option(1.0, "Its strength.", gt=0)
+    validation_adapter_strength: Number = of_adapter(1.0, "Its strength.", gt=0)
     validation_adapter_mode: Literal["adapter_only", "comparison", "none"] = option(
         "comparison",
         "comparison also renders without further LoRAs; adapter_only does not, unless validation_adapter_config lists "
@@ -100,11 +102,8 @@ class ValidationAdapterConfig(Group):
         return not self.entries or self.validation_adapter_mode == "comparison" or listed
 
 
-def check_entries(config: ValidationAdapterConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
-    """Runs without a LoRA, and keys without effect."""
+def check_listed(config: ValidationAdapterConfig) -> Iterator[Problem]:
+    """Runs without a LoRA."""
     for index, entry in enumerate(config.validation_adapter_config or []):
         if not entry.loras:
             yield Problem(f"{KEY}[{index}]", "names no LoRA; give it path, paths or adapters.")
-    if config.validation_adapter_path is None:
-        for key in filter(is_explicit, ("validation_adapter_name", "validation_adapter_strength")):
-            yield Problem(key, "has no effect without validation_adapter_path.", fatal=False)

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from simpletuner.config.option import JSON_OR_FILE, Flag, Group, Integer, Text, option, parse_flag, parse_objects
+from simpletuner.config.option import (
+    JSON_OR_FILE,
+    Flag,
+    Group,
+    Integer,
+    Text,
+    common,
+    option,
+    parse_flag,
+    parse_objects,
+    when,
+)
 from simpletuner.errors import Problem
 from simpletuner.redaction import REFERENCE
 
@@ -61,8 +72,10 @@ class Hook:
 class WebhookConfig(Group):
     """Webhooks"""
 
+    requires = when(KEY)
+
     webhook_config: Annotated[list[Annotated[Hook, Field(title="webhook")]], BeforeValidator(parse_hooks)] | None = (
-        option(
+        common(
             None,
             "Where to send what happens in a run: an object with `webhook_type` (discord or raw) and `webhook_url` or "
             "`callback_url`, a list of them, or a file with either.",
@@ -81,8 +94,8 @@ class WebhookConfig(Group):
         return self.webhook_config or []
 
 
-def check_webhooks(config: WebhookConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
-    """Addresses that are missing or of another protocol, and keys without effect. No message shows an address."""
+def check_webhooks(config: WebhookConfig) -> Iterator[Problem]:
+    """Addresses that are missing or of another protocol. No message shows an address."""
     for index, hook in enumerate(config.hooks):
         where = f"{KEY}[{index}]"
         key = "webhook_url" if hook.webhook_type == "discord" else "callback_url"
@@ -95,9 +108,6 @@ def check_webhooks(config: WebhookConfig, is_explicit: Callable[[str], bool]) ->
         elif not hook.verifies:
             message = f"the certificate of {hook.host} is not checked, so others could read what is sent there."
             yield Problem(where, message, fatal=False)
-    if not config.hooks:
-        for key in filter(is_explicit, ("webhook_reporting_interval", "webhook_images")):
-            yield Problem(key, "has no effect without webhook_config.", fatal=False)
 
 
 def _host(address: str) -> str:

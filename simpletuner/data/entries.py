@@ -75,8 +75,6 @@ def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Proble
     for key in ("conditioning", "conditioning_image_embeds"):
         if getattr(config, key) is not None:
             yield Problem(f"{config.id}.{key}", "is not available yet; leave it out.")
-    if config.ignore_epochs is not None:
-        yield Problem(f"{config.id}.ignore_epochs", "is an old key and is ignored.", fatal=False)
     for word in config.skip_file_discovery or []:
         if word not in SKIPPABLE:
             message = f"{word!r} is not one of: {', '.join(SKIPPABLE)}.{did_you_mean(word, SKIPPABLE)}"

@@ -1,8 +1,9 @@
-"""Rules between keys: contradictions and keys without effect."""
+"""Rules between keys: what options declare (`requires`, `excludes`), and functions that yield contradictions and keys
+without effect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from simpletuner.config.arguments import COMMAND_LINE
@@ -10,18 +11,16 @@ from simpletuner.config.crepa import check_blocks, check_crepa
 from simpletuner.config.json_files import check_unset
 from simpletuner.config.layersync import check_layersync
 from simpletuner.config.load import RunConfig
-from simpletuner.config.lora import check_kind
-from simpletuner.config.loss import check_masked_loss
-from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate, optimizer_name
+from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate
 from simpletuner.config.precision import check_products, check_quantisations, text_encoder_dtype, transformer_dtype
 from simpletuner.config.publishing import check_publishing, check_typed
 from simpletuner.config.scheduled_sampling import check_scheduled_sampling
-from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, family_groups
+from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.tread import check_routes
 from simpletuner.config.webhooks import check_webhooks
 from simpletuner.data.captions import control_token
-from simpletuner.errors import Problem, shorten
+from simpletuner.errors import NoEffect, Problem, shorten
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault, vae_fault
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.models.vision import VisionEncoder
@@ -32,12 +31,58 @@ from simpletuner.reporting.trackers import check_names, check_trackers
 from simpletuner.validation.prompts import ValidationPrompt
 
 HIGHEST_USUAL_RATE = 0.1
+FRAME_KEYS = ("vae_enable_temporal_roll", "validation_num_video_frames", "framerate")
 RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")  # a rate of 1 is reasonable there
 
 
 def check_config(config: RunConfig) -> list[Problem]:
     """All problems that show in the settings alone, for every family."""
-    return [problem for rule in RULES for problem in rule(config)]
+    return worth_reporting(general_problems(config), config)
+
+
+def check_family(config: RunConfig, spec: FamilySpec) -> list[Problem]:
+    """All problems of the settings with this family."""
+    return worth_reporting(family_problems(config, spec), config)
+
+
+def general_problems(config: RunConfig) -> Iterator[Problem]:
+    """Those of `check_config` and every key without effect, set or not."""
+    for rule in RULES:
+        yield from rule(config)
+
+
+def unmet(config: RunConfig) -> Iterator[NoEffect]:
+    """The keys, set or not, that require what does not hold."""
+    settings = config.flat()
+    for key, option in all_options().items():
+        if lacking := next((each for each in option.requires if not each.holds(settings)), None):
+            yield NoEffect(key, lacking.lacking, lacking.fatal)
+
+
+def exclusions(config: RunConfig) -> Iterator[Problem]:
+    """The keys that are on although others exclude it."""
+    settings = config.flat()
+    for key, option in all_options().items():
+        for other in option.excludes if settings[key] else ():
+            if other.holds(settings):
+                yield Problem(key, f"and {other.shown(settings)} exclude each other{other.reason}.")
+
+
+def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Problem]:
+    """The problems without keys without effect that nobody set, or set to their default, or that are errors anyway.
+
+    Of several reasons why a key has no effect, the first one is enough.
+    """
+    options, settings, problems = all_options(), config.flat(), list(problems)
+    wrong = {problem.where for problem in problems if problem.fatal and not isinstance(problem, NoEffect)}
+    kept: dict[tuple[str, ...], Problem] = {}
+    for problem in problems:
+        key = problem.where
+        if not isinstance(problem, NoEffect):
+            kept.setdefault((key, problem.message), problem)
+        elif config.is_explicit(key) and settings[key] != options[key].default and key not in wrong:
+            kept.setdefault((key,), problem)
+    return list(kept.values())
 
 
 def check_output(config: RunConfig) -> Iterator[Problem]:
@@ -68,7 +113,7 @@ def check_schedule(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
-    """A decaying rate must end below its start; a rate must be plausible and scaled in one way only."""
+    """A decaying rate must end below its start; a rate must be plausible."""
     optimizer = config.optimizer
     rate = learning_rate(optimizer, config.model.model_type)
     if optimizer.lr_scheduler in DECAYING_SCHEDULERS and optimizer.lr_end >= rate:
@@ -77,38 +122,15 @@ def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
     if rate > HIGHEST_USUAL_RATE and optimizer.optimizer not in RATE_IS_A_FACTOR:
         message = f"{rate:g} is far above what these models are trained with (about 1e-4); weights will diverge."
         yield Problem("learning_rate", message, fatal=False)
-    if optimizer.lr_scale and optimizer.lr_scale_sqrt:
-        yield Problem("lr_scale_sqrt", "and lr_scale are both on; choose one.")
 
 
 def check_flow(config: RunConfig) -> Iterator[Problem]:
-    """One distribution of sigmas and one shift."""
-    flow = config.flow
-    if flow.flow_use_uniform_schedule and flow.flow_use_beta_schedule:
-        yield Problem("flow_use_beta_schedule", "and flow_use_uniform_schedule exclude each other.")
-    yield from _check_mixflow(config)
-    if flow.flow_schedule_auto_shift and config.is_explicit("flow_schedule_shift"):
-        yield Problem("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.", fatal=False)
-    if config.loss.snr_gamma is not None:
-        yield Problem("snr_gamma", "has no effect: it does not apply to flow models.", fatal=False)
-
-
-def _check_mixflow(config: RunConfig) -> Iterator[Problem]:
-    """MixFlow has a distribution of sigmas of its own."""
-    flow = config.flow
-    if not flow.mixflow_enabled:
-        if config.is_explicit("mixflow_gamma"):
-            yield Problem("mixflow_gamma", "has no effect: mixflow_enabled is off.", fatal=False)
-        return
-    for key, is_on, reason in (
-        ("flow_use_uniform_schedule", flow.flow_use_uniform_schedule, "MixFlow has a distribution of its own."),
-        ("flow_use_beta_schedule", flow.flow_use_beta_schedule, "MixFlow has a distribution of its own."),
-        ("scheduled_sampling_max_step_offset", config.scheduled_sampling.is_on, "both make inputs for the same end."),
-    ):
-        if is_on:
-            yield Problem("mixflow_enabled", f"and {key} exclude each other: {reason}")
-    if config.is_explicit("flow_sigmoid_scale"):
-        yield Problem("flow_sigmoid_scale", "has no effect: mixflow_enabled replaces the logit-normal.", fatal=False)
+    """One shift, and one way to make inputs."""
+    if config.is_explicit("flow_schedule_shift"):
+        yield NoEffect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.")
+    if config.flow.mixflow_enabled and config.scheduled_sampling.is_on:
+        message = "and scheduled_sampling_max_step_offset exclude each other: both make inputs for the same end."
+        yield Problem("mixflow_enabled", message)
 
 
 def check_memory(config: RunConfig) -> Iterator[Problem]:
@@ -130,9 +152,8 @@ def check_memory(config: RunConfig) -> Iterator[Problem]:
 def check_lora(config: RunConfig) -> Iterator[Problem]:
     """LoRA settings that need something else."""
     lora, base = config.lora, config.precision.base_model_precision
-    if config.model.model_type == "lora":
-        name = optimizer_name(config.optimizer, config.precision.mixed_precision)
-        yield from check_kind(lora, name, config.is_explicit)
+    if lora.lora_type == "lokr" and lora.lokr_factor == 0:
+        yield Problem("lokr_factor", "0 is no size of a matrix; it must be -1, or 1 and more.")
     if lora.lora_init_type == "loftq":
         yield Problem(
             "lora_init_type", "'loftq' is not supported: it replaces the base with a quantised one; use default."
@@ -145,16 +166,6 @@ def check_lora(config: RunConfig) -> Iterator[Problem]:
         message = f"{lora.lora_init_type!r} moves part of the base into the LoRA and rounds the rest to {dtype},"
         reason = "which changes more than the LoRA does. Use default or gaussian, or base_model_precision fp32."
         yield Problem("lora_init_type", f"{message} {reason}")
-    if lora.use_dora and lora.lora_init_type in ("olora", "pissa"):
-        message = f"and lora_init_type {lora.lora_init_type} exclude each other: the saved difference has no DoRA form."
-        yield Problem("use_dora", message)
-    if lora.slider_lora_target and lora.peft_lora_target_modules is not None:
-        yield Problem("slider_lora_target", "and peft_lora_target_modules both choose layers; remove one of them.")
-    if config.model.model_type == "full":
-        for key in filter(config.is_explicit, type(lora).model_fields):
-            # Dropping the weights to start from would change the result; the other keys only describe a LoRA.
-            message = "has no effect: model_type full trains every weight and no LoRA."
-            yield Problem(key, message, fatal=key == "init_lora")
 
 
 def check_text(config: RunConfig) -> Iterator[Problem]:
@@ -165,9 +176,7 @@ def check_text(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_evaluation(config: RunConfig) -> Iterator[Problem]:
-    """Intervals of the evaluation loss, and previews that are watched."""
-    if config.validation.validation_preview and config.validation.validation_disable:
-        yield Problem("validation_preview", "has no effect with validation_disable.", fatal=False)
+    """Intervals of the evaluation loss."""
     evaluation = config.evaluation
     if evaluation.eval_steps_interval is not None and evaluation.eval_epoch_interval is not None:
         yield Problem("eval_epoch_interval", "and eval_steps_interval are both given; both are used.", fatal=False)
@@ -177,41 +186,34 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     """Rules that are kept next to the settings that they are about."""
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
     yield from check_release(config)
-    yield from check_speed(config.speed, config.precision, config.launch, config.is_explicit)
+    yield from check_speed(config.speed, config.precision, config.launch)
     yield from check_trackers(config.tracking.report_to)
     yield from check_names(config.tracking)
-    yield from check_publishing(config.publish, config.tracking.tracker_project_name, config.is_explicit)
+    yield from check_publishing(config.publish, config.tracking.tracker_project_name)
     if config.origins.get("publishing_config") == COMMAND_LINE:
         yield from check_typed(config.publish)
-    yield from config.preservation.check(config.model.model_type)
-    yield from check_webhooks(config.webhooks, config.is_explicit)
+    yield from config.preservation.check()
+    yield from check_webhooks(config.webhooks)
     yield from check_unset([*config.publish, *config.webhooks], fatal=False)
     yield from check_crepa(config.crepa, config.is_explicit)
     if config.crepa.needs_encoder:
         yield from VisionEncoder(config.crepa.crepa_encoder).problems()
     steps = config.validation.validation_num_inference_steps
-    yield from check_scheduled_sampling(config.scheduled_sampling, config.is_explicit, steps)
-    yield from check_masked_loss(config.masked_loss, config.model.model_type)
+    yield from check_scheduled_sampling(config.scheduled_sampling, steps)
 
 
-def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
-    """Keys without effect for this family, and limits that the family sets."""
+def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
+    """Limits that the family sets, and every key that has no effect on it, set or not."""
     length = config.text.tokenizer_max_length
     if length is not None and length > spec.text_length_cap:
         message = f"{length} is more than {spec.title} takes; {spec.text_length_cap} is used."
         yield Problem("tokenizer_max_length", message, fatal=False)
-    if config.caching.vae_enable_patch_conv and not spec.slices_convolutions:
-        message = f"has no effect: the VAE of {spec.title} is not the one it applies to."
-        yield Problem("vae_enable_patch_conv", message, fatal=False)
     if config.validation.validation_decoding == "strips" and not spec.decodes_in_strips:
         message = f"'strips' has no effect: the VAE of {spec.title} takes few frames at a time; tiles take less memory."
         yield Problem("validation_decoding", message, fatal=False)
-    if config.caching.vae_enable_temporal_roll:
-        yield from _check_temporal_roll(spec)
-    if not spec.fast_blocks:
-        for key in filter(config.is_explicit, (*BLOCK_KEYS, "attention_mechanism")):
-            message = f"has no effect: the blocks of {spec.title} are diffusers' own, unchanged."
-            yield Problem(key, message, fatal=False)
+    if config.caching.vae_enable_temporal_roll and spec.slices_convolutions:
+        message = f"diffusers encodes a clip of {spec.title} as a whole and cannot carry convolutions between frames;"
+        yield Problem("vae_enable_temporal_roll", f"{message} vae_enable_patch_conv lowers the VAE's memory.")
     if spec.media == "video":
         yield from check_frames(config, spec)
     elif config.crepa.crepa_enabled and not config.crepa.irepa_enabled:
@@ -220,10 +222,8 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
         message = f"'comfyui': ComfyUI has no built-in {spec.title} that could load it; use diffusers."
         yield Problem("lora_format", message)
-    for group in family_groups():
-        if group is not spec.options:
-            for key in filter(config.is_explicit, group.model_fields):
-                yield Problem(key, f"has no effect: {spec.title} is not {group.__doc__}.", fatal=False)
+    yield from _unused_keys(spec)
+    yield from check_text_encoders(config, spec)
     vae = config.model.pretrained_vae_model_name_or_path
     base = config.model.pretrained_model_name_or_path
     if vae is not None and base is not None and vae != base:
@@ -231,14 +231,19 @@ def check_family(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
         yield Problem("pretrained_vae_model_name_or_path", message, fatal=False)
 
 
-def _check_temporal_roll(spec: FamilySpec) -> Iterator[Problem]:
-    """Whether the family's VAE carries its convolutions from frame to frame."""
-    key = "vae_enable_temporal_roll"
-    if spec.frame_rate is None:
-        yield Problem(key, f"has no effect: {spec.title} has no frames.", fatal=False)
-    elif spec.slices_convolutions:
-        message = f"diffusers encodes a clip of {spec.title} as a whole and cannot carry convolutions between frames;"
-        yield Problem(key, f"{message} vae_enable_patch_conv lowers the VAE's memory.")
+def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
+    """Keys of what the family does not have."""
+    for is_used, keys, reason in (
+        (spec.slices_convolutions, ("vae_enable_patch_conv",), f"the VAE of {spec.title} is not the one it applies to"),
+        (spec.frame_rate, FRAME_KEYS, f"{spec.title} has no frames"),
+        (spec.fast_blocks, BLOCK_KEYS, f"the blocks of {spec.title} are diffusers' own, unchanged"),
+        (spec.text_encoders > 1, ("text_encoder_2_precision",), f"{spec.title} has one text encoder"),
+        *(
+            (group is spec.options, group.model_fields, f"{spec.title} is not {group.__doc__}")
+            for group in family_groups()
+        ),
+    ):
+        yield from (NoEffect(key, f"has no effect: {reason}.") for key in keys if not is_used)
 
 
 def check_frames(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
@@ -260,20 +265,12 @@ def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iter
     if config.validation.validation_using_datasets and flavour.task in ("t2i", "t2v"):
         message = f"has no effect: {flavour.name} starts from noise, not from a picture."
         yield Problem("validation_using_datasets", message, fatal=False)
-    if config.model.trust_remote_code:
-        message = f"has no effect: every part of {spec.title} is a class of the installed libraries."
-        yield Problem("trust_remote_code", message, fatal=False)
-    yield from check_text_encoders(config, spec)
 
 
 def check_text_encoders(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
-    """The precision of the second encoder: whether there is one, and that both compute in one dtype."""
+    """Both encoders compute in one dtype."""
     second = config.precision.text_encoder_2_precision
-    if spec.text_encoders < 2:
-        if second != "no_change":
-            message = f"{second!r} has no effect: {spec.title} has one text encoder."
-            yield Problem("text_encoder_2_precision", message, fatal=False)
-    elif second in ("bf16", "fp32") and second != text_encoder_dtype(config.precision):
+    if spec.text_encoders > 1 and second in ("bf16", "fp32") and second != text_encoder_dtype(config.precision):
         message = f"{second!r}: the text encoders compute in one dtype; set text_encoder_1_precision to the same."
         yield Problem("text_encoder_2_precision", message)
 
@@ -289,7 +286,7 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
     routes = config.tread.routes if spec.token_blocks else ()
     yield from check_routes(routes, blocks)
     yield from check_blocks(config.crepa, blocks)
-    yield from check_layersync(config.layersync, config.is_explicit, routes, blocks)
+    yield from check_layersync(config.layersync, routes, blocks)
 
 
 def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list[Problem]:
@@ -374,6 +371,8 @@ def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
 
 
 RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    unmet,
+    exclusions,
     check_output,
     check_launch,
     check_schedule,

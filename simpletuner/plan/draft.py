@@ -11,23 +11,28 @@ from typing import Any
 from simpletuner.config.load import Layer, RunConfig, resolve, with_family
 from simpletuner.config.locate import DATASET_FILE, launch_layer, read_env_layer
 from simpletuner.config.schema import all_options
-from simpletuner.errors import Problem
+from simpletuner.errors import NoEffect, Problem
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.build import find_family, find_flavour
-from simpletuner.plan.checks import check_block_numbers, check_config, check_family, check_total
+from simpletuner.plan.checks import check_block_numbers, check_total, family_problems, general_problems, worth_reporting
 from simpletuner.validation.prompts import collect_prompts, fit_sizes
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What training would make of some settings, finished or not."""
+    """What training would make of some settings, finished or not.
+
+    Attributes:
+        without_effect: keys that have no effect with these settings, set or not, and why.
+    """
 
     config: RunConfig
     spec: FamilySpec
     flavour: Flavour
     problems: list[Problem]
+    without_effect: dict[str, str]
 
 
 class Draft:
@@ -101,7 +106,8 @@ class Draft:
         spec = find_family([answers], problems) or next(iter(FAMILIES.values()))
         config = resolve(with_family([*self._weaker(), answers], spec.defaults, spec.fixed), problems)
         flavour = find_flavour(config, spec, problems)
-        problems += [*check_config(config), *check_family(config, spec), *spec.check(config, flavour)]
+        ruled = [*general_problems(config), *family_problems(config, spec)]
+        problems += [*worth_reporting(ruled, config), *spec.check(config, flavour)]
         problems += check_block_numbers(config, spec, ModelSource.from_config(spec, flavour, config))
         problems += check_total(config, config.schedule.max_train_steps or 0)
         collect_prompts(config.validation, problems)
@@ -110,7 +116,8 @@ class Draft:
         sizes, lenient = config.validation.validation_resolution, config.run.i_know_what_i_am_doing
         if sizes is not None and not config.validation.validation_disable:
             fit_sizes(sizes, spec, lenient=lenient, problems=problems)
-        return Judgement(config, spec, flavour, problems)
+        without_effect = {each.where: each.message for each in reversed(ruled) if isinstance(each, NoEffect)}
+        return Judgement(config, spec, flavour, problems, without_effect)
 
     def _weaker(self) -> list[Layer]:
         """The layers of lower precedence that training reads besides the file."""

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name
-from simpletuner.config.precision import quantisation
-from simpletuner.errors import Problem
-
-DETAILS = tuple(key for key in LaunchConfig.model_fields if key.startswith("fsdp_") and key != "fsdp_enable")
+from simpletuner.config.precision import PLAIN_PRECISIONS
+from simpletuner.errors import NoEffect, Problem
 
 
 def check_launch(config: RunConfig) -> Iterator[Problem]:
@@ -23,11 +21,7 @@ def check_launch(config: RunConfig) -> Iterator[Problem]:
         yield Problem("num_processes", f"{message}; it counts those of all machines: {allowed}.")
     if launch.fsdp_enable:
         yield from check_sharding(config)
-        yield from _notes(config)
-        return
-    for key in DETAILS:
-        if config.is_explicit(key) and config.flat()[key] != LaunchConfig.model_fields[key].default:
-            yield Problem(key, "has no effect without fsdp_enable.", fatal=False)
+        yield from _notes(launch)
 
 
 def may_shard(config: RunConfig) -> bool:
@@ -41,7 +35,7 @@ def check_sharding(config: RunConfig) -> Iterator[Problem]:
     base, lora = config.precision.base_model_precision, config.lora.lora_type
     optimizer = optimizer_name(config.optimizer, config.precision.mixed_precision)
     for is_set, other, reason in (
-        (quantisation(base) is not None, f"base_model_precision {base!r}", "quantised weights cannot be split."),
+        (base not in PLAIN_PRECISIONS, f"base_model_precision {base!r}", "quantised weights cannot be split."),
         (
             config.offload.enable_model_cpu_offload,
             "enable_model_cpu_offload",
@@ -74,24 +68,12 @@ def check_sharding(config: RunConfig) -> Iterator[Problem]:
             yield Problem("fsdp_enable", f"and {other} exclude each other: {reason}")
 
 
-def _notes(config: RunConfig) -> Iterator[Problem]:
+def _notes(launch: LaunchConfig) -> Iterator[Problem]:
     """Values that are understood but not needed."""
-    launch = config.launch
     if launch.num_processes == 1:
-        yield Problem("fsdp_enable", "has no effect with one process: nothing can be shared.", fatal=False)
+        yield NoEffect("fsdp_enable", "has no effect with one process: nothing can be shared.")
     if launch.fsdp_version == "1":
         yield Problem("fsdp_version", "1 is deprecated and treated as 2.", fatal=False)
     if launch.fsdp_auto_wrap_policy != "TRANSFORMER_BASED_WRAP":
         message = f"{launch.fsdp_auto_wrap_policy!r} is treated as TRANSFORMER_BASED_WRAP: results are the same, and"
         yield Problem("fsdp_auto_wrap_policy", f"{message} blocks are gathered one at a time.", fatal=False)
-    if launch.fsdp_whole_gradients:
-        if config.model.model_type == "lora":
-            yield Problem("fsdp_whole_gradients", "has no effect: every process has all of a LoRA.", fatal=False)
-        elif config.schedule.gradient_accumulation_steps == 1:
-            yield Problem("fsdp_whole_gradients", "has no effect: gradient_accumulation_steps is 1.", fatal=False)
-    if not launch.fsdp_cpu_ram_efficient_loading:
-        message = "false has no effect: the processes of a machine always share the memory of what they read."
-        yield Problem("fsdp_cpu_ram_efficient_loading", message, fatal=False)
-    if launch.fsdp_transformer_layer_cls_to_wrap is not None:
-        message = "has no effect: the blocks of the family are known and are gathered one at a time."
-        yield Problem("fsdp_transformer_layer_cls_to_wrap", message, fatal=False)

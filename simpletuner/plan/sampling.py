@@ -37,7 +37,7 @@ from simpletuner.models.lora_targets import linear_modules
 from simpletuner.models.source import ModelSource, Part, tensor_shapes
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.build import Length, Plan, check_model, find_family, find_flavour, preview_sizes
-from simpletuner.plan.checks import check_memory, check_output, check_prompts
+from simpletuner.plan.checks import check_memory, check_output, check_prompts, exclusions
 from simpletuner.plan.offload import check_offload
 from simpletuner.plan.resume import decide_seed
 from simpletuner.training.manifest import (
@@ -261,8 +261,9 @@ def _plan_family(
         flavour = replace(flavour, task=flavour.dataset_task)
     source = weights[0].replace_in(ModelSource.from_config(spec, flavour, config))
     spec = spec.for_checkpoint(flavour, source)
-    checks = (check_output(config), check_memory(config), check_offload(config), check_packages(config.precision))
-    everything = [*check_model(config, spec, flavour, source), *(problem for check in checks for problem in check)]
+    rules = (exclusions, check_output, check_memory, check_offload)
+    ruled = [problem for rule in rules for problem in rule(config)]
+    everything = [*check_model(config, spec, flavour, source), *ruled, *check_packages(config.precision)]
     # The run has given its warnings; those of sizes are about what is rendered now.
     problems.extend(problem for problem in everything if problem.fatal)
     problems.extend(_check_pictures(flavour, bool(pictures)))

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.redaction import redact_settings
 from simpletuner.reporting.html import render
-from simpletuner.server.form import SECTIONS, TABS, dataset_fields, fields, greyed, tabs
+from simpletuner.server.form import SECTIONS, TABS, dataset_fields, fields, tabs
 from simpletuner.server.plans import Unsaved, plan_unsaved, show_datasets
 from simpletuner.server.project import Project, Refusal, problems_json, project_of, read_object
 
@@ -82,5 +82,5 @@ def judged(project: Project, body: Mapping[str, Any]) -> dict[str, Any]:
         "family": judgement.spec.name,
         "flavour": judgement.flavour.name,
         "flavours": list(judgement.spec.flavour_names),
-        "greyed": greyed(judgement),
+        "greyed": judgement.without_effect,
     }

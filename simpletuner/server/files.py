@@ -28,7 +28,7 @@ from simpletuner.atomic import write_json
 from simpletuner.config.datasets import read_datasets
 from simpletuner.config.json_files import json_kind, read_json
 from simpletuner.config.locate import EXAMPLES, dataset_file, example_names
-from simpletuner.config.schema import option_names
+from simpletuner.config.schema import main_name
 from simpletuner.errors import Problem
 from simpletuner.plan.draft import Draft
 from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact
@@ -240,12 +240,6 @@ def unwrapped(content: Any) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise Refusal(422, f"The file must hold one JSON object, not {json_kind(content)}.")
     return content
-
-
-def main_name(key: str) -> str:
-    """The main name of a key; unknown keys stay as they are."""
-    option = option_names().get(key.removeprefix("--").replace("-", "_"))
-    return option.name if option else key
 
 
 def with_values(values: Mapping[str, Any], content: Any) -> Any:

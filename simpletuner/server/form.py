@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import isfunction
 from typing import Any
 
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
-from simpletuner.config.load import RunConfig
 from simpletuner.config.option import Option, describe
 from simpletuner.config.schema import all_options
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.checks import check_config, check_family
-from simpletuner.plan.draft import Judgement
 from simpletuner.redaction import SECRET_NAME
 
 # The type of a field by the function that parses its values, and by what the reference page calls them.
@@ -86,63 +82,11 @@ SECTION_OF_KEY = {
     "data_backend_config": DATASETS,
 }
 PLACES = [(section.id, group) for section in SECTIONS for group in ("", *section.groups)]
-# The first ones that people need; the others stand below "More".
-COMMON_KEYS = """
-    model_family model_flavour model_type output_dir seed resume_from_checkpoint train_batch_size
-    max_train_steps gradient_accumulation_steps num_train_epochs offload enable_group_offload
-    group_offload_use_stream enable_model_cpu_offload group_offload_blocks_per_group mixed_precision
-    base_model_precision text_encoder_1_precision gradient_checkpointing attention_mechanism dynamo_backend
-    dynamo_mode lora_rank lora_alpha lora_dropout lora_type init_lora pretrained_model_name_or_path
-    caption_dropout_probability tokenizer_max_length optimizer learning_rate lr_scheduler lr_warmup_steps
-    max_grad_norm loss_type huber_c crepa_enabled crepa_block_index crepa_lambda crepa_adjacent_distance
-    crepa_adjacent_tau crepa_encoder crepa_encoder_image_size crepa_drop_vae_encoder
-    scheduled_sampling_max_step_offset scheduled_sampling_probability scheduled_sampling_reflexflow
-    layersync_enabled layersync_student_block layersync_teacher_block masked_loss_probability
-    preservation_weight preservation_prompt flow_schedule_shift flow_schedule_auto_shift use_ema ema_decay
-    ema_validation tread_config data_backend_config resolution resolution_type vae_batch_size vae_cache_ondemand
-    vae_enable_tiling validation_prompt validation_resolution validation_step_interval validation_guidance
-    validation_num_inference_steps validation_num_video_frames validation_seed user_prompt_library
-    validation_negative_prompt validation_disable validation_adapter_path eval_steps_interval push_to_hub
-    hub_model_id model_card_private report_to tracker_project_name tracker_run_name checkpoint_step_interval
-    checkpoints_total_limit checkpointing_rolling_steps logging_dir cache_dir text_template id instance_data_dir
-    dataset_type caption_strategy repeats video.num_frames video.is_i2v sana_motion_score framerate
-    webhook_config
-"""
-COMMON = frozenset(COMMON_KEYS.split())
 DATASET_KEYS = (
     "id", "instance_data_dir", "dataset_type", "type", "caption_strategy", "instance_prompt", "resolution",
     "resolution_type", "repeats", "probability", "crop", "crop_aspect", "conditioning_data", "video.num_frames",
     "video.min_frames", "video.max_frames", "video.frame_rate", "video.is_i2v", "video.bucket_strategy",
 )  # fmt: skip
-LABELS = {
-    "id": "ID",
-    "instance_data_dir": "Folder",
-    "dataset_type": "Dataset Type",
-    "video.is_i2v": "First Frame Is the Condition",
-    "crepa_enabled": "CREPA",
-    "crepa_lambda": "Weight",
-    "crepa_adjacent_tau": "Temporal Decay",
-    "crepa_encoder": "Vision Encoder",
-    "crepa_encoder_image_size": "Vision Encoder Size",
-    "layersync_enabled": "LayerSync",
-    "layersync_lambda": "Weight",
-    "mixflow_enabled": "MixFlow",
-    "irepa_enabled": "iREPA",
-    "use_ema": "EMA",
-    "ema_cpu_only": "EMA CPU Only",
-    "tread_config": "TREAD Routes",
-    "data_backend_config": "Dataset File",
-    "max_train_steps": "Steps",
-    "num_train_epochs": "Epochs",
-    "train_batch_size": "Batch Size",
-    "text_encoder_1_precision": "First Text Encoder Precision",
-    "text_encoder_2_precision": "Second Text Encoder Precision",
-    "validation_disable": "No Previews",
-    "offload_block_inputs": "Offload Block Inputs",
-    "lora_plus_ratio": "LoRA+ Ratio",
-    "crepa_lambda_end": "End Weight",
-    "publishing_config": "Other Targets",
-}
 WORDS = """
     VAE EMA LoRA DoRA LoKr LyCORIS TF32 CPU SNR iREPA CREPA TREAD MixFlow ReflexFlow RoPE FSDP ID LR GB PEFT bf16
     of to by for from via or in on
@@ -159,7 +103,7 @@ class Field:
     Attributes:
         default: of the family.
         default_note: what the default is, if it depends on something else.
-        requires: keys and values, one of which the option needs to have an effect.
+        requires: conditions without which it has no effect.
         group: the heading it stands under.
         common: whether it is shown at once, not below "More".
     """
@@ -175,7 +119,7 @@ class Field:
     section: str
     group: str
     help: str
-    requires: list[tuple[str, tuple[object, ...]]]
+    requires: tuple[str, ...]
     secret: bool
     aliases: tuple[str, ...]
     common: bool
@@ -234,10 +178,10 @@ def _field(option: Option, spec: FamilySpec | None, moved_to: str | None) -> Fie
         section=section,
         group="" if moved_to else option.section,
         help=option.help,
-        requires=list(option.requires.items()),
+        requires=tuple(map(str, option.requires)),
         secret=option.may_hold_secret or bool(SECRET_NAME.search(option.name)),
         aliases=option.aliases,
-        common=option.name in COMMON,
+        common=option.common,
     )
 
 
@@ -259,43 +203,9 @@ def _type(option: Option) -> str:
 
 def label_of(option: Option) -> str:
     """A key in words, without the name of the heading it stands under: `crepa_block_index` is Block Index."""
-    if option.name in LABELS:
-        return LABELS[option.name]
+    if option.label:
+        return option.label
     prefix = option.section.lower().replace(" ", "_") + "_"
     words = option.name.rpartition(".")[2].removeprefix(prefix).split("_")
     text = " ".join(filter(None, (SPELLINGS.get(word, word.capitalize()) for word in words)))
     return text[:1].upper() + text[1:] if text[:2] != "iR" else text
-
-
-def greyed(judgement: Judgement) -> dict[str, str]:
-    """Keys that have no effect with these settings, and why.
-
-    Training warns about such a key only if it is set. So each key that the rules could speak of is set, one at a time,
-    to the value it has anyway, and what they say is the reason.
-    """
-    config, spec = judgement.config, judgement.spec
-    candidates = _without_effect(replace(config, origins=dict.fromkeys(all_options(), "page")), spec)
-    ruled = {
-        key: reason
-        for key in candidates
-        for named, reason in _without_effect(replace(config, origins={**config.origins, key: "page"}), spec).items()
-        if named == key
-    }
-    return {**dict(_unmet(config)), **ruled}
-
-
-def _without_effect(config: RunConfig, spec: FamilySpec) -> dict[str, str]:
-    found = [*check_config(config), *check_family(config, spec)]
-    return {each.where: each.message for each in found if each.message.startswith("has no effect")}
-
-
-def _unmet(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Keys whose declared requirements are not met."""
-    values = config.flat()
-    for option in all_options().values():
-        pairs = option.requires.items()
-        if pairs and not any(values[key] in allowed for key, allowed in pairs):
-            wanted = " or ".join(
-                key if allowed == (True,) else f"{key} {' or '.join(map(str, allowed))}" for key, allowed in pairs
-            )
-            yield option.name, f"has no effect without {wanted}."

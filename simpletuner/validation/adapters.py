@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletuner.config.load import RunConfig, raise_if_fatal
-from simpletuner.config.validation_adapters import check_entries
+from simpletuner.config.validation_adapters import check_listed
 from simpletuner.errors import Problem
 from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE, check_lora_file, find_lora, read_shapes
 from simpletuner.models.lora_targets import linear_modules
@@ -53,7 +53,7 @@ def check_adapters(
     config: RunConfig, family: str, source: ModelSource, prompts: Sequence[ValidationPrompt]
 ) -> Iterator[Problem]:
     """Whether the files that are on this machine fit the model, and whether anything uses the settings."""
-    yield from check_entries(config.validation_adapters, config.is_explicit)
+    yield from check_listed(config.validation_adapters)
     modules = linear_modules(source["transformer"].weight_shapes())
     files = dict.fromkeys(path for run in adapter_runs(config) for path, _ in run.loras)
     for path in files:

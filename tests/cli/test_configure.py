@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from simpletuner.cli.app import app, main
 from simpletuner.cli.wizard.config_file import example_datasets
-from simpletuner.cli.wizard.questions import STEPS
+from simpletuner.cli.wizard.questions import QUESTIONS
 from simpletuner.config.schema import GROUPS, all_options
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import Task
@@ -24,7 +24,7 @@ from tests.workspace import Workspace
 
 FILE = Path("config/config.json")
 LAST = "name a setting to change"
-KEYS = {question.text: question.key for step in STEPS for question in step.questions}
+KEYS = {question.text: question.key for question in QUESTIONS}
 
 
 class Person:
@@ -104,7 +104,7 @@ def test_enter_everywhere_writes_a_config_of_known_keys(configure: Configure) ->
 
 def test_questions_come_in_order(configure: Configure) -> None:
     _, person = configure()
-    order = [question.key for step in STEPS for question in step.questions]
+    order = [question.key for question in QUESTIONS]
     asked = [key for key in person.asked if key in order]
     assert asked == [key for key in order if key in asked]
     assert asked[:4] == ["output_dir", "model_family", "model_flavour", "model_type"]
@@ -112,10 +112,9 @@ def test_questions_come_in_order(configure: Configure) -> None:
 
 
 def test_every_question_is_about_a_key_and_no_two_read_alike() -> None:
-    questions = [question for step in STEPS for question in step.questions]
-    assert {question.key for question in questions} <= set(all_options())
-    assert len(KEYS) == len(questions)
-    assert all(question.option.help for question in questions)
+    assert {question.key for question in QUESTIONS} <= set(all_options())
+    assert len(KEYS) == len(QUESTIONS)
+    assert all(question.option.help for question in QUESTIONS)
 
 
 def test_the_file_is_grouped_like_the_schema(configure: Configure) -> None:

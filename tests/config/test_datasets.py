@@ -103,6 +103,16 @@ def test_a_reference_that_leads_nowhere(tmp_path: Path, key: str) -> None:
     assert problem.startswith(f"pictures.{key}: 'txet' is not the id of such an entry (")
 
 
+def test_keys_that_are_only_accepted(tmp_path: Path) -> None:
+    _, problems = read(
+        tmp_path, {**PICTURES, "write_batch_size": 4, "ignore_epochs": True}, {**TEXT, "write_batch_size": 128}
+    )
+    assert problems == [
+        "pictures.write_batch_size: has no effect: writing needs no batches.",
+        "pictures.ignore_epochs: has no effect: an epoch counts every dataset that is trained.",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

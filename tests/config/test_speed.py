@@ -99,9 +99,7 @@ def test_a_missing_attention_package_is_named(mechanism: str) -> None:
         ({"dynamo_backend": "no", "dynamo_fullgraph": True}, "hints", "dynamo_backend is 'no'"),
         ({"speed": "reference", "dynamo_dynamic": True}, "hints", "dynamo_backend is not set"),
         ({"dynamo_backend": "no", "validation_torch_compile": True}, "hints", "dynamo_backend is 'no'"),
-        ({"dynamo_use_regional_compilation": False}, "hints", "never the whole transformer"),
         ({"speed_plain_math": False, "speed_keep_attention": True}, "hints", "speed_plain_math"),
-        ({"gradient_checkpointing": False, "speed_keep_attention": True}, "hints", "gradient_checkpointing is off"),
     ],
 )
 def test_contradictions(settings: dict[str, Any], kind: str, words: str) -> None:

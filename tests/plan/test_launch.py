@@ -80,9 +80,6 @@ def test_where_fsdp_may_be_used() -> None:
         ({"fsdp_enable": True}, "fsdp_enable: has no effect with one process"),
         ({**SHARDED, "fsdp_version": 1}, "fsdp_version: 1 is deprecated"),
         ({**SHARDED, "fsdp_auto_wrap_policy": "NO_WRAP"}, "fsdp_auto_wrap_policy: 'NO_WRAP' is treated as"),
-        ({**SHARDED, "fsdp_transformer_layer_cls_to_wrap": "Block"}, "fsdp_transformer_layer_cls_to_wrap: has no"),
-        ({"fsdp_version": 1}, "fsdp_version: has no effect without fsdp_enable."),
-        ({"fsdp_reshard_after_forward": False}, "fsdp_reshard_after_forward: has no effect without fsdp_enable."),
     ],
 )
 def test_what_is_only_noted(settings: dict[str, Any], key: str) -> None:

@@ -237,7 +237,6 @@ def test_random_rounding_depends_on_seed_step_and_weight_alone(name: str) -> Non
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"model_type": "lora"}, "model_type lora exclude each other: the gradients of a LoRA are small"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 2 exclude each other: .* Use train_batch"),
         ({"grad_clip_method": "norm"}, "grad_clip_method norm exclude each other: .* Use value, or max_grad_norm 0"),
         ({"mixed_precision": "fp16", "optimizer": "adamw"}, "mixed_precision fp16 exclude each other"),

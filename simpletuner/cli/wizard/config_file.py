@@ -13,7 +13,7 @@ from typing import Any
 from simpletuner.atomic import write_atomically
 from simpletuner.cli.wizard.talk import Talk
 from simpletuner.config.load import canonical, read_json_layer
-from simpletuner.config.schema import GROUPS, option_names
+from simpletuner.config.schema import GROUPS, main_name, option_names
 from simpletuner.errors import ConfigError, Problem, UserError
 from simpletuner.models.spec import FamilySpec, Task
 from simpletuner.plan.draft import Draft
@@ -43,14 +43,9 @@ def load_values(file: Path, problems: list[Problem]) -> dict[str, Any]:
     layer = read_json_layer(file, problems)
     if layer is None:
         raise ConfigError(problems)
-    names = option_names()
     canonical(layer, problems)
-    values = {}
-    for written, value in layer.values:
-        key = written.removeprefix("--").replace("-", "_")
-        if value not in (None, "") or key == "resume_from_checkpoint":
-            values[names[key].name if key in names else written] = value
-    return values
+    named = [(main_name(written), value) for written, value in layer.values]
+    return {key: value for key, value in named if value not in (None, "") or key == "resume_from_checkpoint"}
 
 
 def unusable_keys(draft: Draft) -> dict[str, str]:

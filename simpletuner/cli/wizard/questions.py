@@ -1,4 +1,5 @@
-"""The wizard's questions. Help, choices, defaults and limits come from the option schema and the family."""
+"""The wizard's questions, in their order. All else about a setting comes from the option schema and the family: help,
+choices, defaults, limits, what it requires, and the section whose name is the heading."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Question:
     Attributes:
         key: the setting.
         text: the question in a few words.
-        when: whether it makes sense with the answers so far.
+        when: whether it makes sense with the answers so far, if the setting has an effect with them.
         propose: a default if the file does not have the key; without it, the value that training would use.
         remarks: on choices of the schema.
         names: choices with a remark each, for keys whose choices are not in the schema.
@@ -69,6 +70,12 @@ class Question:
     @property
     def option(self) -> Option:
         return all_options()[self.key]
+
+    def applies(self, draft: Draft) -> bool:
+        """Whether to ask: the setting has an effect with the answers so far, and nothing excludes it."""
+        settings = draft.config.flat()
+        excluded = any(other.holds(settings) for other in self.option.excludes)
+        return self.key not in draft.judgement.without_effect and not excluded and self.when(draft)
 
     def default(self, draft: Draft) -> Any:
         """The value that Enter takes."""
@@ -117,36 +124,12 @@ def _near(values: list[str]) -> str:
     return f"the nearest are {' and '.join(values)}" if len(values) > 1 else f"the nearest is {values[0]}"
 
 
-@dataclass(frozen=True)
-class Step:
-    """Questions on one subject."""
-
-    title: str
-    questions: tuple[Question, ...]
-
-
-def _is_lora(draft: Draft) -> bool:
-    return draft.config.model.model_type == "lora"
-
-
 def _by_hand(draft: Draft) -> bool:
     return draft.config.offload.offload == "manual"  # a key that is set is one that auto leaves alone
 
 
-def _is_video(draft: Draft) -> bool:
-    return draft.spec.media == "video"
-
-
-def _has_routes(draft: Draft) -> bool:
-    return draft.spec.token_blocks is not None
-
-
 def _is_tracked(draft: Draft) -> bool:
     return draft.config.tracking.report_to not in ("none", "simpletuner")
-
-
-def _is_published(draft: Draft) -> bool:
-    return draft.config.publish.push_to_hub
 
 
 def _routes(share: float) -> dict[str, Any]:
@@ -164,160 +147,99 @@ MODEL_TYPES = {
     "full": "the whole model; needs far more memory",
 }
 CHOOSERS = {"manual": "you, in the next questions", "auto": "the plan: the fastest settings that fit the card"}
-STEPS = (
-    Step("Results", (Question("output_dir", "Output folder"),)),
-    Step(
-        "Model",
-        (
-            Question("model_family", "Model", names=lambda draft: {n: spec.title for n, spec in FAMILIES.items()}),
-            Question(
-                "model_flavour",
-                "Version of the model",
-                propose=lambda draft: draft.spec.flavours[0].name,
-                names=flavours,
-            ),
-            Question("model_type", "What to train", remarks=MODEL_TYPES, implied=_without_lora),
-            Question("lora_rank", "LoRA rank (higher learns more and takes more memory)", when=_is_lora),
-            Question(
-                "lora_alpha",
-                "LoRA alpha (strength of the LoRA)",
-                when=_is_lora,
-                propose=lambda draft: float(draft.config.lora.lora_rank),
-                follows=True,
-            ),
-        ),
+QUESTIONS = (
+    Question("output_dir", "Output folder"),
+    Question("model_family", "Model", names=lambda draft: {n: spec.title for n, spec in FAMILIES.items()}),
+    Question(
+        "model_flavour", "Version of the model", propose=lambda draft: draft.spec.flavours[0].name, names=flavours
     ),
-    Step(
-        "Memory",
-        (
-            Question("base_model_precision", "Precision of the model", when=_is_lora),
-            Question("text_encoder_1_precision", "Precision of the text encoder"),
-            Question("plan_device_memory_gb", "GPU memory in GB, for the estimate at the end"),
-            Question("offload", "Settings that save memory: who chooses them", remarks=CHOOSERS),
-            Question(
-                "enable_group_offload",
-                "Keep the model in host memory and stream it to the GPU block by block (group offload)?",
-                when=lambda draft: _is_lora(draft) and _by_hand(draft),
-                implied=lambda value: {"group_offload_use_stream": True if value else None},
-            ),
-            Question(
-                "gradient_checkpointing",
-                "Save memory by recomputing activations (gradient checkpointing, slower)?",
-                when=_by_hand,
-            ),
-        ),
+    Question("model_type", "What to train", remarks=MODEL_TYPES, implied=_without_lora),
+    Question("lora_rank", "LoRA rank (higher learns more and takes more memory)"),
+    Question(
+        "lora_alpha",
+        "LoRA alpha (strength of the LoRA)",
+        propose=lambda draft: float(draft.config.lora.lora_rank),
+        follows=True,
     ),
-    Step(
-        "Length",
-        (
-            Question(
-                "max_train_steps",
-                "Training steps (0: count epochs instead)",
-                propose=run_length,
-                implied=lambda value: _other_length(value),
-            ),
-            Question(
-                "num_train_epochs",
-                "Epochs (passes over the dataset)",
-                when=lambda draft: not draft.config.schedule.max_train_steps,
-                propose=lambda draft: 1,
-            ),
-            Question("train_batch_size", "Batch size"),
-            Question("gradient_accumulation_steps", "Gradient accumulation steps"),
-        ),
+    Question("plan_device_memory_gb", "GPU memory in GB, for the estimate at the end"),
+    Question("offload", "Settings that save memory: who chooses them", remarks=CHOOSERS),
+    Question(
+        "enable_group_offload",
+        "Keep the model in host memory and stream it to the GPU block by block (group offload)?",
+        when=_by_hand,
+        implied=lambda value: {"group_offload_use_stream": True if value else None},
     ),
-    Step(
-        "Learning",
-        (
-            Question("optimizer", "Optimizer", propose=default_optimizer),
-            Question(
-                "learning_rate",
-                "Learning rate",
-                propose=lambda draft: DEFAULT_LEARNING_RATES[draft.config.model.model_type],
-            ),
-            Question("lr_scheduler", "Schedule of the learning rate"),
-            Question("lr_warmup_steps", "Warm-up steps"),
-        ),
+    Question(
+        "base_model_precision", "Precision of the model", when=lambda draft: draft.config.model.model_type == "lora"
     ),
-    Step(
-        "Checkpoints",
-        (
-            Question("checkpoint_step_interval", "Save a checkpoint every N steps; N"),
-            Question("checkpoints_total_limit", "Checkpoints to keep (0: all)"),
-        ),
+    Question("text_encoder_1_precision", "Precision of the text encoder"),
+    Question(
+        "gradient_checkpointing",
+        "Save memory by recomputing activations (gradient checkpointing, slower)?",
+        when=_by_hand,
     ),
-    Step(
-        "Previews",
-        (
-            Question("validation_prompt", "Prompt for previews"),
-            Question("user_prompt_library", "File with more prompts", propose=prompt_library),
-            Question("validation_resolution", "Preview size, width x height", alternatives=nearest_sizes),
-            Question(
-                "validation_num_video_frames", "Preview length in frames", when=_is_video, alternatives=nearest_lengths
-            ),
-            Question("framerate", "Frames per second", when=_is_video),
-            Question("validation_guidance", "Guidance scale (how closely previews follow the prompt)"),
-            Question("validation_num_inference_steps", "Sampling steps"),
-            Question("validation_step_interval", "Render previews every N training steps; N"),
-            Question("validation_seed", "Preview seed"),
-        ),
+    Question(
+        "max_train_steps",
+        "Training steps (0: count epochs instead)",
+        propose=run_length,
+        implied=lambda value: _other_length(value),
     ),
-    Step(
-        "Method",
-        (
-            Question(
-                "flow_schedule_shift",
-                "Flow shift (above 1 favours composition, below 1 detail)",
-                when=lambda draft: "flow_schedule_shift" in draft.spec.defaults,
-                follows=True,
-            ),
-            Question(
-                "tread_config",
-                "Tokens that skip the middle of the model (TREAD: faster steps, previews as always)",
-                when=_has_routes,
-                names=lambda draft: TREAD_WORDS,
-                is_open=True,
-                meanings={"none": None, "quarter": _routes(0.25), "half": _routes(0.5)},
-            ),
-            Question("crepa_enabled", "CREPA (steadier video)?", when=_is_video),
-            Question("use_ema", "Keep a running average of the weights (EMA)?"),
-            Question("ema_validation", "Previews with EMA", when=lambda draft: draft.config.ema.use_ema),
-        ),
+    Question(
+        "num_train_epochs",
+        "Epochs (passes over the dataset)",
+        when=lambda draft: not draft.config.schedule.max_train_steps,
+        propose=lambda draft: 1,
     ),
-    Step(
-        "Reports",
-        (
-            Question("report_to", "Send curves to", names=usable_trackers, is_open=True),
-            Question("tracker_project_name", "Project name there", when=_is_tracked),
-            Question("tracker_run_name", "Run name there", when=_is_tracked),
-        ),
+    Question("train_batch_size", "Batch size"),
+    Question("gradient_accumulation_steps", "Gradient accumulation steps"),
+    Question("optimizer", "Optimizer", propose=default_optimizer),
+    Question(
+        "learning_rate", "Learning rate", propose=lambda draft: DEFAULT_LEARNING_RATES[draft.config.model.model_type]
     ),
-    Step(
-        "Publishing",
-        (
-            Question(
-                "push_to_hub", "Upload the result to the Hugging Face hub?", when=lambda draft: get_token() is not None
-            ),
-            Question("hub_model_id", "Name on the hub", when=_is_published),
-            Question("model_card_private", "Private?", when=_is_published),
-        ),
+    Question("lr_scheduler", "Schedule of the learning rate"),
+    Question("lr_warmup_steps", "Warm-up steps"),
+    Question("checkpoint_step_interval", "Save a checkpoint every N steps; N"),
+    Question("checkpoints_total_limit", "Checkpoints to keep (0: all)"),
+    Question("validation_prompt", "Prompt for previews"),
+    Question("user_prompt_library", "File with more prompts", propose=prompt_library),
+    Question("validation_resolution", "Preview size, width x height", alternatives=nearest_sizes),
+    Question("validation_num_video_frames", "Preview length in frames", alternatives=nearest_lengths),
+    Question("framerate", "Frames per second"),
+    Question("validation_guidance", "Guidance scale (how closely previews follow the prompt)"),
+    Question("validation_num_inference_steps", "Sampling steps"),
+    Question("validation_step_interval", "Render previews every N training steps; N"),
+    Question("validation_seed", "Preview seed"),
+    Question(
+        "flow_schedule_shift",
+        "Flow shift (above 1 favours composition, below 1 detail)",
+        when=lambda draft: "flow_schedule_shift" in draft.spec.defaults,
+        follows=True,
     ),
-    Step(
-        "Data",
-        (
-            Question("seed", "Seed of the run (the same seed repeats it)", propose=lambda draft: 42),
-            Question("data_backend_config", "Dataset file", propose=lambda draft: draft.dataset_file),
-        ),
+    Question(
+        "tread_config",
+        "Tokens that skip the middle of the model (TREAD: faster steps, previews as always)",
+        when=lambda draft: draft.spec.token_blocks is not None,
+        names=lambda draft: TREAD_WORDS,
+        is_open=True,
+        meanings={"none": None, "quarter": _routes(0.25), "half": _routes(0.5)},
     ),
+    Question("crepa_enabled", "CREPA (steadier video)?", when=lambda draft: draft.spec.media == "video"),
+    Question("use_ema", "Keep a running average of the weights (EMA)?"),
+    Question("ema_validation", "Previews with EMA"),
+    Question("report_to", "Send curves to", names=usable_trackers, is_open=True),
+    Question("tracker_project_name", "Project name there", when=_is_tracked),
+    Question("tracker_run_name", "Run name there", when=_is_tracked),
+    Question("push_to_hub", "Upload the result to the Hugging Face hub?", when=lambda draft: get_token() is not None),
+    Question("hub_model_id", "Name on the hub"),
+    Question("model_card_private", "Private?"),
+    Question("seed", "Seed of the run (the same seed repeats it)", propose=lambda draft: 42),
+    Question("data_backend_config", "Dataset file", propose=lambda draft: draft.dataset_file),
 )
 
 
 def _other_length(steps: Any) -> dict[str, Any]:
     """Steps and epochs exclude each other: with steps the epochs become 0, without steps such a 0 is removed."""
     return {"num_train_epochs": 0} if str(steps or 0) != "0" else {"num_train_epochs": None}
-
-
-QUESTIONS = [question for step in STEPS for question in step.questions]
 
 
 def stale_keys(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
@@ -327,7 +249,7 @@ def stale_keys(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
     """
     after = draft.after(changes)
     answered = [each for each in QUESTIONS if each.key in draft.values and each.key not in draft.loaded]
-    stale = [each for each in answered if not each.when(after) and not _is_zero(draft.values[each.key])]
+    stale = [each for each in answered if not each.applies(after) and not _is_zero(draft.values[each.key])]
     implied = [key for each in stale if draft.values[each.key] is True for key in each.implied(True)]
     return [*(each.key for each in stale), *implied]
 

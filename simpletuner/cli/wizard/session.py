@@ -18,7 +18,7 @@ from simpletuner.cli.wizard.config_file import (
     show_next_steps,
     unusable_keys,
 )
-from simpletuner.cli.wizard.questions import QUESTIONS, STEPS, Question, stale_keys
+from simpletuner.cli.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.cli.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.config.json_files import read_json
 from simpletuner.errors import Problem
@@ -30,7 +30,6 @@ Answer the questions, or press Enter for the value in [brackets].
 at the end. Ctrl-C keeps your answers for the next time."""
 # A property of the machine, not of the run: used for the estimate and not written.
 DEVICE_MEMORY = "plan_device_memory_gb"
-TITLES = {question.key: step.title for step in STEPS for question in step.questions}
 
 
 def run_session(file: Path, talk: Talk) -> bool:
@@ -81,7 +80,7 @@ class Progress:
         title = ""
         while self.position < len(QUESTIONS):
             question = QUESTIONS[self.position]
-            if question.when(self.draft):
+            if question.applies(self.draft):
                 title = _announce(title, question, talk)
                 try:
                     talk.ask(question, self.draft)
@@ -111,11 +110,12 @@ class Progress:
 
 
 def _announce(title: str, question: Question, talk: Talk) -> str:
-    """Print the heading of a question's step if a new step begins; returns the heading."""
-    if TITLES[question.key] != title:
+    """Print the section of a question if it is another than the last; returns it."""
+    section = question.option.section
+    if section != title:
         talk.say()
-        talk.say(TITLES[question.key], "bold cyan")
-    return TITLES[question.key]
+        talk.say(section, "bold cyan")
+    return section
 
 
 def kept_answers(file: Path) -> Path:
@@ -170,21 +170,21 @@ def review(draft: Draft, talk: Talk) -> bool:
 
 def _ask_again(question: Question, draft: Draft, talk: Talk) -> None:
     """Ask one question, then those that apply because of its answer."""
-    before, applied = _proposals(draft), {each.key for each in QUESTIONS if each.when(draft)}
+    before, applied = _proposals(draft), {each.key for each in QUESTIONS if each.applies(draft)}
     try:
         talk.ask(question, draft)
     except Back:
         return
     _follow_proposals(draft, before, _proposals(draft))
     for each in QUESTIONS:
-        if each.when(draft) and each.key not in applied and each.key != question.key:
+        if each.applies(draft) and each.key not in applied and each.key != question.key:
             talk.ask(each, draft)
 
 
 def _proposals(draft: Draft) -> dict[str, Any]:
     """What the wizard would propose now for keys that the file did not have."""
     asked = [question for question in QUESTIONS if question.key not in draft.loaded]
-    return {each.key: each.propose(draft) for each in asked if each.propose is not None and each.when(draft)}
+    return {each.key: each.propose(draft) for each in asked if each.propose is not None and each.applies(draft)}
 
 
 def _follow_proposals(draft: Draft, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

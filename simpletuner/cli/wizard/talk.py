@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from simpletuner.cli.wizard.questions import Question, stale_keys
-from simpletuner.config.option import parse_flag
+from simpletuner.config.option import parse_flag, plain_key
 from simpletuner.errors import ConfigError, UserError, nearest
 from simpletuner.plan.draft import Draft
 
@@ -104,7 +104,7 @@ class Talk:
             try:
                 return None if not answer or parse_flag(_word(answer)) else ""
             except ValueError:
-                name = answer.removeprefix("--").replace("-", "_").lower()
+                name = plain_key(answer).lower()
             if name in names:
                 return name
             guess = nearest(name, names)

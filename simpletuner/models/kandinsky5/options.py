@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, PlainSerializer
 
-from simpletuner.config.option import Group, PathText, option, parse_number
+from simpletuner.config.option import Group, PathText, common, option, parse_number
 
 RopeScale = tuple[float, float, float]
 AUTO = "auto"
@@ -41,7 +41,7 @@ class KandinskyOptions(Group):
     qwen_text_encoder_model_name_or_path: PathText | None = option(
         None, "Hub id or folder to take the Qwen2.5-VL text encoder from.", default_note="the model path"
     )
-    text_template: Literal["official", "diffusers"] = option(
+    text_template: Literal["official", "diffusers"] = common(
         "official", "The words around a caption: those the model was trained on, or diffusers' own."
     )
     rope_scale: Annotated[RopeScale | None, BeforeValidator(parse_rope_scale), PlainSerializer(write_rope_scale)] = (

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from simpletuner.config.json_files import read_json
-from simpletuner.config.option import FALSE_WORDS, TRUE_WORDS, Group, Number, PathText, option, parse_json_text
+from simpletuner.config.option import FALSE_WORDS, TRUE_WORDS, Group, Number, PathText, common, option, parse_json_text
 from simpletuner.errors import Problem
 
 
@@ -52,7 +52,7 @@ class SanaOptions(Group):
     pretrained_gemma_model_name_or_path: PathText | None = option(
         None, "Hub id or folder to take the Gemma text encoder from.", default_note="the model path"
     )
-    sana_motion_score: Number | None = option(None, "Motion score, appended to captions.")
+    sana_motion_score: Number | None = common(None, "Motion score, appended to captions.")
     sana_complex_human_instruction: Annotated[Literal[True] | list[str], BeforeValidator(parse_instruction)] = option(
         True, "Instruction text before captions: true, false, a list of lines or a file of lines.", form="JSON"
     )
