@@ -289,7 +289,9 @@ def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     text_ids = [dataset.id for dataset in datasets if dataset.is_text_embeds]
     condition_ids = [dataset.id for dataset in datasets if dataset.is_conditioning]
     for dataset in datasets:
-        named = [("conditioning_data", reference, condition_ids) for reference in dataset.conditioning_data or []]
+        named: list[tuple[str, str | None, list[str]]] = [
+            ("conditioning_data", reference, condition_ids) for reference in dataset.conditioning_data or []
+        ]
         named += [
             ("text_embeds", dataset.text_embeds, text_ids),
             ("source_dataset_id", dataset.source_dataset_id, [*counts]),
