@@ -7,11 +7,12 @@ import logging
 import torch
 from torch import nn
 
-from simpletuner.config.precision import UNPACKED, check_capability, multiplied
+from simpletuner.config.precision import UNPACKED, Quantisation, check_capability, multiplied
 from simpletuner.config.schema import PrecisionConfig
 from simpletuner.errors import ConfigError, Problem, shorten
 from simpletuner.memory.precision import QuantisedLinear, QuantisedProducts
-from simpletuner.memory.rounding import MULTIPLE
+from simpletuner.memory.rounding import MULTIPLE, multiply
+from simpletuner.models.blocks import DEVICE_FAILURES
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,27 @@ def check_device(config: PrecisionConfig, device: torch.device) -> None:
         raise ConfigError([Problem(key, message.format(name, value)) for key, value in values.items()])
     if problems := [*check_capability(config, torch.cuda.get_device_capability(device))]:
         raise ConfigError(problems)
+    refused = {key: f"{stored.name} {why}" for key, stored in asked.items() if (why := refusal(stored, device))}
+    if refused:
+        raise ConfigError([Problem(key, message) for key, message in refused.items()])
+
+
+def refusal(stored: Quantisation, device: torch.device) -> str:
+    """Why a small product of such weights fails on a device, empty if it works.
+
+    The compute capability does not tell: torch 2.10 refuses fp8 with scales per row on 12.0 (pytorch #192707).
+    """
+    dtype = torch.float8_e4m3fn if "float8" in stored.kind else torch.int8
+    levels = torch.zeros(2 * MULTIPLE, 2 * MULTIPLE, dtype=dtype, device=device).t()
+    try:
+        multiply(torch.zeros(2 * MULTIPLE, 2 * MULTIPLE, dtype=torch.bfloat16, device=device), levels)
+    except DEVICE_FAILURES:
+        raise
+    except RuntimeError as error:
+        reason, _, _ = str(error).partition("\n")
+        remedy = f"Use {UNPACKED}." if stored.always else "Set quantized_matmul false."
+        return f"cannot be multiplied by this torch on this GPU ({reason}). {remedy}"
+    return ""
 
 
 def use_quantised_products(model: nn.Module) -> None:

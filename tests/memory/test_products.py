@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletuner.config.precision import QUANTISATIONS
+from simpletuner.config.precision import QUANTISATIONS, multiplied
 from simpletuner.config.schema import PrecisionConfig
 from simpletuner.errors import ConfigError
+from simpletuner.memory import products
 from simpletuner.memory.offload import attach
 from simpletuner.memory.precision import QuantisedLinear, QuantisedProducts, pack
 from simpletuner.memory.products import check_device, use_quantised_products
@@ -251,3 +252,30 @@ def test_devices_without_the_products(
     assert [str(each) for each in raised.value.problems] == [problem]
     check_device(config, CPU)
     check_device(PrecisionConfig(), torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "remedy"),
+    [
+        (
+            {"base_model_precision": "fp8-quanto", "quantized_matmul": True},
+            "quantized_matmul",
+            "Set quantized_matmul false.",
+        ),
+        ({"base_model_precision": "int8dq-torchao"}, "base_model_precision", "Use int8-torchao."),
+    ],
+)
+def test_a_gpu_that_refuses_the_first_product_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], key: str, remedy: str
+) -> None:
+    """As torch refuses fp8 on some GPUs whose compute capability allows it."""
+
+    def refuse(rows: Tensor, levels: Tensor) -> Tensor:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nand a stack")
+
+    monkeypatch.setattr(products, "multiply", refuse)
+    stored = multiplied(PrecisionConfig(**settings))[key]
+    why = products.refusal(stored, CPU)
+    assert why == f"cannot be multiplied by this torch on this GPU (CUBLAS_STATUS_NOT_SUPPORTED). {remedy}"
+    monkeypatch.undo()
+    assert products.refusal(stored, CPU) == ""
