@@ -54,8 +54,9 @@ class HostState:
         self._keep(parameter, state)
         if self._side is not None:
             self._leaving.append((state, self._side.record_event()))
-            if len(self._leaving) > SLOTS:  # its memory is free when the copy is complete
-                torch.cuda.current_stream(self._device).wait_event(self._leaving.popleft()[1])
+            if len(self._leaving) > SLOTS:  # the memory is only given back after the wait for its copy
+                torch.cuda.current_stream(self._device).wait_event(self._leaving[0][1])
+                self._leaving.popleft()
         following = self._next.get(parameter)
         if following is not None and following in self._host:
             self._arriving[following] = self._fetch(following)

@@ -147,10 +147,10 @@ class Trained:
         with torch.no_grad():
             return torch.stack([self.predict(timestep) for timestep in (900.0, 500.0)])
 
-    def step(self) -> dict[str, Tensor]:
+    def step(self, backward: Callable[[Tensor], None] = Tensor.backward) -> dict[str, Tensor]:
         """Loss and the gradients of one training step."""
         loss = self.predict().square().mean()
-        loss.backward()
+        backward(loss)
         found = {name: each.grad for name, each in self.model.named_parameters() if each.grad is not None}
         assert found, "a test on no gradients shows nothing"
         for parameter in self.model.parameters():

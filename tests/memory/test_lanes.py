@@ -7,6 +7,7 @@ import gc
 import logging
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from simpletuner.config.schema import OffloadConfig
 from simpletuner.memory.offload import attach, image
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.offload.image import ALIGNMENT, WeightImage
-from simpletuner.memory.offload.lane import CudaLane, DiskLane, InlineLane, choose_lane
+from simpletuner.memory.offload.lane import CudaLane, DiskLane, InlineLane, StreamClock, choose_lane
 from simpletuner.memory.precision import quantise
 from tests.memory.streaming import CPU, Trained, assert_equal, to_int8
 
@@ -32,6 +33,20 @@ def test_copies_in_line_are_the_waiting() -> None:
         assert_equal(streamed.step(), plain.step())
     assert streamer.waited() > 0
     assert streamer.waited() == 0
+
+
+def test_waiting_on_a_stream_is_counted_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    over: list[bool] = []
+    event = SimpleNamespace(record=lambda: None, query=lambda: bool(over), elapsed_time=lambda later: 250.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    clock = StreamClock()
+    for _ in range(2):
+        with clock.running():
+            pass
+    assert clock.read() == 0, "nothing has happened yet, and asking does not wait"
+    over.append(True)
+    assert clock.read() == 0.5
+    assert clock.read() == 0
 
 
 def test_a_stream_without_cuda_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,59 @@
+"""Short runs of several processes, compiled and not, and the gradients of their steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from simpletuner.distributed import sharding
+from simpletuner.distributed.world import World, connect, settle_meeting
+from simpletuner.training import assemble, step
+from tests.distributed.sharded_run import Case, Run
+
+STEPS = 3
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {"fsdp_enable": False, "gradient_checkpointing": False},
+    "fsdp2": {"fsdp_enable": True, "model_type": "full", "gradient_checkpointing": True},
+}
+# A bucket ends with nearly every weight.
+SMALL = partial(DistributedDataParallelKwargs, bucket_cap_mb=0.001)
+
+
+def train(checkpoint: Path, world: World, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train some steps; returns their gradients, and the graphs that were compiled by the end of each."""
+    gradients: list[list[Tensor]] = []
+    graphs: list[int] = []
+
+    def note(parameters: Iterable[nn.Parameter], *limits: Any) -> None:
+        gradients.append([sharding.gathered(each.grad).clone() for each in parameters if each.grad is not None])
+
+    counters.clear()
+    with patch.object(assemble, "DistributedDataParallelKwargs", SMALL), patch.object(step, "clip_gradients", note):
+        run = Run(checkpoint, Case({"use_ema": False, "optimizer": "torch-sgd", **settings}), world, folder)
+        run.assembly.transformer.train()
+        for number in range(STEPS):
+            step.optimizer_step(run.assembly, run.loader, number)  # nothing watches it: torch would not compile
+            graphs.append(counters["stats"]["unique_graphs"])
+    model = run.assembly.transformer
+    buckets = model._get_ddp_logging_data()["rebuilt_bucket_sizes"] if hasattr(model, "reducer") else ""
+    return {"gradients": [each for each in gradients if each], "graphs": graphs, "buckets": buckets}
+
+
+def main(place: World, checkpoint: Path, folder: Path) -> None:
+    """One of several processes; its results are a file in the folder."""
+    settle_meeting(place, os.environ)  # for accelerate
+    results = {}
+    with connect(place, f"file://{folder}/meeting", limit=180) as world:
+        for name, settings in CASES.items():
+            backends = ("no", "aot_eager")
+            results[name] = [train(checkpoint, world, folder, settings | {"dynamo_backend": each}) for each in backends]
+    torch.save(results, folder / f"results-{place.rank}.pt")

@@ -1,0 +1,195 @@
+"""Streams in the worst order: nothing is read before it is there, overwritten or freed while somebody reads it.
+
+Programs run once on a GPU that lies, and are repeated in many orders. Without any one of the waits and events in the
+code, at least one of these orders must show it.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from simpletuner.config.schema import CachingConfig, OffloadConfig, OptimizerConfig, PrecisionConfig
+from simpletuner.data.loader import BatchLoader
+from simpletuner.diffusion.batch import Batch, upload
+from simpletuner.memory.offload import attach, lane
+from simpletuner.memory.offload.block_inputs import BlockInputs
+from simpletuner.speed.recomputation import enable_checkpointing
+from simpletuner.training.host_state import HostState
+from simpletuner.training.release import GradientRelease
+from tests.lying_gpu import GPU, PACKAGE, Actor, LyingGpu, Violation
+from tests.training.test_optimizers import build, weights
+
+CALLS = ("record_event", "wait_event", "wait_stream", "record_stream", "synchronize")
+STOPWATCHES = ("measure.py", "nabla.py", "attention.py")  # they wait only to measure time
+ORDERS = int(os.environ.get("ORDERS", "100"))  # of each program
+
+
+class Block(nn.Module):
+    """A frozen layer, and weights that are trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width).requires_grad_(False)
+        self.adapter = nn.Parameter(torch.randn(width, width) / 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + (self.layer(hidden) @ self.adapter).tanh()
+
+
+class Stack(nn.Module):
+    """Blocks, called as a transformer of diffusers calls its own."""
+
+    def __init__(self, blocks: int, width: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
+        self.run: Callable[[nn.Module, Tensor], Tensor] = lambda block, hidden: block(hidden)
+
+    def enable_gradient_checkpointing(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        self.run = run
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = self.run(block, hidden) if torch.is_grad_enabled() else block(hidden)
+        return hidden.square().mean()
+
+
+def streamed(gpu: LyingGpu, *, blocks: int = 5, keeps: bool = False, **settings: Any) -> None:
+    """Weights stream and inputs of blocks leave, in steps of growing batches; sampling prefetches in vain."""
+    model = Stack(blocks)
+    if not keeps:
+        layout: Any = SimpleNamespace(blocks=[*model.blocks])
+        enable_checkpointing(
+            model, layout, PrecisionConfig(gradient_checkpointing=True), dropout=False, block_inputs=BlockInputs(GPU)
+        )
+    attach.place_model(model, [*model.blocks], GPU)
+    attach.attach_offload(model, [*model.blocks], OffloadConfig(**settings), GPU, keeps_saved=keeps)
+    for size in (2, 3):
+        model(torch.randn(size, 8).to(GPU)).backward()
+        with torch.no_grad():
+            for each in model.parameters():
+                if each.grad is not None:
+                    each.sub_(each.grad)
+                    each.grad = None
+    with torch.no_grad():
+        model(torch.randn(2, 8).to(GPU))
+
+
+class Reader:
+    """The thread that reads the disk."""
+
+    def __init__(self, gpu: LyingGpu) -> None:
+        self.gpu, self.thread = gpu, Actor(gpu)
+
+    def submit(self, work: Callable[..., Any], *given: Any) -> Any:
+        with self.gpu.in_thread(self.thread):
+            found = work(*given)
+        done = self.thread.now()
+
+        def result() -> Any:
+            self.gpu.host.add(None, done)
+            return found
+
+        return SimpleNamespace(result=result)
+
+
+def from_disk(gpu: LyingGpu) -> None:
+    """Weights come through a page-locked buffer, which a thread fills."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane, "ThreadPoolExecutor", lambda workers, name: Reader(gpu))
+        streamed(gpu, blocks=4, keeps=True, group_offload_use_stream=True, group_offload_to_disk_path=folder)
+
+
+def hosted(gpu: LyingGpu) -> None:
+    """State of the optimizer comes and leaves during the backward pass, once in another order; then it is saved."""
+    trained = weights()
+    for each in trained:
+        each.data = each.data.to(GPU)
+    optimizer = build("torch-adam", trained)
+    host = HostState(optimizer, GPU)
+    release = GradientRelease({str(n): each for n, each in enumerate(trained)}, optimizer, OptimizerConfig(), host)
+    for number in range(4):
+        with release.updating():
+            torch.stack([(each * each).sum() for each in trained[:: 1 - 2 * (number == 2)]]).sum().backward()
+        release.finish()
+    for state in optimizer.state.values():
+        assert state["exp_avg"].clone().isfinite().all()
+
+
+def loaded(gpu: LyingGpu) -> None:
+    """Batches and numbers go up from page-locked memory, which is free at once."""
+    planned = SimpleNamespace(batches=lambda epoch: range(6), batches_per_epoch=lambda epoch: 6)
+    made = [Batch(torch.randn(2, 3), [{"prompt_embeds": torch.randn(4)}], ["x"]) for _ in range(6)]
+    total = torch.zeros(()).to(GPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        loader = BatchLoader(planned, made.__getitem__, CachingConfig(), lambda epoch: None, pin=True)  # type: ignore[arg-type]
+        for number in range(6):
+            batch = next(loader).to(GPU, non_blocking=True)
+            total += batch.latents.sum() * batch.embeds[0]["prompt_embeds"].sum()
+            total += upload(torch.tensor(float(number)), GPU)
+        loader.close()
+
+
+PROGRAMS: dict[str, Callable[[LyingGpu], None]] = {
+    "beside": partial(streamed, group_offload_use_stream=True),
+    "pairs": partial(streamed, keeps=True, group_offload_use_stream=True, group_offload_blocks_per_group=2),
+    "inline": partial(streamed, keeps=True),
+    "disk": from_disk,
+    "hosted": hosted,
+    "loaded": loaded,
+}
+
+
+@cache
+def recorded(name: str) -> LyingGpu:
+    gpu = LyingGpu()
+    with torch.random.fork_rng(devices=[]), gpu.recording():
+        torch.manual_seed(0)
+        PROGRAMS[name](gpu)
+    return gpu
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_order_changes_a_number(name: str) -> None:
+    for seed in range(ORDERS):
+        recorded(name).play(seed)
+
+
+def shows(gpu: LyingGpu, without: str) -> bool:
+    """Whether some order goes wrong without a call."""
+    for seed in range(ORDERS):
+        try:
+            gpu.play(seed, without)
+        except Violation:
+            return True
+    return False
+
+
+def calls() -> Iterator[tuple[str, str, str]]:
+    """File, function and name of all calls in the package that order steps of the GPU."""
+    for file in PACKAGE.rglob("*.py"):
+        if file.name not in STOPWATCHES:
+            for function in ast.walk(ast.parse(file.read_text())):
+                if isinstance(function, ast.FunctionDef):
+                    made = (each.func for each in ast.walk(function) if isinstance(each, ast.Call))
+                    names = {each.attr for each in made if isinstance(each, ast.Attribute)}
+                    yield from ((file.name, function.name, name) for name in names.intersection(CALLS))
+
+
+def test_every_wait_is_needed() -> None:
+    """Wherever it is called from; and no wait in the package is left out here."""
+    gpus = [recorded(name) for name in PROGRAMS]
+    sites = set[str]().union(*(gpu.sites for gpu in gpus))
+    reached = {(file, chain.split(" < ")[0], call) for file, chain, call in (site.split(": ") for site in sites)}
+    assert reached == set(calls())
+    assert [site for site in sorted(sites) if not any(shows(gpu, site) for gpu in gpus if site in gpu.sites)] == []
