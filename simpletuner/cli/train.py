@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from simpletuner.cli.server import PORT, open_page
-from simpletuner.distributed.world import World, launched
+from simpletuner.distributed.launchers import launched
+from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def train(
         _show_plan(arguments, problems)
         return
     from simpletuner.budget.ready import ready_plan
-    from simpletuner.distributed.launching import joined, plan_together, start_processes
+    from simpletuner.distributed.launching import joined, start_processes
+    from simpletuner.run.agreement import plan_together
 
     # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
@@ -95,7 +97,7 @@ def train(
         plan = agreed(plan, budget, yes=yes)
         if plan.config.launch.num_processes > 1:
             paged = [f"--page-port={port}", *(["--no-auth"] if no_auth else [])] if port else []
-            start_processes(plan, ["train", *context.args, *paged, *(["--yes"] if yes else [])])
+            start_processes(plan.config.launch, ["train", *context.args, *paged, *(["--yes"] if yes else [])])
         else:
             _train(World(), plan, budget, take_page, yes=yes)
         return

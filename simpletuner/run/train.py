@@ -17,14 +17,13 @@ from accelerate import Accelerator
 
 from simpletuner.atomic import sweep_files, sweep_folders
 from simpletuner.budget.budget import Budget
-from simpletuner.budget.device import usable_cores
 from simpletuner.budget.measure import device_rates
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import peak_learning_rate
 from simpletuner.config.precision import transformer_dtype, vae_dtype
 from simpletuner.data.loader import BatchLoader
 from simpletuner.distributed.stop import STOPPING, stop_on_interrupt
-from simpletuner.distributed.world import World
+from simpletuner.distributed.world import World, usable_cores
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.products import check_device

@@ -25,9 +25,10 @@ from simpletuner.caching.catalogue import Share
 from simpletuner.caching.read import BatchReader, CacheStore
 from simpletuner.cli.train import parse_settings
 from simpletuner.data.files import MediaError
+from simpletuner.distributed.joining import connect
 from simpletuner.distributed.launching import shared_events
 from simpletuner.distributed.sharing import SharedPhase
-from simpletuner.distributed.world import World, connect
+from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.plan.entries import evaluated
 from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, Event, EventStream, MediaRendered, PhaseAdvanced

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from simpletuner.distributed.joining import connect, take_device
+from simpletuner.distributed.launchers import first_host, launched, settle_meeting
 from simpletuner.distributed.watch import GONE, Watch
-from simpletuner.distributed.world import World, connect, first_host, launched, settle_meeting, take_device
+from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from tests.processes import finish
 from tests.workspace import FORKS
