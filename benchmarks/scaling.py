@@ -24,9 +24,8 @@ from benchmarks.planned_peak import BAR as PEAK_BAR
 from benchmarks.planned_peak import peak_of_step, planned_peak
 from benchmarks.variants import Settings, Variant
 from simpletuner.distributed.exchange import ConnectedWorld
-from simpletuner.distributed.joining import connect
-from simpletuner.distributed.launchers import launched, settle_meeting
-from simpletuner.distributed.world import Value, World
+from simpletuner.distributed.joining import connect, settle_meeting
+from simpletuner.distributed.world import Value, World, launched
 
 SENT_BAR = 1.05
 STEPS = 3

@@ -15,8 +15,7 @@ from typing import NamedTuple
 from pydantic import PositiveFloat, TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_json
-from simpletuner.distributed.launchers import launched
-from simpletuner.distributed.world import usable_cores
+from simpletuner.distributed.world import launched, usable_cores
 from simpletuner.plan.environment import driver
 
 RATES_FILE = "device_rates.json"

@@ -17,7 +17,7 @@ from simpletuner.config.arguments import Arguments
 from simpletuner.config.json_files import check_unset
 from simpletuner.config.load import BY_SIZE, RunConfig, raise_if_fatal
 from simpletuner.config.precision import check_capability, multiplied
-from simpletuner.distributed.launchers import launched
+from simpletuner.distributed.world import launched
 from simpletuner.errors import Problem
 from simpletuner.models.cost import VaeLoad
 from simpletuner.plan.build import Plan, make_plan

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from simpletuner.cli.server import PORT, open_page
-from simpletuner.distributed.launchers import launched
-from simpletuner.distributed.world import World
+from simpletuner.distributed.world import World, launched
 from simpletuner.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
@@ -154,11 +153,10 @@ def _train(world: World, plan: Plan, budget: Budget, take_page: Callable[[], Ser
     from simpletuner.budget.show import log_plan
     from simpletuner.reporting.log import setup_logging
 
-    serve_page = take_page() if take_page and world.is_main else None
+    serve_page = world.main_only(take_page) if take_page else None
     prepare_output(plan)
-    setup_logging(process=f"[{world.rank}] " if world.size > 1 else "")
-    if world.is_main:
-        log_plan(plan, budget)
+    setup_logging(process=world.label)
+    world.main_only(lambda: log_plan(plan, budget))
     with (
         _recorded_events(plan, world) as events,
         serve_page(plan.output_dir, events) if serve_page else nullcontext(),
@@ -180,8 +178,7 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
     from simpletuner.run.lock import lock_output
 
     if not world.is_main:
-        with signals_as_interrupt():
-            yield shared_events(EventStream(), world, plan.length.total_steps, ExitStack())
+        yield shared_events(EventStream(), world, plan.length.total_steps, ExitStack())
         return
     with signals_as_interrupt(), ExitStack() as stack:
         stack.enter_context(lock_output(plan.output_dir))
@@ -207,7 +204,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
         events.say(str(warning), warning=True, urgent=warning.where == MISSING_GPU)
     for decision in budget.decisions:
         events.say(f"offload auto: {decision}")
-    ledger = read_ledger(plan.output_dir) if plan.is_finished and world.is_main else None
+    ledger = world.main_only(lambda: read_ledger(plan.output_dir)) if plan.is_finished else None
     if plan.is_finished and ledger is None:
         events.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
         return

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,12 +37,11 @@ class ConnectedWorld(World):
 
     def _exchange(self, content: bytes, size: int) -> list[bytes]:
         """The content of each process, filled up to `size` bytes."""
-        import torch
-        from torch.distributed import all_gather
+        import torch.distributed
 
         own = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.size)]
-        all_gather(found, own, group=self.control)
+        torch.distributed.all_gather(found, own, group=self.control)
         return [each.numpy().tobytes() for each in found]
 
     def first_failure(self, error: BaseException) -> str | None:
@@ -54,17 +53,12 @@ class ConnectedWorld(World):
         return verdict and verdict[0]
 
     def first(self, name: str, value: str) -> str:
-        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-
         self.watch.mark()
-        return PrefixStore("first", _get_default_store()).compare_set(name, "", value).decode()
+        return str(self._store("first").compare_set(name, "", value).decode())
 
     def counters(self) -> Callable[[str, int], int]:
-        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-
-        store = PrefixStore("counters", _get_default_store())
-        number = store.add(f"of process {self.rank}", 1)
-        numbers = PrefixStore(str(number), store)
+        number = self._store("counters").add(f"of process {self.rank}", 1)
+        numbers = self._store(f"counters/{number}")
 
         def add(name: str, count: int) -> int:
             self.watch.mark()
@@ -72,12 +66,14 @@ class ConnectedWorld(World):
 
         return add
 
-    @contextmanager
-    def exchanging(self, what: str) -> Iterator[None]:
-        with self.watch.exchanging(what):
-            yield
+    def _store(self, prefix: str) -> Any:
+        """A part of the store in which the processes have met."""
+        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        with self.watch.writing:
-            yield
+        return PrefixStore(prefix, _get_default_store())
+
+    def exchanging(self, what: str) -> AbstractContextManager[None]:
+        return self.watch.exchanging(what)
+
+    def undisturbed(self) -> AbstractContextManager[object]:
+        return self.watch.writing

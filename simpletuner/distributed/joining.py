@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import astuple
 from datetime import timedelta
 from typing import Any
 
 from simpletuner.distributed.exchange import ConnectedWorld
-from simpletuner.distributed.launchers import LOOPBACK
 from simpletuner.distributed.watch import EXCHANGE_SECONDS, GRACE_SECONDS, POLL_SECONDS, Beat, Link, Watch
-from simpletuner.distributed.world import World
-from simpletuner.errors import SimpleTunerError, UserError, shorten
+from simpletuner.distributed.world import LAUNCHERS, World, number_in
+from simpletuner.errors import Problem, SimpleTunerError, UserError, shorten
 
 # Processes wait for each other's saving, encoding and rendering, which may take hours; if one ends, `Watch` notices.
 PATIENCE = timedelta(days=30)
@@ -25,6 +25,8 @@ START_SECONDS = 600.0  # in which all processes must have come
 # torchrun keeps the store, and the same one when it starts all processes again.
 KEPT_BY_LAUNCHER, ATTEMPT = "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
 FIRST = "process 0"  # key of its host, its address and port, and the run's key
+LOOPBACK = "127.0.0.1"
+FIRST_PORT, PORTS = 20000, 20000
 
 
 @contextmanager
@@ -193,3 +195,29 @@ def _reach(host: str, address: str, port: int, deadline: float) -> socket.socket
         if time.monotonic() > deadline:
             raise UserError(f"MASTER_ADDR: port {port} of {host}, where process 0 waits, cannot be reached: {reason}")
         time.sleep(1)
+
+
+def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[Problem]:
+    """Set what torch and accelerate need to know for `env://`; returns what only the user knows."""
+    here = place.is_on_one_machine
+    job = number_in(environment, "SLURM_JOB_ID") or 0
+    first = first_host(environment.get("SLURM_STEP_NODELIST", "")) or (LOOPBACK if here else "")
+    found = {"MASTER_ADDR": first, "MASTER_PORT": str(FIRST_PORT + job % PORTS) if here or job else ""}
+    values = {name: environment.get(name) or value for name, value in found.items()}
+    environment.update({name: value for name, value in values.items() if value})
+    environment.update(zip(astuple(LAUNCHERS[0]), map(str, astuple(place)), strict=True))
+    what = {"MASTER_ADDR": "the address of the machine of process 0", "MASTER_PORT": "a free port there"}
+    port = values["MASTER_PORT"]
+    if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        return [Problem("MASTER_PORT", f"is {port!r}, not a port: 1 to 65535.")]
+    return [
+        Problem(name, f"is not set. {place.size} processes on several machines need {what[name]}.")
+        for name, value in values.items()
+        if not value
+    ]
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's list of hosts, such as `gpu[03-07,9],login`."""
+    found = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^,]*)", nodes)
+    return "".join(part or "" for part in found.groups()) if found else ""

@@ -7,7 +7,6 @@ torchrun, accelerate and srun may also start the processes directly.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shlex
@@ -15,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -25,9 +24,8 @@ import typer
 
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.distributed.exchange import ConnectedWorld
-from simpletuner.distributed.joining import START_SECONDS, connect
-from simpletuner.distributed.launchers import settle_meeting
-from simpletuner.distributed.stop import signals_as_interrupt
+from simpletuner.distributed.joining import START_SECONDS, connect, settle_meeting
+from simpletuner.distributed.stop import handling, signals_as_interrupt
 from simpletuner.distributed.watch import GONE, GRACE_SECONDS, Watch
 from simpletuner.distributed.world import World, usable_cores
 from simpletuner.errors import ConfigError, Interrupted, SimpleTunerError, UserError, full_text
@@ -40,7 +38,6 @@ EXTRA = "ACCELERATE_EXTRA_ARGS"
 # How long a failed process lingers, so that process 0 can print the error before a launcher ends all.
 LINGER = 3.0
 LAUNCHER = "SIMPLETUNER_LAUNCHER"  # set for processes that this program starts, whose ends it reports
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def start_processes(launch: LaunchConfig, command: list[str]) -> None:
@@ -101,7 +98,7 @@ def launch_arguments(launch: LaunchConfig, command: list[str]) -> Any:
     ]
     try:
         words += shlex.split(extra)
-        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):  # argparse prints its usage
+        with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):  # argparse prints its usage
             arguments = launch_command_parser().parse_args([*words, "-m", "simpletuner", *command])
     except (ValueError, SystemExit):
         raise UserError(
@@ -130,15 +127,11 @@ def signals_passed_on() -> Iterator[None]:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
+            with suppress(psutil.Error):
                 child.send_signal(number)
 
-    previous = {number: signal.signal(number, pass_on) for number in SIGNALS}
-    try:
+    with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM), pass_on)):
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

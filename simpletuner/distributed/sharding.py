@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,23 +22,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, zeros
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from simpletuner.config.launch import LaunchConfig
 from simpletuner.distributed.world import World
-
-
-class ShardingOptions(Protocol):
-    """The keys that decide what is gathered and exchanged when; the group of launch options has them."""
-
-    @property
-    def fsdp_reshard_after_forward(self) -> bool: ...
-
-    @property
-    def fsdp_whole_gradients(self) -> bool: ...
 
 
 def shard(
     transformer: nn.Module,
     blocks: Sequence[nn.Module],
-    options: ShardingOptions,
+    config: LaunchConfig,
     device: torch.device,
     world: World,
     *,
@@ -50,7 +41,7 @@ def shard(
         transformer: on the CPU; nothing may be added to it or replaced in it afterwards.
         keep_trained: every process keeps all of each trained parameter: they are those of an adapter.
     """
-    reshard = options.fsdp_reshard_after_forward
+    reshard = config.fsdp_reshard_after_forward
     kept = {each for each in transformer.parameters() if each.requires_grad and keep_trained}
     mesh = init_device_mesh(device.type, (world.size,))
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing changes it in place
@@ -61,7 +52,7 @@ def shard(
     for parameter in transformer.parameters():
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(device)
-    if options.fsdp_whole_gradients:
+    if config.fsdp_whole_gradients:
         model: Any = transformer
         model.no_sync = partial(_without_exchange, model)  # as accelerate finds it in DDP
     if not reshard:

@@ -59,7 +59,7 @@ def signals_as_interrupt() -> Iterator[None]:
     handlers: dict[int, Handler] = {signal.SIGTERM: interrupt}
     if sys.platform != "win32":
         handlers[signal.SIGHUP] = signal.SIG_IGN
-    with _handling(handlers):
+    with handling(handlers):
         yield
 
 
@@ -79,12 +79,13 @@ def stop_on_interrupt(stop: Stop, announce: Callable[[], object]) -> Iterator[No
         # In another thread: the signal may have interrupted this one in the middle of a write.
         threading.Thread(target=announce, daemon=True).start()
 
-    with _handling(dict.fromkeys(previous, ask)):
+    with handling(dict.fromkeys(previous, ask)):
         yield
 
 
 @contextmanager
-def _handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
+def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
+    """Handle signals for a while."""
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

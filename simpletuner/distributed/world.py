@@ -6,10 +6,13 @@ A run of one process is a `World` of size 1, which communicates with nobody and 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar, cast
+
+from simpletuner.errors import UserError
 
 Value = TypeVar("Value")
 
@@ -43,6 +46,11 @@ class World:
     def is_leader(self) -> bool:
         """Whether this process does what is done once on each machine."""
         return self.local_rank == 0
+
+    @property
+    def label(self) -> str:
+        """What begins the log lines of this process; nothing if it is alone."""
+        return f"[{self.rank}] " if self.size > 1 else ""
 
     def slots(self, count: int) -> range:
         """Positions of this process's `count` samples in the global batch."""
@@ -99,9 +107,22 @@ class World:
         """The main process's value, on every process. For decisions, not for tensors."""
         return self.gather(value)[0]
 
+    def main_only(self, act: Callable[[], Value]) -> Value | None:
+        """What `act` returns in the main process, the only one that calls it; None in the others, which do not wait."""
+        return act() if self.is_main else None
+
     def on_main(self, act: Callable[[], Value]) -> Value:
-        """What `act` returns in the main process, the only one that calls it. For what is small enough to be sent."""
-        return self.broadcast(cast(Value, act() if self.is_main else None))
+        """The same on every process, which waits for it. For what is small enough to be sent."""
+        return self.broadcast(cast(Value, self.main_only(act)))
+
+    def named(self, name: str) -> str:
+        """A name that no other process gives: the main one leaves it as it is."""
+        return name if self.is_main else f"{name}-process-{self.rank}"
+
+    def place_among_leaders(self) -> tuple[int, int] | None:
+        """Which of the leaders this process is, and how many there are; None if it is none."""
+        leaders = [rank for rank, is_leader in enumerate(self.gather(self.is_leader)) if is_leader]
+        return (leaders.index(self.rank), len(leaders)) if self.is_leader else None
 
     def barrier(self) -> None:
         """Wait until every process has reached this point."""
@@ -111,17 +132,63 @@ class World:
         """Why another process failed, which then caused this error in this one; None if none has."""
         return None
 
-    @contextmanager
-    def exchanging(self, what: str) -> Iterator[None]:
+    def exchanging(self, what: str) -> AbstractContextManager[None]:
         """A context in which tensors are exchanged, and a process that does not take part ends the run."""
-        yield
+        return nullcontext()
 
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def undisturbed(self) -> AbstractContextManager[object]:
         """A context that the failure of another process does not cut short, for writing."""
-        yield
+        return nullcontext()
 
 
 def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The environment variables with which a launcher tells a process its place."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+LAUNCHERS = (
+    Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate
+    # Only srun sets the size of a step. In a batch script, which is no step, SLURM_PROCID is set too.
+    Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    Launcher(
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    ),
+    Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def launched(environment: Mapping[str, str]) -> World | None:
+    """The place of this process among those that a launcher started; None if it was started by itself.
+
+    Raises:
+        UserError: a variable is missing or is no number.
+    """
+    for launcher in LAUNCHERS:
+        if environment.get(launcher.size, "").strip() not in ("", "0", "1"):
+            rank, size = number_in(environment, launcher.rank), number_in(environment, launcher.size)
+            if rank is None or size is None or rank >= size:
+                given = environment.get(launcher.rank, "not set")
+                raise UserError(
+                    f"{launcher.size} is {environment[launcher.size]}, as if a launcher had started several processes, "
+                    f"but {launcher.rank} is {given}. Let one launcher set both, or unset {launcher.size}."
+                )
+            # Kubernetes sets neither: it starts one process in each machine.
+            local = number_in(environment, launcher.local_rank) or 0, number_in(environment, launcher.local_size) or 1
+            return World(rank, size, *local)
+    return None
+
+
+def number_in(environment: Mapping[str, str], name: str) -> int | None:
+    """A variable as a number; Slurm lists the tasks of all machines, such as 4(x2)."""
+    found = re.match(r"\d+", environment.get(name, "").strip())
+    return int(found[0]) if found else None

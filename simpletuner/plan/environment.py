@@ -9,7 +9,7 @@ from pathlib import Path
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.option import TRUE_WORDS, parse_flag
-from simpletuner.distributed.launchers import launched
+from simpletuner.distributed.world import launched
 from simpletuner.errors import Problem, UserError
 from simpletuner.reporting.log import log_level
 

@@ -16,8 +16,7 @@ import simpletuner.models.registry  # noqa: F401 - declares the families' option
 from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed import sharding
-from simpletuner.distributed.joining import connect
-from simpletuner.distributed.launchers import settle_meeting
+from simpletuner.distributed.joining import connect, settle_meeting
 from simpletuner.distributed.world import World
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread

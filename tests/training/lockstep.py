@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import simpletuner.models.registry  # noqa: F401 - declares the families' options
 from simpletuner.diffusion.batch import Batch
-from simpletuner.distributed.joining import connect
-from simpletuner.distributed.launchers import settle_meeting
+from simpletuner.distributed.joining import connect, settle_meeting
 from simpletuner.distributed.sharding import local
 from simpletuner.distributed.world import World
 from simpletuner.errors import NonFiniteError
