@@ -171,7 +171,7 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
     Only the main process does so; the events of the others are lost.
     """
     from simpletuner.distributed.launching import shared_events
-    from simpletuner.distributed.stop import signals_as_interrupt
+    from simpletuner.distributed.requests import signals_as_interrupt
     from simpletuner.reporting.events import EventStream
     from simpletuner.reporting.payloads import EventLog, Payloads
     from simpletuner.reporting.progress import shown_events

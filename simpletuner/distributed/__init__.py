@@ -6,7 +6,7 @@
 | exchange      | how are values gathered and counted                               |
 | joining       | how do the processes find each other                              |
 | watch         | who is alive                                                      |
-| stop          | was this run asked to end                                         |
+| requests      | what was a running session asked for, such as to stop             |
 | launching     | how are processes started, and how do they fail together          |
 | sharing       | who does which part of the work between the steps                 |
 | sharding      | which part of a weight is here                                    |

@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from simpletuner.data.context import ProgressBar
-from simpletuner.distributed.stop import Stop
+from simpletuner.distributed.requests import Stop
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.reporting.events import EventStream, RunningPhase

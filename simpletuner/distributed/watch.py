@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from simpletuner.distributed.stop import Stop
+from simpletuner.distributed.requests import Stop
 from simpletuner.errors import shorten
 
 POLL_SECONDS = 0.5

@@ -22,7 +22,7 @@ from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import peak_learning_rate
 from simpletuner.config.precision import transformer_dtype, vae_dtype
 from simpletuner.data.loader import BatchLoader
-from simpletuner.distributed.stop import STOPPING, stop_on_interrupt
+from simpletuner.distributed.requests import STOPPING, expect_requests, stop_on_interrupt
 from simpletuner.distributed.world import World, usable_cores
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES
@@ -33,7 +33,6 @@ from simpletuner.plan.entries import feature_kinds, latent_storage, text_folder
 from simpletuner.reporting.card import CARD_FOLDER
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.report import REPORT_FILE
-from simpletuner.reporting.requests import expect_requests
 from simpletuner.reporting.upload import Destination
 from simpletuner.run.autopsy import Doing, autopsied
 from simpletuner.run.caches import CacheFiller, build_adapter, prepare_caches

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from simpletuner.distributed.requests import Request, expect_requests, make_request
 from simpletuner.distributed.world import World
 from simpletuner.reporting.events import Event, EventStream, Notice, StateChanged, StepDone
-from simpletuner.reporting.requests import Request, expect_requests, make_request
 from simpletuner.reporting.slowness import ENOUGH, RECENT, SlowSteps
 from simpletuner.run.records import RunRecord, timing_of
 from simpletuner.training.recorder import Recorder, RequestHandler, utilisation

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from simpletuner.distributed.stop import Stop, stop_on_interrupt
+from simpletuner.distributed.requests import Stop, stop_on_interrupt
 from simpletuner.errors import Interrupted
 
 
