@@ -15,11 +15,10 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from simpletuner.distributed.world import World
 from simpletuner.errors import DiskFullError, WriteError
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -101,16 +100,6 @@ def build_folder(final: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-
-
-@contextmanager
-def build_folder_together(final: Path, world: World) -> Iterator[Path]:
-    """The folder of `build_folder` for several processes, each of which may write to it.
-
-    It gets its name when the block ends in the main process, so that must end last or after all have written.
-    """
-    with ExitStack() as building:
-        yield world.on_main(lambda: building.enter_context(build_folder(final)))
 
 
 def replace_folder(temporary: Path, final: Path) -> None:

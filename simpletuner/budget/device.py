@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pydantic import PositiveFloat, TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_json
-from simpletuner.distributed.world import launched
+from simpletuner.distributed.world import launched, usable_cores
 from simpletuner.plan.environment import driver
 
 RATES_FILE = "device_rates.json"
@@ -222,11 +222,6 @@ def rates_of(name: str) -> Rates:
         return whole
     share = int(part["sevenths"]) / 7
     return replace(whole, matmul=share * whole.matmul, attention=share * whole.attention, memory=share * whole.memory)
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def with_measured(device: Device, folder: Path) -> Device:

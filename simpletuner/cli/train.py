@@ -78,7 +78,8 @@ def train(
         _show_plan(arguments, problems)
         return
     from simpletuner.budget.ready import ready_plan
-    from simpletuner.distributed.launching import joined, plan_together, start_processes
+    from simpletuner.distributed.launching import joined, start_processes
+    from simpletuner.run.agreement import plan_together
 
     # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
@@ -95,7 +96,7 @@ def train(
         plan = agreed(plan, budget, yes=yes)
         if plan.config.launch.num_processes > 1:
             paged = [f"--page-port={port}", *(["--no-auth"] if no_auth else [])] if port else []
-            start_processes(plan, ["train", *context.args, *paged, *(["--yes"] if yes else [])])
+            start_processes(plan.config.launch, ["train", *context.args, *paged, *(["--yes"] if yes else [])])
         else:
             _train(World(), plan, budget, take_page, yes=yes)
         return
@@ -152,11 +153,10 @@ def _train(world: World, plan: Plan, budget: Budget, take_page: Callable[[], Ser
     from simpletuner.budget.show import log_plan
     from simpletuner.reporting.log import setup_logging
 
-    serve_page = take_page() if take_page and world.is_main else None
+    serve_page = world.main_only(take_page) if take_page else None
     prepare_output(plan)
-    setup_logging(process=f"[{world.rank}] " if world.size > 1 else "")
-    if world.is_main:
-        log_plan(plan, budget)
+    setup_logging(process=world.label)
+    world.main_only(lambda: log_plan(plan, budget))
     with (
         _recorded_events(plan, world) as events,
         serve_page(plan.output_dir, events) if serve_page else nullcontext(),
@@ -171,15 +171,14 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
     Only the main process does so; the events of the others are lost.
     """
     from simpletuner.distributed.launching import shared_events
-    from simpletuner.distributed.stop import signals_as_interrupt
+    from simpletuner.distributed.requests import signals_as_interrupt
     from simpletuner.reporting.events import EventStream
     from simpletuner.reporting.payloads import EventLog, Payloads
     from simpletuner.reporting.progress import shown_events
     from simpletuner.run.lock import lock_output
 
     if not world.is_main:
-        with signals_as_interrupt():
-            yield shared_events(EventStream(), world, plan.length.total_steps, ExitStack())
+        yield shared_events(EventStream(), world, plan.length.total_steps, ExitStack())
         return
     with signals_as_interrupt(), ExitStack() as stack:
         stack.enter_context(lock_output(plan.output_dir))
@@ -205,7 +204,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
         events.say(str(warning), warning=True, urgent=warning.where == MISSING_GPU)
     for decision in budget.decisions:
         events.say(f"offload auto: {decision}")
-    ledger = read_ledger(plan.output_dir) if plan.is_finished and world.is_main else None
+    ledger = world.main_only(lambda: read_ledger(plan.output_dir)) if plan.is_finished else None
     if plan.is_finished and ledger is None:
         events.say(f"This run is finished: {plan.length.total_steps} steps are done. Results: {plan.output_dir}")
         return

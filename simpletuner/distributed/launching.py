@@ -1,4 +1,4 @@
-"""Training on several processes: they are started, plan, fail and stop together.
+"""Training on several processes: they are started, fail and stop together.
 
     simpletuner train ─► accelerate launch ─► simpletuner train (one per device)
 
@@ -7,33 +7,30 @@ torchrun, accelerate and srun may also start the processes directly.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
 import os
 import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-from simpletuner.distributed.stop import signals_as_interrupt
+from simpletuner.config.launch import LaunchConfig
+from simpletuner.distributed.exchange import ConnectedWorld
+from simpletuner.distributed.joining import START_SECONDS, connect, settle_meeting
+from simpletuner.distributed.requests import handling, signals_as_interrupt
 from simpletuner.distributed.watch import GONE, GRACE_SECONDS, Watch
-from simpletuner.distributed.world import START_SECONDS, ConnectedWorld, World, connect, settle_meeting
-from simpletuner.errors import ConfigError, Interrupted, Problem, SimpleTunerError, UserError, full_text, shorten
+from simpletuner.distributed.world import World, usable_cores
+from simpletuner.errors import ConfigError, Interrupted, SimpleTunerError, UserError, full_text
 from simpletuner.redaction import redact
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
-
-if TYPE_CHECKING:
-    from simpletuner.budget.budget import Budget
-    from simpletuner.plan.build import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +38,9 @@ EXTRA = "ACCELERATE_EXTRA_ARGS"
 # How long a failed process lingers, so that process 0 can print the error before a launcher ends all.
 LINGER = 3.0
 LAUNCHER = "SIMPLETUNER_LAUNCHER"  # set for processes that this program starts, whose ends it reports
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def start_processes(plan: Plan, command: list[str]) -> None:
+def start_processes(launch: LaunchConfig, command: list[str]) -> None:
     """Run a command of `simpletuner` in `num_processes` processes; returns when all of them have finished.
 
     Raises:
@@ -54,7 +50,7 @@ def start_processes(plan: Plan, command: list[str]) -> None:
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    arguments = launch_arguments(plan, command)
+    arguments = launch_arguments(launch, command)
     # Its own messages repeat what the processes say.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     os.environ[LAUNCHER] = "1"
@@ -64,16 +60,16 @@ def start_processes(plan: Plan, command: list[str]) -> None:
     except ChildFailedError as failed:
         codes = [failure.exitcode for failure in failed.failures.values()]
         if 0 in failed.failures and failed.failures[0].exitcode < 0:  # so it could not say anything
-            rank = int(arguments.machine_rank or 0) * plan.config.launch.local_processes
+            rank = int(arguments.machine_rank or 0) * launch.local_processes
             raise RemoteError(f"Process {rank} on {socket.gethostname()} {GONE}.", 1) from None
         raise typer.Exit(next((code for code in codes if code > 0), 1)) from None
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(why_not_launched(str(error), arguments, plan)) from None
+        raise UserError(why_not_launched(str(error), arguments, launch)) from None
 
 
-def why_not_launched(error: str, arguments: Any, plan: Plan) -> str:
+def why_not_launched(error: str, arguments: Any, launch: LaunchConfig) -> str:
     """What accelerate or torch says about machines that do not meet, in words of the settings."""
-    where, launch = f"{arguments.main_process_ip}:{arguments.main_process_port}", plan.config.launch
+    where = f"{arguments.main_process_ip}:{arguments.main_process_port}"
     if "EADDRINUSE" in error or "another process is utilizing it" in error:
         return f"{EXTRA}: {where} is in use by another run or program; choose another --main_process_port."
     if "timed out" in error.lower() or "timeout" in error.lower():
@@ -85,7 +81,7 @@ def why_not_launched(error: str, arguments: Any, plan: Plan) -> str:
     return f"accelerate launch: {error.partition(chr(10))[0]}"
 
 
-def launch_arguments(plan: Plan, command: list[str]) -> Any:
+def launch_arguments(launch: LaunchConfig, command: list[str]) -> Any:
     """The arguments of `accelerate launch`, as it parses them itself.
 
     Raises:
@@ -93,9 +89,7 @@ def launch_arguments(plan: Plan, command: list[str]) -> Any:
     """
     from accelerate.commands.launch import launch_command_parser
 
-    from simpletuner.budget.device import usable_cores
-
-    launch, extra = plan.config.launch, os.environ.get(EXTRA, "")
+    extra = os.environ.get(EXTRA, "")
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // launch.local_processes))
     words = [
         *("--multi_gpu", "--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)),
@@ -104,7 +98,7 @@ def launch_arguments(plan: Plan, command: list[str]) -> Any:
     ]
     try:
         words += shlex.split(extra)
-        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):  # argparse prints its usage
+        with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):  # argparse prints its usage
             arguments = launch_command_parser().parse_args([*words, "-m", "simpletuner", *command])
     except (ValueError, SystemExit):
         raise UserError(
@@ -133,15 +127,11 @@ def signals_passed_on() -> Iterator[None]:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
+            with suppress(psutil.Error):
                 child.send_signal(number)
 
-    previous = {number: signal.signal(number, pass_on) for number in SIGNALS}
-    try:
+    with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM), pass_on)):
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -240,67 +230,3 @@ class RemoteError(SimpleTunerError):
 def complain(message: str, code: int) -> None:
     """Say why all processes end."""
     print(redact(f"error: {message}" if code == UserError.exit_code else message), file=sys.stderr, flush=True)
-
-
-def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Budget]]) -> tuple[Plan, Budget]:
-    """The plan of all processes, made by each: first by the main one, which also draws the seed, then by one on each
-    further machine, which may download, then by the rest.
-
-    Args:
-        make: makes it with a seed; None draws one.
-
-    Raises:
-        ConfigError: this process cannot make it, or it differs from the main one's.
-    """
-    mine = 0 if world.is_main else 1 if world.is_leader else 2
-    made, seed = None, None
-    for turn in range(3):
-        if turn == mine:
-            made = make(seed)
-        seed = world.broadcast(made[0].seed if made else None)
-    assert made is not None
-    problems = differences(world.gather((socket.gethostname(), describe(made[0]))))
-    if problems:
-        raise ConfigError(problems)
-    return made
-
-
-def describe(plan: Plan) -> dict[str, str]:
-    """What must be the same in all processes, by what a person would look at."""
-    from simpletuner.reporting.environment import package_versions
-
-    config, identity = plan.config, plan.identity(package_versions())
-    step = "the beginning" if plan.resume is None else plan.resume.path.name
-    return {
-        **{key: repr(value) for key, value in (identity.settings | identity.order | config.flat()).items()},
-        **{f"version of {name}": version for name, version in identity.versions.items()},
-        **{f"content of {role}": digest[:12] for role, digest in identity.weights.items()},
-        "data_backend_config": f"a list of samples with the digest {identity.datasets[:12]}",
-        "content of simpletuner": source_digest(),
-        "seed": str(plan.seed),
-        "resume_from_checkpoint": f"{config.run.resume_from_checkpoint!r}, which is {step}",
-    }
-
-
-def source_digest() -> str:
-    """Identifies this program's source: two checkouts of one version may differ."""
-    folder = Path(__file__).parents[1]
-    content = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        content.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    return content.hexdigest()[:12]
-
-
-def differences(described: list[tuple[str, Mapping[str, str]]]) -> list[Problem]:
-    """What differs from the first process, and in which one."""
-    _, first = described[0]
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for rank, (host, other) in enumerate(described):
-        for key in first.keys() | other.keys():
-            values = first.get(key, "absent"), other.get(key, "absent")
-            if values[0] != values[1]:
-                found.setdefault((key, *values), []).append(f"{rank} on {host}")
-    return [
-        Problem(key, f"is {here} in the first process, but {there} in process {shorten(where, 4)}.")
-        for (key, here, there), where in sorted(found.items())
-    ]

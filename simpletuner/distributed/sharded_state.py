@@ -19,32 +19,27 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from simpletuner.distributed.sharding import as_sharded, gathered, is_part, room_for
+from simpletuner.distributed.world import World
 
 SHARDS_FOLDER = "shards"
 
 
-def save_shards(state: Any, folder: Path, *, flush: bool) -> Any:
-    """Write the parts of all sharded tensors in a state; returns it without their values. Collective.
+def without_shards(state: Any, folder: Path | None, sharers: World) -> Any:
+    """A state as one process can save it. Collective if there are several.
 
     Args:
-        flush: wait until they are on the disk.
+        folder: where every process writes its parts of the sharded tensors, which leaves tensors without values in the
+            state; None gathers them on the CPU of the main process.
     """
+    if sharers.size == 1:
+        return state
+    if folder is None:
+        return _replaced(state, partial(_whole, keep=sharers.is_main))
     found: dict[str, Tensor] = {}
     rest = _replaced(state, partial(_set_aside, found))
-    save(found, storage_writer=FileSystemWriter(folder / SHARDS_FOLDER, sync_files=flush))
+    # What this machine has written, the main process can flush.
+    save(found, storage_writer=FileSystemWriter(folder / SHARDS_FOLDER, sync_files=not sharers.is_on_one_machine))
     return rest
-
-
-def gather_shards(state: Any, *, keep: bool) -> Any:
-    """A state with all sharded tensors whole, on the CPU, in the process that keeps them. Collective."""
-
-    def whole(path: str, tensor: Tensor) -> Tensor:
-        if not is_part(tensor):
-            return tensor
-        full = gathered(tensor)
-        return full if keep else full.new_empty(0)
-
-    return _replaced(state, whole)
 
 
 def load_shards(state: Any, folder: Path, parameters: Iterable[nn.Parameter]) -> Any:
@@ -72,6 +67,13 @@ def shard_moments(state: dict[str, Any], parameters: Iterable[nn.Parameter]) -> 
 
 def _is_like(value: Any, parameter: nn.Parameter) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _whole(path: str, tensor: Tensor, *, keep: bool) -> Tensor:
+    if not is_part(tensor):
+        return tensor
+    full = gathered(tensor)
+    return full if keep else full.new_empty(0)
 
 
 def _set_aside(found: dict[str, Tensor], path: str, tensor: Tensor) -> Tensor:

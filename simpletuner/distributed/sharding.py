@@ -24,12 +24,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.distributed.world import World
-from simpletuner.models.adapter import BlockLayout
 
 
 def shard(
     transformer: nn.Module,
-    layout: BlockLayout,
+    blocks: Sequence[nn.Module],
     config: LaunchConfig,
     device: torch.device,
     world: World,
@@ -46,7 +45,7 @@ def shard(
     kept = {each for each in transformer.parameters() if each.requires_grad and keep_trained}
     mesh = init_device_mesh(device.type, (world.size,))
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing changes it in place
-    for module in _units(transformer, layout.blocks, kept):
+    for module in _units(transformer, blocks, kept):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=kept)
     # diffusers writes the name of the class into config.json, and `fully_shard` has changed it.
     type(transformer).__name__ = type(transformer).__name__.removeprefix("FSDP")

@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from simpletuner.data.context import ProgressBar
-from simpletuner.distributed.stop import Stop
+from simpletuner.distributed.requests import Stop
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.reporting.events import EventStream, RunningPhase
@@ -68,13 +68,10 @@ def share_work(
     Raises:
         Interrupted: a process was asked to stop. Raised on all of them, when the results so far are kept.
     """
-    if world.size == 1:
-        with start(events) as phase:
-            work(phase, keep)
-        return
-    stop = Stop(partial(_agree, world, events.stop)) if in_lockstep else Stop()
+    undivided = in_lockstep or world.size == 1
+    stop = Stop(partial(_agree, world, events.stop)) if undivided else Stop()
     with start(EventStream(events.publish, stop=stop)) as phase:  # on all of them, whatever one is asked for now
-        if in_lockstep:
+        if undivided:
             work(phase, keep)
             return
         stop.look_at(events.stop.is_due)

@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from simpletuner.distributed.stop import Stop
+from simpletuner.distributed.requests import Stop
 from simpletuner.errors import shorten
 
 POLL_SECONDS = 0.5
@@ -49,6 +49,7 @@ GONE = "exited without reporting an error: it was killed, or it crashed"
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
 # Modules in which a main thread waits for other processes. That of checkpoints writes files; it waits in another one.
 WAITING_IN, WRITING_IN = ("torch.distributed", "torch.autograd"), "torch.distributed.checkpoint"
+EXCHANGING = ("simpletuner.distributed.world", "simpletuner.distributed.exchange")
 Failure = tuple[str, int]
 
 
@@ -166,7 +167,7 @@ def where_it_is() -> tuple[str, bool]:
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         waits |= module.startswith(WAITING_IN) and not module.startswith(WRITING_IN)
-        if module.startswith("simpletuner.") and module != "simpletuner.distributed.world":
+        if module.startswith("simpletuner.") and module not in EXCHANGING:
             return f"{module}, line {frame.f_lineno}", waits
         frame = frame.f_back
     return "code that is not simpletuner's", waits

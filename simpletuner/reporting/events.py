@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from simpletuner.distributed.stop import Stop
+from simpletuner.distributed.requests import Stop
 from simpletuner.reporting.metrics import MediaRecord
 
 RunState = Literal["starting", "running", "stopping", "finished", "failed", "interrupted"]

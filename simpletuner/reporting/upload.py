@@ -10,11 +10,11 @@ from typing import Any
 
 from simpletuner.atomic import TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX
 from simpletuner.config.publishing import BucketConfig, PublishConfig, repository_name
+from simpletuner.distributed.requests import FOLDER as REQUESTS
 from simpletuner.errors import UserError
 from simpletuner.redaction import redact
 from simpletuner.reporting.card import CARD_FOLDER, read_notes
 from simpletuner.reporting.events import EventStream
-from simpletuner.reporting.requests import FOLDER as REQUESTS
 
 PIPELINE_FOLDER = "pipeline"
 # What users load from a checkpoint or an output folder, besides the LoRA.

@@ -147,7 +147,7 @@ def _leave(session: Session, assembly: Assembly, state: TrainState, doing: Doing
     facts = facts_of(plan, device.ask("the name of the device", describe_device) or "unknown")
     samples, origin = [_describe(each) for each in batches], str(start.path) if start else None
     failure = Failure(cause, advice, step, samples, origin, facts, rows, memory, str(device))
-    name = f"{FOLDER}/step-{step}" + ("" if assembly.world.is_main else f"-process-{assembly.world.rank}")
+    name = assembly.world.named(f"{FOLDER}/step-{step}")
     names = (f"{name}{f'-{number}' if number > 1 else ''}" for number in count(1))
     folder = next(path for name in names if not (path := plan.output_dir / name).exists())
     with build_folder(folder) as unfinished:

@@ -115,13 +115,10 @@ class CacheFiller:
     def _texts_here(self) -> list[TextEntry]:
         """The missing texts that this process encodes. Text encoders that stream are in host memory all the time, so
         one process of each machine has them."""
-        share, world = self.share, self.world
-        if self.plan.config.offload.group_offload_text_encoder and world.size > 1:
-            leaders = [rank for rank, is_one in enumerate(world.gather(world.is_leader)) if is_one]
-            if not world.is_leader:
-                return []
-            share = Share(leaders.index(world.rank), len(leaders))
-        return share.of(self.listing.texts.missing)
+        if not self.plan.config.offload.group_offload_text_encoder or self.world.size == 1:
+            return self.share.of(self.listing.texts.missing)
+        place = self.world.place_among_leaders()
+        return Share(*place).of(self.listing.texts.missing) if place else []
 
     def _check_complete(self) -> None:
         """Make sure that nothing is missing any more: of all entries, or of a share that is encoded alone."""
@@ -332,8 +329,7 @@ def prepare_caches(
     if listing is None or not listing.holds_for(plan, epoch):
         listing = list_entries(plan, complete_catalogue(plan), epoch)
     filler = CacheFiller(plan, adapter, device, events, listing, world, share)
-    if world.is_main:  # a start after an interruption need not read the files again
-        save_indexes(plan.datasets)
+    world.main_only(lambda: save_indexes(plan.datasets))  # after an interruption, the files need not be read again
     filler.fill()
     return filler
 
@@ -400,14 +396,12 @@ def without_failures(plan: Plan, failures: dict[tuple[str, str], str], world: Wo
     for (dataset_id, name), reason in failures.items():
         logger.warning("%s/%s is left out: %s", dataset_id, name, reason)
     datasets = without_damaged(plan.datasets, failures)
-    if world.is_main:
-        save_indexes(datasets)
+    world.main_only(lambda: save_indexes(datasets))
     problems: list[Problem] = []
     context = DataContext.of(plan.config, plan.spec, plan.flavour.task)
     reduced = replace(plan, datasets=[check_amount(dataset, context, problems) for dataset in datasets])
     if any(problem.fatal for problem in problems):
         raise UserError("\n".join(str(problem) for problem in problems if problem.fatal))
-    if world.is_main:
-        quarantine_rejected(reduced)
+    world.main_only(lambda: quarantine_rejected(reduced))
     sampler = make_sampler(reduced.trained, plan.config, plan.seed)
     return replace(reduced, length=plan_length(plan.config, sampler))

@@ -15,12 +15,12 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from simpletuner.atomic import write_atomically
-from simpletuner.budget.device import usable_cores
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.dataset import NOTICEABLE_ENLARGEMENT, Dataset, DatasetFile
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import fit
 from simpletuner.data.sample import LedgerEntry
+from simpletuner.distributed.world import usable_cores
 from simpletuner.plan.build import Survey
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.html import render

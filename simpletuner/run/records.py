@@ -279,7 +279,7 @@ class Recorded:
 
 def keep_records(plan: Plan, events: EventStream, step: int, world: World) -> Recorded:
     """Keep the records of a session that resumes from a step, in the main process."""
-    return world.broadcast(_subscribe(plan, events, step) if world.is_main else Recorded(False, []))
+    return world.on_main(lambda: _subscribe(plan, events, step))
 
 
 def _subscribe(plan: Plan, events: EventStream, step: int) -> Recorded:

@@ -17,14 +17,13 @@ from accelerate import Accelerator
 
 from simpletuner.atomic import sweep_files, sweep_folders
 from simpletuner.budget.budget import Budget
-from simpletuner.budget.device import usable_cores
 from simpletuner.budget.measure import device_rates
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import peak_learning_rate
 from simpletuner.config.precision import transformer_dtype, vae_dtype
 from simpletuner.data.loader import BatchLoader
-from simpletuner.distributed.stop import STOPPING, stop_on_interrupt
-from simpletuner.distributed.world import World
+from simpletuner.distributed.requests import STOPPING, expect_requests, stop_on_interrupt
+from simpletuner.distributed.world import World, usable_cores
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.products import check_device
@@ -34,7 +33,6 @@ from simpletuner.plan.entries import feature_kinds, latent_storage, text_folder
 from simpletuner.reporting.card import CARD_FOLDER
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.report import REPORT_FILE
-from simpletuner.reporting.requests import expect_requests
 from simpletuner.reporting.upload import Destination
 from simpletuner.run.autopsy import Doing, autopsied
 from simpletuner.run.caches import CacheFiller, build_adapter, prepare_caches
@@ -94,11 +92,7 @@ def _run(
     check_device(config.precision, device)
     events.subscribe(doing)
     adapter = build_adapter(plan)
-    if world.is_main:
-        plan.output_dir.mkdir(parents=True, exist_ok=True)
-        sweep_strays(plan)
-        expect_requests(plan.output_dir)  # those of this session count from now on
-    world.barrier()
+    world.on_main(lambda: prepare_folder(plan))
     KERNELS.open(plan.output_dir, *([plan.resume.path.parent] if plan.resume else []), world=world)
     epoch = plan.resume.manifest.epoch if plan.resume else 1
     caches = prepare_caches(plan, adapter, device, events, epoch=epoch, listing=budget.listing, world=world)
@@ -106,7 +100,7 @@ def _run(
 
     # Measured before the transformer is loaded: it needs memory, too.
     dtype = DTYPES[transformer_dtype(config.precision)]
-    rates = device_rates(plan.output_dir, device, dtype) if world.is_main else None
+    rates = world.main_only(lambda: device_rates(plan.output_dir, device, dtype))
     assembly, ema, reader, loader, state = load(plan, caches, accelerator, events, world)
     if plan.resume:
         events.say(f"Continuing from {plan.resume.path.name}")
@@ -122,22 +116,18 @@ def _run(
                 for tried in rehearse(assembly, loader.sampler.batches(loader.epoch), reader, validation, budget):
                     events.say(str(tried))
         total_steps = plan.length.total_steps
-
-        def announce() -> None:
-            events.publish(StateChanged("stopping", state.global_step, total_steps, STOPPING))
-
         with (
             autopsied(session, assembly, state, doing),
-            stop_on_interrupt(events.stop, announce),
+            stop_on_interrupt(
+                events.stop, lambda: events.publish(StateChanged("stopping", state.global_step, total_steps, STOPPING))
+            ),
         ):
             train(assembly, loader, state, callbacks, events.stop)
         ledger = Ledger(state.global_step, state.epoch, FULL if destinations else WITHOUT_UPLOADS)
-        if world.is_main:
-            ledger.write(plan.output_dir)
+        world.main_only(lambda: ledger.write(plan.output_dir))
         note = weight_note(plan, state)
         result = publish_result(plan, assembly, ema, note, lambda: reader(loader.sampler.batches(loader.epoch)[0]))
-        if world.is_main:
-            _end(plan, events, uploads, ledger, result)
+        world.main_only(lambda: _end(plan, events, uploads, ledger, result))
 
 
 def finish_run(plan: Plan, ledger: Ledger, destinations: Sequence[Destination], events: EventStream) -> None:
@@ -198,6 +188,13 @@ def end_lines(plan: Plan, result: str, uploads: Uploads) -> Iterator[str]:
     yield "To train longer, start the same command with a larger max_train_steps."
     if uploads.failed and uploads.destinations:
         yield f"Not everything was uploaded; the next command tries again: {repeat_command(plan.output_dir)}"
+
+
+def prepare_folder(plan: Plan) -> None:
+    """Make the output folder, or tidy that of an earlier session."""
+    plan.output_dir.mkdir(parents=True, exist_ok=True)
+    sweep_strays(plan)
+    expect_requests(plan.output_dir)  # those of this session count from now on
 
 
 def sweep_strays(plan: Plan) -> None:

@@ -21,12 +21,12 @@ from simpletuner.atomic import write_json
 from simpletuner.config.load import canonical
 from simpletuner.config.locate import DATASET_FILE, ENV_VARIABLES, example_names, read_config_file
 from simpletuner.config.schema import all_options
+from simpletuner.distributed.requests import Request, make_request
 from simpletuner.errors import UserError
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.reporting.payloads import EVENTS_FILE, last_id
-from simpletuner.reporting.requests import Request, make_request
 from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
 from simpletuner.server.files import values_in
 from simpletuner.server.plans import Unsaved

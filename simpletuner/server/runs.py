@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from simpletuner.config.json_files import read_json
+from simpletuner.distributed.requests import FOLDER as REQUESTS
 from simpletuner.errors import UserError
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE, Columns
 from simpletuner.reporting.pace import clock
 from simpletuner.reporting.payloads import EVENTS_FILE, read_events
-from simpletuner.reporting.requests import FOLDER as REQUESTS
 from simpletuner.run.lock import LOCK_FILE, Owner, read_owner
 from simpletuner.server.story import Story, Tail, follow, near_end
 from simpletuner.training.manifest import result_step

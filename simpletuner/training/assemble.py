@@ -115,7 +115,7 @@ def assemble(
                 sharded)  # fmt: skip
     modules = _attach(techniques, site, spec.seed)
     if sharded:
-        shard(transformer, layout, config.launch, device, world, keep_trained=is_lora)
+        shard(transformer, layout.blocks, config.launch, device, world, keep_trained=is_lora)
     streamed = [] if sharded else _place(transformer, layout, config.offload, device)
     parameters = trained.parameters()
     optimizer = _build_optimizer(config, spec, parameters, modules)

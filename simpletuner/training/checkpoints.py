@@ -29,10 +29,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from simpletuner.atomic import build_folder_together, open_atomically, write_json
+from simpletuner.atomic import build_folder, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
-from simpletuner.distributed.sharded_state import gather_shards, load_shards, save_shards, shard_moments
+from simpletuner.distributed.sharded_state import load_shards, shard_moments, without_shards
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.models.blocks import DEVICE_FAILURES
 from simpletuner.reporting.events import CheckpointSaved, EventStream
@@ -84,15 +84,11 @@ def write_checkpoint(
     stop_if_result_not_finite(assembly, ema)
     sharers = assembly.trained.sharers
     with ExitStack() as building:
-        folder = building.enter_context(build_folder_together(final, sharers))
+        folder = sharers.on_main(lambda: building.enter_context(build_folder(final)))
         sharers.on_main((folder / STATE_FOLDER).mkdir)
         assembly.trained.save(folder, ema=ema, note=note)
         content = _state_of(assembly, state, loader, ema)
-        if in_shards and sharers.size > 1:
-            # What this machine has written, the main process can flush.
-            content = save_shards(content, folder / STATE_FOLDER, flush=not sharers.is_on_one_machine)
-        elif sharers.size > 1:
-            content = gather_shards(content, keep=sharers.is_main)
+        content = without_shards(content, folder / STATE_FOLDER if in_shards else None, sharers)
         sharers.on_main(partial(_write_rest, folder, assembly, content, settings))
         written = building.pop_all()
     manifest = Manifest(state.global_step, state.epoch, identity, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from huggingface_hub import hf_hub_download, split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from simpletuner.atomic import build_folder_together, write_json
+from simpletuner.atomic import build_folder, write_json
 from simpletuner.config.json_files import read_json
 from simpletuner.distributed.sharding import gathered
 from simpletuner.distributed.world import World
@@ -59,13 +59,15 @@ class FullModel:
 
     def publish(self, output_dir: Path, release: Release, ema: Ema | None) -> str:
         """Write a folder for `from_pretrained`: the transformer (or its average) and copies of the other parts."""
-        with build_folder_together(output_dir / PIPELINE_FOLDER, self.sharers) as folder:
+        final = output_dir / PIPELINE_FOLDER
+        with ExitStack() as building:  # which ends in the main process when all have written
+            folder = self.sharers.on_main(lambda: building.enter_context(build_folder(final)))
             self.sharers.on_main(lambda: copy_parts(release, folder))
             with nullcontext() if ema is None else ema.applied():
                 self._write(folder / FOLDER)
                 self.verify(folder / FOLDER)
             self.sharers.on_main(lambda: write_json(folder / NOTE_FILE, dict(release.note)))
-        return f"Saved {output_dir / PIPELINE_FOLDER}; it loads with from_pretrained."
+        return f"Saved {final}; it loads with from_pretrained."
 
     def verify(self, folder: Path) -> None:
         """Compare the files in a folder with the weights.

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from simpletuner.data.loader import BatchLoader
-from simpletuner.distributed.stop import Stop
+from simpletuner.distributed.requests import Stop
 from simpletuner.errors import Interrupted
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import StepReport, optimizer_step

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from simpletuner.distributed.requests import Request, take_request, take_requests
 from simpletuner.reporting.events import EventStream, Rounds, StateChanged, StepDone
-from simpletuner.reporting.requests import Request, take_request, take_requests
 from simpletuner.reporting.slowness import SlowSteps
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState

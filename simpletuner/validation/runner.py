@@ -286,8 +286,7 @@ class ValidationRunner:
         shots = [shot for shot in self._shots(step, benchmark) if shot.record(step) not in there]
         if not shots or self._rendered_at == step:
             return
-        if world.is_main:
-            discard_unfinished(self.output_dir)
+        world.main_only(lambda: discard_unfinished(self.output_dir))
         title, unit = f"Rendering previews at step {step}", "clips" if self.frame_rate else "pictures"
         stage = "final_validation" if step >= assembly.settings.total_steps else "validation"
         stage = "benchmark_base_model" if benchmark else stage

@@ -16,8 +16,8 @@ import simpletuner.models.registry  # noqa: F401 - declares the families' option
 from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed import sharding
-from simpletuner.distributed.world import World, connect, settle_meeting
-from simpletuner.models.adapter import BlockLayout
+from simpletuner.distributed.joining import connect, settle_meeting
+from simpletuner.distributed.world import World
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import assemble as assembling
@@ -115,11 +115,11 @@ class Run:
         self.loader: Any = Batches(Batch(batch.latents[mine], batch.embeds[mine], batch.names[mine]))
         self.state = TrainState()
 
-    def shard(self, transformer: nn.Module, layout: BlockLayout, *settings: Any, **more: Any) -> None:
+    def shard(self, transformer: nn.Module, blocks: Sequence[nn.Module], *settings: Any, **more: Any) -> None:
         """Note what memory the weights of the blocks are in before they are split."""
-        weights = ((name, each) for block in layout.blocks for name, each in block.named_parameters())
+        weights = ((name, each) for block in blocks for name, each in block.named_parameters())
         self.places = {str(file_behind(each.data_ptr())) for name, each in weights if "lora_" not in name}
-        sharding.shard(transformer, layout, *settings, **more)
+        sharding.shard(transformer, blocks, *settings, **more)
 
     def train(self, steps: int) -> None:
         self.assembly.transformer.train()

@@ -25,9 +25,10 @@ from simpletuner.caching.catalogue import Share
 from simpletuner.caching.read import BatchReader, CacheStore
 from simpletuner.cli.train import parse_settings
 from simpletuner.data.files import MediaError
+from simpletuner.distributed.joining import connect
 from simpletuner.distributed.launching import shared_events
-from simpletuner.distributed.sharing import SharedPhase
-from simpletuner.distributed.world import World, connect
+from simpletuner.distributed.sharing import SharedPhase, share_work
+from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.plan.entries import evaluated
 from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, Event, EventStream, MediaRendered, PhaseAdvanced
@@ -215,6 +216,25 @@ def content(workspace: Workspace, *folders: str) -> dict[str, str]:
     paths = [path for folder in folders for path in workspace.path(folder).rglob("*.*")]
     files = [path for path in paths if path.suffix in (".zst", ".png") and path.parent.name != "in_progress"]
     return {str(path.relative_to(workspace.folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_what_the_watch_has_heard_stops_no_process_alone() -> None:
+    events = EventStream()
+
+    class Hearing(World):
+        """Hears of a stop while the processes agree that none is due."""
+
+        def gather(self, value: Any) -> list[Any]:
+            events.stop.request()
+            return [False, False]
+
+    phases: list[object] = []
+    share_work(
+        Hearing(0, 2), events, lambda stream: stream.phase("Rendering", 1),
+        lambda phase, keep: phases.append(phase.advance()), lambda place, value: None, in_lockstep=True,
+    )  # fmt: skip
+    assert events.stop.requested
+    assert phases == [None], "all of them go on"
 
 
 class Machines(World):

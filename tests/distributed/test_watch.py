@@ -13,8 +13,9 @@ import pytest
 from torch.distributed import HashStore
 
 from simpletuner.distributed import watch
+from simpletuner.distributed.joining import join_watch, open_store
 from simpletuner.distributed.watch import GONE, Beat, Pulse, Watch, where_it_is
-from simpletuner.distributed.world import World, join_watch, open_store
+from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from tests.processes import free_port
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from simpletuner.distributed.joining import connect, first_host, settle_meeting, take_device
 from simpletuner.distributed.watch import GONE, Watch
-from simpletuner.distributed.world import World, connect, first_host, launched, settle_meeting, take_device
+from simpletuner.distributed.world import World, launched
 from simpletuner.errors import UserError
 from tests.processes import finish
 from tests.workspace import FORKS
@@ -38,7 +39,10 @@ def agree(rank: int, folder: Path) -> None:
             "broadcast": world.broadcast({"seed": 5 + rank}),
             "gather": world.gather("ab"[rank]),
             "slots": list(world.slots(3)),
-            "main": world.is_main,
+            "main": world.main_only(lambda: "here"),
+            "on main": world.on_main(lambda: f"from {rank}"),
+            "leaders": world.place_among_leaders(),
+            "names": [world.named("step-3"), world.label],
             "first": [world.first(name, f"{name} of {rank}") for name in ("one", "two")],
         }
         (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -54,7 +58,12 @@ def test_two_processes_agree(tmp_path: Path) -> None:
     first = [each.pop("first") for each in found]
     assert first[0] == first[1]
     common = {"any": [True, False], "mean": [0.5, 0.1], "broadcast": {"seed": 5}, "gather": ["a", "b"]}
-    assert found == [common | {"slots": [0, 1, 2], "main": True}, common | {"slots": [3, 4, 5], "main": False}]
+    assert found == [
+        {**common, "on main": "from 0", "slots": [0, 1, 2], "main": "here", "leaders": [0, 2],
+         "names": ["step-3", "[0] "]},
+        {**common, "on main": "from 0", "slots": [3, 4, 5], "main": None, "leaders": [1, 2],
+         "names": ["step-3-process-1", "[1] "]},
+    ]  # fmt: skip
 
 
 def die_early(rank: int, folder: Path) -> None:
@@ -122,6 +131,8 @@ def test_one_process_asks_nobody() -> None:
     world = World()
     assert (world.is_main, world.any(True), world.any(False), world.mean([1.5, 2.0])) == (True, True, False, [1.5, 2.0])
     assert world.broadcast("x") == "x"
+    assert (world.main_only(lambda: 1), world.place_among_leaders()) == (1, (0, 1))
+    assert (world.named("step-3"), world.label) == ("step-3", "")
     world.barrier()
     with pytest.raises(RuntimeError, match="not connected"):
         World(1, 2).barrier()

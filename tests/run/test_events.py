@@ -130,7 +130,7 @@ def test_rounds_to_come() -> None:
 
 
 def test_a_request_is_taken_once_and_other_files_stay(tmp_path: Path) -> None:
-    from simpletuner.reporting.requests import make_request, take_requests
+    from simpletuner.distributed.requests import make_request, take_requests
 
     assert take_requests(tmp_path) == []
     make_request(tmp_path, "save")

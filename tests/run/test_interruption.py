@@ -21,6 +21,7 @@ import pytest
 
 from simpletuner.budget.ready import ready_plan
 from simpletuner.cli.train import parse_settings
+from simpletuner.distributed.requests import make_request
 from simpletuner.errors import Interrupted
 from simpletuner.reporting.events import (
     CACHING,
@@ -35,7 +36,6 @@ from simpletuner.reporting.events import (
     StepDone,
 )
 from simpletuner.reporting.log import DebugFile, setup_logging
-from simpletuner.reporting.requests import make_request
 from simpletuner.run.train import run_plan
 from tests.processes import PATIENCE
 from tests.run.test_kandinsky5_video import make_workspace

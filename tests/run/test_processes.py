@@ -21,10 +21,11 @@ from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from simpletuner.cli.train import parse_settings
-from simpletuner.distributed.launching import LINGER, describe, differences, joined
+from simpletuner.distributed.launching import LINGER, joined
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.plan.build import make_plan
+from simpletuner.run.agreement import describe, differences
 from tests.closeness import ROTATION, distance
 from tests.processes import PATIENCE, finish, free_port, printed, run_into, run_together, start, train
 from tests.run.test_resume import assert_equal, training_state

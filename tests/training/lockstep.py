@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import simpletuner.models.registry  # noqa: F401 - declares the families' options
 from simpletuner.diffusion.batch import Batch
+from simpletuner.distributed.joining import connect, settle_meeting
 from simpletuner.distributed.sharding import local
-from simpletuner.distributed.world import World, connect, settle_meeting
+from simpletuner.distributed.world import World
 from simpletuner.errors import NonFiniteError
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.spec import chosen_techniques

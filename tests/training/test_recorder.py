@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from simpletuner.distributed.requests import Request, expect_requests, make_request
+from simpletuner.distributed.world import World
 from simpletuner.reporting.events import Event, EventStream, Notice, StateChanged, StepDone
 from simpletuner.reporting.slowness import ENOUGH, RECENT, SlowSteps
 from simpletuner.run.records import RunRecord, timing_of
-from simpletuner.training.recorder import Recorder, utilisation
+from simpletuner.training.recorder import Recorder, RequestHandler, utilisation
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import StepReport, optimizer_step
 from tests.training.assembly import make_assembly, make_batch
@@ -115,3 +119,26 @@ def test_steps_with_further_passes_are_slower_by_design(assembly: Assembly) -> N
         clock[0] += passes
         recorder.on_step_end(assembly, TrainState(), report(step, float(passes), passes=passes))
     assert listener.said == []
+
+
+@dataclass(frozen=True)
+class Second(World):
+    """Process 1 of two, the first of which was asked for something."""
+
+    asked: tuple[Request, ...] = ()
+
+    def gather(self, value: Any) -> list[Any]:
+        assert value is None, "only the first process looks at the files"
+        return [list(self.asked), value]
+
+
+def test_all_processes_do_what_the_first_one_was_asked_for(tmp_path: Path, assembly: Assembly) -> None:
+    expect_requests(tmp_path)
+    make_request(tmp_path, "save")
+    saved: list[int] = []
+    for world in (World(), Second(1, 2, asked=("save",))):
+        handler = RequestHandler(tmp_path, EventStream(), {"save": lambda one, state: saved.append(one.world.rank)})
+        handler.on_train_start(replace(assembly, world=world), TrainState())
+        handler.on_step_end(replace(assembly, world=world), TrainState(), report(1))
+    assert saved == [0, 1]
+    assert not list((tmp_path / "requests").iterdir())

@@ -1,4 +1,10 @@
-"""The request to end a run after the current step, whoever makes it: a signal, a file, another process, a full disk."""
+"""What a running session can be asked for: to stop, by a signal, a file or another process; the rest by files alone.
+
+touch output/requests/stop                 end after the current step, as Ctrl-C does
+touch output/requests/stop_at_epoch_end    end after the last step of the epoch
+touch output/requests/save                 a checkpoint now
+touch output/requests/preview              previews now
+"""
 
 from __future__ import annotations
 
@@ -7,10 +13,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+from typing import Literal, get_args
 
 from simpletuner.errors import Interrupted
 
+FOLDER = "requests"
+Request = Literal["stop", "stop_at_epoch_end", "save", "preview"]
+REQUESTS: tuple[Request, ...] = get_args(Request)
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 STOPPING = "Stopping after this step. Ctrl-C again stops at once and loses everything since the last checkpoint."
 
@@ -59,7 +70,7 @@ def signals_as_interrupt() -> Iterator[None]:
     handlers: dict[int, Handler] = {signal.SIGTERM: interrupt}
     if sys.platform != "win32":
         handlers[signal.SIGHUP] = signal.SIG_IGN
-    with _handling(handlers):
+    with handling(handlers):
         yield
 
 
@@ -79,15 +90,47 @@ def stop_on_interrupt(stop: Stop, announce: Callable[[], object]) -> Iterator[No
         # In another thread: the signal may have interrupted this one in the middle of a write.
         threading.Thread(target=announce, daemon=True).start()
 
-    with _handling(dict.fromkeys(previous, ask)):
+    with handling(dict.fromkeys(previous, ask)):
         yield
 
 
 @contextmanager
-def _handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
+def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
+    """Handle signals for a while."""
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def make_request(output_dir: Path, request: Request) -> None:
+    """Ask the session that runs in an output folder for something.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder = output_dir / FOLDER
+    folder.mkdir(exist_ok=True)
+    (folder / request).touch()
+
+
+def expect_requests(output_dir: Path) -> None:
+    """Make the folder that requests are made in, and discard those made to an earlier session."""
+    (output_dir / FOLDER).mkdir(exist_ok=True)
+    take_requests(output_dir)
+
+
+def take_requests(output_dir: Path) -> list[Request]:
+    """The requests since the last call; their files are removed. Other files stay."""
+    return [request for request in REQUESTS if take_request(output_dir, request)]
+
+
+def take_request(output_dir: Path, request: Request) -> bool:
+    """Whether something was requested since the last call; its file is removed."""
+    try:
+        (output_dir / FOLDER / request).unlink()
+    except OSError:  # usually there is none
+        return False
+    return True

@@ -1,0 +1,223 @@
+"""How the processes of a run come together: a store, the watch, then the groups that exchange tensors and values."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import astuple
+from datetime import timedelta
+from typing import Any
+
+from simpletuner.distributed.exchange import ConnectedWorld
+from simpletuner.distributed.watch import EXCHANGE_SECONDS, GRACE_SECONDS, POLL_SECONDS, Beat, Link, Watch
+from simpletuner.distributed.world import LAUNCHERS, World, number_in
+from simpletuner.errors import Problem, SimpleTunerError, UserError, shorten
+
+# Processes wait for each other's saving, encoding and rendering, which may take hours; if one ends, `Watch` notices.
+PATIENCE = timedelta(days=30)
+START_SECONDS = 600.0  # in which all processes must have come
+# torchrun keeps the store, and the same one when it starts all processes again.
+KEPT_BY_LAUNCHER, ATTEMPT = "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
+FIRST = "process 0"  # key of its host, its address and port, and the run's key
+LOOPBACK = "127.0.0.1"
+FIRST_PORT, PORTS = 20000, 20000
+
+
+@contextmanager
+def connect(
+    place: World,
+    meeting_point: str = "env://",
+    *,
+    limit: float = EXCHANGE_SECONDS,
+    start_limit: float = START_SECONDS,
+    prepare: Callable[[Watch], None] = lambda watch: None,
+) -> Iterator[ConnectedWorld]:
+    """A world of several processes while the block lasts. Tensors are exchanged by NCCL on GPUs and by gloo on CPUs.
+
+    Args:
+        place: rank and size of this process.
+        meeting_point: the same on all of them: `env://` for what a launcher has set, or `file:///path` of a file that
+            does not exist yet.
+        limit: seconds that a process may wait for another one that does nothing.
+        start_limit: seconds in which all must have come.
+        prepare: called before the watch may end this process.
+
+    Raises:
+        UserError: they have not, or cannot reach each other.
+        SimpleTunerError: one of them has failed meanwhile.
+    """
+    # Imported here so that the commands which never train stay free of torch.
+    from torch import distributed
+
+    deadline = time.monotonic() + start_limit
+    store = open_store(place, meeting_point, deadline)
+    watch = join_watch(place, store, limit, deadline)
+    prepare(watch)
+    watch.enforce()
+    try:
+        control = _connect_groups(place, store, watch)
+        yield ConnectedWorld(*astuple(place), control=control, watch=watch)
+        distributed.barrier(control)
+        distributed.destroy_process_group()
+    finally:
+        watch.close()
+
+
+def _connect_groups(place: World, store: Any, watch: Watch) -> Any:
+    """Connect the processes for tensors; returns the group for values.
+
+    Raises:
+        SimpleTunerError: this process or another one has failed.
+    """
+    from torch import distributed
+
+    try:
+        backend, patience = take_device(place), timedelta(seconds=2 * watch.limit)
+        distributed.init_process_group(backend, None, patience, place.size, place.rank, store)
+        return distributed.new_group(backend="gloo", timeout=PATIENCE)
+    except (RuntimeError, ValueError) as error:  # from a GPU or the network
+        reason = str(error).partition("\n")[0]
+        known = watch.known(4 * POLL_SECONDS)  # the cause may be another process
+        message, _ = known or watch.fail(f"Process {watch.own} cannot join the others: {reason}", 1)
+        watch.linger(GRACE_SECONDS)
+        raise SimpleTunerError(message) from error
+
+
+def take_device(place: World) -> str:
+    """Make the GPU of this process the current one, if there are GPUs; returns what tensors are exchanged by."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "gloo"
+    device = place.local_rank % torch.cuda.device_count()  # a launcher may show each process only its own
+    torch.cuda.set_device(device)
+    os.environ["LOCAL_RANK"] = str(device)  # by which accelerate names the device to DDP
+    return "nccl"
+
+
+def open_store(place: World, meeting_point: str, deadline: float) -> Any:
+    """The store in which processes find each other, new at every restart.
+
+    Args:
+        deadline: on the monotonic clock.
+
+    Raises:
+        UserError: its address cannot be reached, or its port is taken.
+    """
+    from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined] # public, not typed so
+
+    if meeting_point.startswith("file://"):
+        return FileStore(meeting_point.removeprefix("file://"), place.size)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    holds = place.is_main and os.environ.get(KEPT_BY_LAUNCHER) != "True"
+    while True:
+        left = timedelta(seconds=max(1.0, min(10.0, deadline - time.monotonic())))  # so that Ctrl-C is heard between
+        try:
+            store = TCPStore(address, port, is_master=holds, timeout=left, wait_for_workers=False, multi_tenant=True)
+        except (RuntimeError, ValueError) as error:
+            refuse_meeting(error, place, f"{address}:{port}", is_over=time.monotonic() >= deadline)
+            time.sleep(POLL_SECONDS)
+            continue
+        store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
+        return PrefixStore(f"attempt {os.environ.get(ATTEMPT, '0')}", store)
+
+
+def refuse_meeting(error: Exception, place: World, where: str, *, is_over: bool) -> None:
+    """Raise unless another attempt to reach the store may succeed.
+
+    Raises:
+        UserError: the port is taken, or the time is over.
+    """
+    host, text = socket.gethostname(), str(error).partition("\n")[0]
+    if "EADDRINUSE" in text:
+        raise UserError(f"MASTER_PORT: {where} on {host} is in use by another run or program. Choose another port.")
+    if is_over:
+        raise UserError(
+            f"MASTER_ADDR: process {place.rank} on {host} cannot reach process 0 at {where}: {text.rstrip('.')}. Is it "
+            "running, is this its address, and is the port open? start_timeout allows more time."
+        )
+
+
+def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch:
+    """The running watch of this process, connected with the others.
+
+    Raises:
+        UserError: not all processes have come, or too many.
+    """
+    if place.is_main:
+        watch = Watch(0, place.size, secrets.token_hex(8), limit)
+        if store.add("first", 1) > 1:
+            other = json.loads(store.get(FIRST))[0]
+            raise UserError(f"RANK: process 0 runs already on {other}, so process {watch.own} is one too many.")
+        address = LOOPBACK if place.is_on_one_machine else ""
+        store.set(FIRST, json.dumps([watch.own.host, address, watch.links.listen(address), watch.links.key]))
+    else:
+        while not store.check([FIRST]):  # in Python, where Ctrl-C is heard
+            if time.monotonic() > deadline:
+                raise UserError("MASTER_ADDR: process 0 did not come in time; start_timeout allows more.")
+            time.sleep(POLL_SECONDS / 10)
+        host, address, port, key = json.loads(store.get(FIRST))
+        watch = Watch(place.rank, place.size, key, limit)
+        watch.links.add(Link(_reach(host, address, port, deadline), Beat(0, place.size, host, key)), 0)
+    # Process 0 is the one that says who is missing.
+    missing = watch.begin(deadline - time.monotonic() + (0.0 if place.is_main else GRACE_SECONDS))
+    if missing and place.is_main:
+        names = f"{'process' if len(missing) == 1 else 'processes'} {shorten([str(each) for each in missing], 8)}"
+        watch.fail(
+            f"MASTER_ADDR: {names} of {place.size} did not come to {watch.own.host} in time. Start the same command "
+            "on every machine, with this one's address; start_timeout allows more time.", 2,
+        )  # fmt: skip
+        watch.linger(GRACE_SECONDS)
+    if missing:
+        watch.close()
+        raise UserError(watch.verdict[0] if watch.verdict else "MASTER_ADDR: process 0 does not answer.")
+    return watch
+
+
+def _reach(host: str, address: str, port: int, deadline: float) -> socket.socket:
+    """A connection to the watch of process 0: at its only address, else at the one that the user gave, or by its name.
+
+    Raises:
+        UserError: there is none.
+    """
+    while True:
+        for each in [address] if address else dict.fromkeys((os.environ.get("MASTER_ADDR") or host, host)):
+            try:
+                return socket.create_connection((each, port), timeout=10)
+            except OSError as error:
+                reason = error
+        if time.monotonic() > deadline:
+            raise UserError(f"MASTER_ADDR: port {port} of {host}, where process 0 waits, cannot be reached: {reason}")
+        time.sleep(1)
+
+
+def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[Problem]:
+    """Set what torch and accelerate need to know for `env://`; returns what only the user knows."""
+    here = place.is_on_one_machine
+    job = number_in(environment, "SLURM_JOB_ID") or 0
+    first = first_host(environment.get("SLURM_STEP_NODELIST", "")) or (LOOPBACK if here else "")
+    found = {"MASTER_ADDR": first, "MASTER_PORT": str(FIRST_PORT + job % PORTS) if here or job else ""}
+    values = {name: environment.get(name) or value for name, value in found.items()}
+    environment.update({name: value for name, value in values.items() if value})
+    environment.update(zip(astuple(LAUNCHERS[0]), map(str, astuple(place)), strict=True))
+    what = {"MASTER_ADDR": "the address of the machine of process 0", "MASTER_PORT": "a free port there"}
+    port = values["MASTER_PORT"]
+    if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        return [Problem("MASTER_PORT", f"is {port!r}, not a port: 1 to 65535.")]
+    return [
+        Problem(name, f"is not set. {place.size} processes on several machines need {what[name]}.")
+        for name, value in values.items()
+        if not value
+    ]
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's list of hosts, such as `gpu[03-07,9],login`."""
+    found = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^,]*)", nodes)
+    return "".join(part or "" for part in found.groups()) if found else ""

@@ -1,0 +1,75 @@
+"""All processes of a run make the same plan, or none of them starts."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from simpletuner.distributed.world import Value, World
+from simpletuner.errors import ConfigError, Problem, shorten
+from simpletuner.plan.build import Plan
+from simpletuner.reporting.environment import package_versions
+
+
+def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Value]]) -> tuple[Plan, Value]:
+    """The plan of all processes, made by each: first by the main one, which also draws the seed, then by one on each
+    further machine, which may download, then by the rest.
+
+    Args:
+        make: makes it with a seed; None draws one.
+
+    Raises:
+        ConfigError: this process cannot make it, or it differs from the main one's.
+    """
+    mine = 0 if world.is_main else 1 if world.is_leader else 2
+    made, seed = None, None
+    for turn in range(3):
+        if turn == mine:
+            made = make(seed)
+        seed = world.broadcast(made[0].seed if made else None)
+    assert made is not None
+    problems = differences(world.gather((socket.gethostname(), describe(made[0]))))
+    if problems:
+        raise ConfigError(problems)
+    return made
+
+
+def describe(plan: Plan) -> dict[str, str]:
+    """What must be the same in all processes, by what a person would look at."""
+    config, identity = plan.config, plan.identity(package_versions())
+    step = "the beginning" if plan.resume is None else plan.resume.path.name
+    return {
+        **{key: repr(value) for key, value in (identity.settings | identity.order | config.flat()).items()},
+        **{f"version of {name}": version for name, version in identity.versions.items()},
+        **{f"content of {role}": digest[:12] for role, digest in identity.weights.items()},
+        "data_backend_config": f"a list of samples with the digest {identity.datasets[:12]}",
+        "content of simpletuner": source_digest(),
+        "seed": str(plan.seed),
+        "resume_from_checkpoint": f"{config.run.resume_from_checkpoint!r}, which is {step}",
+    }
+
+
+def source_digest() -> str:
+    """Identifies this program's source: two checkouts of one version may differ."""
+    folder = Path(__file__).parents[1]
+    content = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return content.hexdigest()[:12]
+
+
+def differences(described: list[tuple[str, Mapping[str, str]]]) -> list[Problem]:
+    """What differs from the first process, and in which one."""
+    _, first = described[0]
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for rank, (host, other) in enumerate(described):
+        for key in first.keys() | other.keys():
+            values = first.get(key, "absent"), other.get(key, "absent")
+            if values[0] != values[1]:
+                found.setdefault((key, *values), []).append(f"{rank} on {host}")
+    return [
+        Problem(key, f"is {here} in the first process, but {there} in process {shorten(where, 4)}.")
+        for (key, here, there), where in sorted(found.items())
+    ]

@@ -1,0 +1,35 @@
+"""A stop is requested once, by whoever asks first."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from simpletuner.distributed.requests import Stop, stop_on_interrupt
+from simpletuner.errors import Interrupted
+
+
+def test_a_source_is_looked_at_until_it_asks() -> None:
+    answers = iter([False, True])
+    stop = Stop(lambda: False)
+    stop.look_at(lambda: next(answers))
+    stop.check()
+    assert not stop.requested, "only its request counts"
+    with pytest.raises(Interrupted, match="A stop was requested"):
+        stop.check()
+    assert stop.requested
+    assert stop.is_due(), "there is no third answer"
+
+
+def test_the_first_signal_asks_and_the_second_one_interrupts() -> None:
+    stop, announced = Stop(), threading.Event()
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with stop_on_interrupt(stop, announced.set):
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested
+        assert announced.wait(60)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
