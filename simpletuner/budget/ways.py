@@ -10,8 +10,7 @@ from simpletuner.budget.budget import Budget, estimate, fits, gigabytes
 from simpletuner.config.load import CHOSEN, RunConfig
 from simpletuner.errors import Problem
 from simpletuner.plan.checks import exclusions
-from simpletuner.plan.launch import check_launch
-from simpletuner.plan.offload import check_offload
+from simpletuner.plan.launch import check_launch, check_offload
 
 STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
 WAYS: Mapping[str, Mapping[str, Any]] = {

@@ -83,7 +83,7 @@ def sweep(
 
 def parse_strengths(key: str, texts: list[str], problems: list[Problem]) -> list[float]:
     """The numbers given to an option."""
-    from simpletuner.config.option import parse_number
+    from simpletuner.config.values import parse_number
     from simpletuner.errors import Problem
 
     try:
@@ -101,7 +101,7 @@ def _planned(
     from simpletuner.budget.ready import weigh
     from simpletuner.budget.show import fit_line
     from simpletuner.config.load import raise_if_fatal
-    from simpletuner.config.option import plain_key
+    from simpletuner.config.values import plain_key
     from simpletuner.models.registry import load_adapter
     from simpletuner.plan.sampling import SampleRequest, plan_samples
     from simpletuner.reporting.log import setup_logging

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from simpletuner.config.load import Layer
-from simpletuner.config.option import plain_key
 from simpletuner.config.schema import option_names
+from simpletuner.config.values import plain_key
 from simpletuner.errors import Problem
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"

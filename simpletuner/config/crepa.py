@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.option import Flag, Group, Integer, Number, Text, common, option, parse_text, when
+from simpletuner.config.option import Group, common, option, when
+from simpletuner.config.values import Flag, Integer, Number, Text, parse_text
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:

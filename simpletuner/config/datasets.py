@@ -17,9 +17,12 @@ from simpletuner.config.json_files import expand_environment, json_kind, read_js
 from simpletuner.config.load import build_group
 from simpletuner.config.locate import resolve_alias
 from simpletuner.config.messages import unknown_key
-from simpletuner.config.option import (
+from simpletuner.config.option import Group, accepted, common, describe, option
+from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
+from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, DatasetDefaults
+from simpletuner.config.upstream import DATASET_INSTEAD, foreign_key_problem
+from simpletuner.config.values import (
     Flag,
-    Group,
     Integer,
     Json,
     Number,
@@ -27,17 +30,10 @@ from simpletuner.config.option import (
     Text,
     TextList,
     Texts,
-    accepted,
-    common,
-    describe,
-    option,
     parse_flag,
     parse_number,
     plain_key,
 )
-from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
-from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, DatasetDefaults
-from simpletuner.config.upstream import DATASET_INSTEAD, foreign_key_problem
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.redaction import hide_secrets
 
@@ -290,10 +286,8 @@ def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     condition_ids = [dataset.id for dataset in datasets if dataset.is_conditioning]
     for dataset in datasets:
         named: list[tuple[str, str | None, list[str]]] = [
-            ("conditioning_data", reference, condition_ids) for reference in dataset.conditioning_data or []
-        ]
-        named += [
             ("text_embeds", dataset.text_embeds, text_ids),
+            *(("conditioning_data", reference, condition_ids) for reference in dataset.conditioning_data or []),
             ("source_dataset_id", dataset.source_dataset_id, [*counts]),
         ]
         for key, reference, known in named:

@@ -7,19 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.option import (
-    Flag,
-    Group,
-    Integer,
-    Text,
-    TextList,
-    accepted,
-    common,
-    option,
-    parse_text,
-    unless,
-    when,
-)
+from simpletuner.config.option import Group, accepted, common, option, unless, when
+from simpletuner.config.values import Flag, Integer, Text, TextList, parse_text
 
 FsdpVersion = Annotated[Literal["2", "1"], BeforeValidator(parse_text)]  # may be written as a number
 sharded = partial(option, requires=when("fsdp_enable"))

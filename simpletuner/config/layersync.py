@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from simpletuner.config.option import Flag, Group, Integer, Number, common, option, when
+from simpletuner.config.option import Group, common, option, when
 from simpletuner.config.tread import Route
+from simpletuner.config.values import Flag, Integer, Number
 from simpletuner.errors import Problem
 
 # The authors' weights: for training from scratch, and in their LoRA for Wan, both in github.com/vita-epfl/LayerSync.

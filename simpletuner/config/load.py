@@ -20,13 +20,13 @@ from simpletuner.config.json_files import expand_environment, json_kind, read_js
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
-from simpletuner.config.loss import LossConfig, MaskedLossConfig
+from simpletuner.config.loss import LossConfig, MaskedLossConfig, PreservationConfig
 from simpletuner.config.messages import problems_of, unknown_key, with_stand_ins
-from simpletuner.config.option import Group, plain_key
-from simpletuner.config.preservation import PreservationConfig
+from simpletuner.config.option import Group
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.upstream import foreign_key_problem
+from simpletuner.config.values import plain_key
 from simpletuner.config.webhooks import WebhookConfig
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.redaction import hide_secrets

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from simpletuner.config.option import Flag, Group, Integer, Json, Number, PathText, common, option, when
+from simpletuner.config.option import Group, common, option, when
+from simpletuner.config.values import Flag, Integer, Json, Number, PathText
 
 # The kinds of adapter with a rank, and those that are published as a LoRA only after a conversion.
 ranked = partial(option, requires=when(lora_type=("standard", "lokr", "loha")))

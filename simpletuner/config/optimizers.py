@@ -19,12 +19,11 @@ from simpletuner.config.option import (
     TORCHAO,
     Package,
     check_installed,
-    parse_flag,
-    parse_number,
 )
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, OptimizerConfig, OptimizerName, PrecisionConfig
 from simpletuner.config.speed import has_compiler
+from simpletuner.config.values import parse_flag, parse_number
 from simpletuner.errors import NoEffect, Problem, did_you_mean
 
 # The type of the default decides how the user's text is parsed.

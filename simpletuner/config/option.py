@@ -6,189 +6,21 @@ section. The command line, `--help`, the wizard, the reference page and the load
 
 from __future__ import annotations
 
-import errno
 import functools
 import importlib.util
-import json
-import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError, PydanticUndefined
+from pydantic_core import PydanticUndefined
 
-from simpletuner.config.json_files import UnusableJsonError, expand_environment, parse_json, read_json
 from simpletuner.errors import Problem
-from simpletuner.redaction import hide_secrets
 
 # More than any key can mean, of steps, weights or sizes: a typo that would take days or gigabytes to show.
 LARGEST_NUMBER = 1_000_000_000
 JSON_OR_FILE = "JSON or file"  # the form of keys that also take the path of a JSON file
-TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
-FALSE_WORDS = frozenset({"false", "0", "no", "off"})
-
-
-def parse_flag(value: object) -> object:
-    """True or False from a boolean, 0, 1 or one of the usual words, in any letter case."""
-    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
-        return bool(value)
-    word = value.strip().lower() if isinstance(value, str) else None
-    if word in TRUE_WORDS:
-        return True
-    if word in FALSE_WORDS:
-        return False
-    raise ValueError("is not true or false")
-
-
-def parse_integer(value: object) -> object:
-    """A whole number of at most 64 bits from a number or numeric text; 1.5 and True are refused."""
-    if not isinstance(value, bool) and isinstance(value, int | str):
-        try:
-            return _within_64_bits(int(value))
-        except ValueError:
-            pass  # "1e3" and "20.0" are whole numbers too
-    number = parse_number(value, "is not a whole number")
-    if not number.is_integer():
-        raise ValueError("is not a whole number")
-    return _within_64_bits(int(number))
-
-
-def _within_64_bits(number: int) -> int:
-    """The number itself; raises PydanticCustomError, since `parse_integer` takes a ValueError for "not an integer"."""
-    if not -(2**63) <= number < 2**63:
-        raise PydanticCustomError("too_large", "is too large for a 64-bit number")
-    return number
-
-
-def parse_number(value: object, complaint: str = "is not a number") -> float:
-    """A finite float from a number or numeric text such as "1e-4"."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(complaint)
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        raise ValueError(complaint) from None
-    if not math.isfinite(number):
-        raise ValueError(complaint)
-    return number
-
-
-def parse_text(value: object) -> object:
-    """Text; numbers are converted as written."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError("is not text")
-    return str(value)
-
-
-def parse_path(value: object) -> object:
-    """Text that is a valid path: looking it up later finds it or not, but raises no other error."""
-    text = parse_text(value)
-    try:
-        Path(str(text)).expanduser().stat()
-    except RuntimeError:
-        raise ValueError("starts with the home folder of an unknown user") from None
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise ValueError(f"cannot be accessed: {error.strerror}") from None
-    except ValueError:
-        raise ValueError("contains a character that no path can have") from None
-    return text
-
-
-def parse_json_text(value: object) -> object:
-    """A list or object, given as such or as JSON text (the only way on the command line)."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
-            return parse_json(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"is not valid JSON ({error.msg} at character {error.pos + 1})") from None
-        except UnusableJsonError as error:
-            raise ValueError(str(error)) from None
-    return value
-
-
-def parse_list(value: object) -> object:
-    """A list, given as such, as JSON text, as comma-separated text or as a single value."""
-    value = parse_json_text(value)
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return value if isinstance(value, list) else [value]
-
-
-def parse_texts(value: object) -> object:
-    """A list of texts that may contain commas, given as such, as JSON text or as a single text."""
-    value = parse_json_text(value)
-    return value if isinstance(value, list) else [value]
-
-
-def parse_objects(key: str, value: object) -> object:
-    """A list of objects, given as such, as one object, as JSON text, or as the path of a JSON file with either.
-
-    `{env:NAME}` in the file expands; such values, and values under telling names, are hidden in all output.
-    """
-    value = parse_json_text(value)
-    if isinstance(value, str):
-        path, problems = Path(value).expanduser(), list[Problem]()
-        if not path.is_file():
-            raise ValueError("does not exist; it is a file, an object or a list of objects")
-        value = expand_environment(read_json(path, problems), key, problems, secret=True, keep_unset=True)
-        if fatal := [problem.message.removesuffix(".") for problem in problems if problem.fatal]:
-            raise ValueError("; ".join(fatal))
-        hide_secrets({key: value})
-    return [value] if isinstance(value, dict) else value
-
-
-Flag = Annotated[bool, BeforeValidator(parse_flag)]
-Integer = Annotated[int, BeforeValidator(parse_integer)]
-Number = Annotated[float, BeforeValidator(parse_number)]
-Text = Annotated[str, BeforeValidator(parse_text)]
-PathText = Annotated[str, BeforeValidator(parse_path)]
-TextList = Annotated[list[Text], BeforeValidator(parse_list)]
-Texts = Annotated[list[Text], BeforeValidator(parse_texts)]
-Json = Annotated[Any, BeforeValidator(parse_json_text)]
-
-
-BYTES_TEXT = re.compile(r"([0-9.]+) ?([MGT])i?B?", re.IGNORECASE)
-
-
-def parse_gigabytes(value: object) -> float:
-    """GB from a number of them, or from text with a unit: "10G", "500 MB"."""
-    found = BYTES_TEXT.fullmatch(value.strip()) if isinstance(value, str) else None
-    scale = {"M": 1e-3, "G": 1.0, "T": 1e3}[found[2].upper()] if found else 1.0
-    return scale * parse_number(found[1] if found else value, "is not a size such as 10G or 500M")
-
-
-Gigabytes = Annotated[float, BeforeValidator(parse_gigabytes)]
-Size = tuple[int, int]  # width and height in pixels
-SIZE = re.compile(r"([0-9]{1,6})(?:\.0*)?(?:x([0-9]{1,6})(?:\.0*)?)?")
-
-
-def parse_sizes(value: object) -> object:
-    """(width, height) of each entry of a comma-separated list of `N` and `WxH`."""
-    if isinstance(value, tuple):
-        return value
-    parts = [part.strip().lower() for part in str(parse_text(value)).split(",") if part.strip()]
-    wrong = [part for part in parts if not SIZE.fullmatch(part)]
-    if wrong and len(parts) > 1:
-        raise ValueError(f"contains {', '.join(map(repr, wrong))}, which is not a size such as 1024 or 1280x768")
-    if wrong:
-        raise ValueError("is not a size such as 1024 or 1280x768")
-    if not parts:
-        raise ValueError("contains no size")
-    found = (SIZE.fullmatch(part) for part in parts)
-    return tuple((int(match[1]), int(match[2] or match[1])) for match in found if match)
-
-
-def write_sizes(sizes: tuple[Size, ...] | None) -> str | None:
-    """Sizes as they are written in a config."""
-    return None if sizes is None else ",".join(f"{width}x{height}" for width, height in sizes)
-
-
-Sizes = Annotated[tuple[Size, ...], BeforeValidator(parse_sizes), PlainSerializer(write_sizes)]
 
 
 @dataclass(frozen=True)
@@ -249,11 +81,6 @@ def unless(*keys: str, because: str = "", **values: object) -> When:
 
 
 Conditions = tuple[When, ...]
-
-
-def plain_key(written: str) -> str:
-    """A key without `--` and with `_` for `-`."""
-    return written.removeprefix("--").replace("-", "_")
 
 
 class Group(BaseModel):

@@ -11,18 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from simpletuner.config.option import (
-    BITSANDBYTES,
-    TORCHAO,
-    Flag,
-    Group,
-    Integer,
-    Package,
-    check_installed,
-    common,
-    option,
-    when,
-)
+from simpletuner.config.option import BITSANDBYTES, TORCHAO, Group, Package, check_installed, common, option, when
+from simpletuner.config.values import Flag, Integer
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:  # it imports this module

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from simpletuner.config.option import Flag, Group, Integer, Number, PathText, Text, TextList, accepted, option
+from simpletuner.config.option import Group, accepted, option
+from simpletuner.config.values import Flag, Integer, Number, PathText, Text, TextList
 from simpletuner.errors import Problem
 from simpletuner.redaction import REFERENCE
 

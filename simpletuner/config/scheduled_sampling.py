@@ -8,7 +8,8 @@ from functools import partial
 from statistics import fmean
 from typing import Literal
 
-from simpletuner.config.option import Flag, Group, Integer, Number, common, option, unless, when
+from simpletuner.config.option import Group, common, option, unless, when
+from simpletuner.config.values import Flag, Integer, Number
 from simpletuner.errors import NoEffect, Problem
 
 PREFIX = "scheduled_sampling_"

@@ -19,36 +19,28 @@ from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
-from simpletuner.config.loss import LossConfig, MaskedLossConfig
-from simpletuner.config.option import (
+from simpletuner.config.loss import LossConfig, MaskedLossConfig, PreservationConfig
+from simpletuner.config.option import Group, Option, accepted, common, describe, option, unless, when
+from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
+from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
+from simpletuner.config.precision import recomputed
+from simpletuner.config.publishing import PublishConfig
+from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
+from simpletuner.config.tread import Route, Routes
+from simpletuner.config.validation_adapters import ValidationAdapterConfig as ValidationAdapterConfig
+from simpletuner.config.values import (
     Flag,
     Gigabytes,
-    Group,
     Integer,
     Number,
-    Option,
     PathText,
     Sizes,
     Text,
     TextList,
     Texts,
-    accepted,
-    common,
-    describe,
-    option,
     parse_text,
     plain_key,
-    unless,
-    when,
 )
-from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
-from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
-from simpletuner.config.precision import recomputed
-from simpletuner.config.preservation import PreservationConfig
-from simpletuner.config.publishing import PublishConfig
-from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
-from simpletuner.config.tread import Route, Routes
-from simpletuner.config.validation_adapters import ValidationAdapterConfig as ValidationAdapterConfig
 from simpletuner.config.webhooks import WebhookConfig
 
 CaptionStrategy = Literal[

@@ -9,7 +9,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from simpletuner.config.option import Group, Integer, Number, parse_json_text
+from simpletuner.config.option import Group
+from simpletuner.config.values import Integer, Number, parse_json_text
 from simpletuner.errors import Problem
 
 KEY = "tread_config"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from simpletuner.config.crepa import SELF_FLOW
-from simpletuner.config.option import FALSE_WORDS
+from simpletuner.config.values import FALSE_WORDS
 from simpletuner.errors import Problem
 
 # Values that switch a key off.

@@ -10,7 +10,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from simpletuner.config.option import Group, Number, Text, TextList, common, option, parse_json_text, when
+from simpletuner.config.option import Group, common, option, when
+from simpletuner.config.values import Number, Text, TextList, parse_json_text
 from simpletuner.errors import Problem
 
 KEY = "validation_adapter_config"

@@ -10,18 +10,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from simpletuner.config.option import (
-    JSON_OR_FILE,
-    Flag,
-    Group,
-    Integer,
-    Text,
-    common,
-    option,
-    parse_flag,
-    parse_objects,
-    when,
-)
+from simpletuner.config.option import JSON_OR_FILE, Group, common, option, when
+from simpletuner.config.values import Flag, Integer, Text, parse_flag, parse_objects
 from simpletuner.errors import Problem
 from simpletuner.redaction import REFERENCE
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.option import FALSE_WORDS, Size
+from simpletuner.config.values import FALSE_WORDS, Size
 from simpletuner.data.chance import fraction
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import open_atomically
 from simpletuner.config.datasets import MASKS, DatasetConfig
-from simpletuner.config.option import Size
+from simpletuner.config.values import Size
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, is_clip, probe_clip
 from simpletuner.data.context import DataContext
 from simpletuner.data.files import (

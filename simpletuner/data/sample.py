@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from PIL import Image
 
-from simpletuner.config.option import Size
+from simpletuner.config.values import Size
 from simpletuner.data.buckets import Geometry, cover
 from simpletuner.data.clips import ClipFacts, frames_of
 

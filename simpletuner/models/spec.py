@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import FamilyOptions, RunConfig
-from simpletuner.config.option import Group, Size
+from simpletuner.config.option import Group
 from simpletuner.config.schema import TextConfig
+from simpletuner.config.values import Size
 from simpletuner.errors import Problem
 from simpletuner.models.cost_table import FamilyCost
 

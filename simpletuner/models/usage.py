@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 from simpletuner.config.load import FamilyOptions
-from simpletuner.config.option import Size
+from simpletuner.config.values import Size
 from simpletuner.models.spec import Task
 
 

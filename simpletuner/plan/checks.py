@@ -25,8 +25,7 @@ from simpletuner.models.source import ModelSource, blocks_of, differing_weights,
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.models.vision import VisionEncoder
 from simpletuner.plan.environment import why_no_folder, why_not_writable
-from simpletuner.plan.launch import check_launch
-from simpletuner.plan.offload import check_offload
+from simpletuner.plan.launch import check_launch, check_offload
 from simpletuner.reporting.trackers import check_names, check_trackers
 from simpletuner.validation.prompts import ValidationPrompt
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simpletuner.config.load import RunConfig
-from simpletuner.config.option import TRUE_WORDS, parse_flag
+from simpletuner.config.values import TRUE_WORDS, parse_flag
 from simpletuner.distributed.world import launched
 from simpletuner.errors import Problem, UserError
 from simpletuner.reporting.log import log_level

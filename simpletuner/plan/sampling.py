@@ -38,7 +38,7 @@ from simpletuner.models.source import ModelSource, Part, tensor_shapes
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.build import Length, Plan, check_model, find_family, find_flavour, preview_sizes
 from simpletuner.plan.checks import check_memory, check_output, check_prompts, exclusions
-from simpletuner.plan.offload import check_offload
+from simpletuner.plan.launch import check_offload
 from simpletuner.plan.resume import decide_seed
 from simpletuner.training.manifest import (
     LORA_FILE,

@@ -19,7 +19,7 @@ from simpletuner.atomic import write_json
 from simpletuner.caching.keys import digest
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import trained_precision
-from simpletuner.config.option import Size
+from simpletuner.config.values import Size
 from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.memory.precision import DTYPES
 from simpletuner.memory.products import check_device

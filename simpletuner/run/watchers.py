@@ -14,9 +14,9 @@ from simpletuner.budget.rounds import find_rounds, steps_per_epoch
 from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.caching.read import BatchReader
-from simpletuner.config.option import Size
 from simpletuner.config.publishing import repository_name
 from simpletuner.config.schema import ScheduleConfig
+from simpletuner.config.values import Size
 from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds

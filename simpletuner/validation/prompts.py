@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.json_files import json_kind, read_json
-from simpletuner.config.option import Size
 from simpletuner.config.schema import ValidationConfig
+from simpletuner.config.values import Size
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec
 

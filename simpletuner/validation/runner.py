@@ -25,8 +25,8 @@ from torch import nn
 from simpletuner.atomic import open_atomically
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import trained_precision
-from simpletuner.config.option import Size
 from simpletuner.config.schema import OffloadConfig
+from simpletuner.config.values import Size
 from simpletuner.data.context import ProgressBar
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.flow import sampling_shift

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simpletuner.config.preservation import PreservationConfig
+from simpletuner.config.loss import PreservationConfig
 from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.seeds import Place

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from simpletuner.cli.wizard.questions import Question, stale_keys
-from simpletuner.config.option import parse_flag, plain_key
+from simpletuner.config.values import parse_flag, plain_key
 from simpletuner.errors import ConfigError, UserError, nearest
 from simpletuner.plan.draft import Draft
 

@@ -16,7 +16,7 @@ from simpletuner.budget.ready import weigh_plan
 from simpletuner.budget.show import duration
 from simpletuner.cli.wizard.config_file import example_datasets, render_config
 from simpletuner.config.arguments import Arguments
-from simpletuner.config.option import Size
+from simpletuner.config.values import Size
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, PlainSerializer
 
-from simpletuner.config.option import Group, PathText, common, option, parse_number
+from simpletuner.config.option import Group, common, option
+from simpletuner.config.values import PathText, parse_number
 
 RopeScale = tuple[float, float, float]
 AUTO = "auto"

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Mapping, Sequence
 
 from simpletuner.config.load import FamilyOptions, RunConfig
-from simpletuner.config.option import Size
+from simpletuner.config.values import Size
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, TRANSFORMER_CLASS
 from simpletuner.models.kandinsky5.options import KandinskyOptions, write_rope_scale

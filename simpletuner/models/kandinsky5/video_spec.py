@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from simpletuner.config.load import RunConfig
-from simpletuner.config.option import Size
+from simpletuner.config.values import Size
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.kandinsky5.geometry import TILE_SIDE, is_sparse, is_sparse_flavour, rope_scale_of_size

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from simpletuner.config.json_files import read_json
-from simpletuner.config.option import FALSE_WORDS, TRUE_WORDS, Group, Number, PathText, common, option, parse_json_text
+from simpletuner.config.option import Group, common, option
+from simpletuner.config.values import FALSE_WORDS, TRUE_WORDS, Number, PathText, parse_json_text
 from simpletuner.errors import Problem
 
 
