@@ -30,7 +30,7 @@ from simpletuner.run.train import fix_order
 from simpletuner.speed.attention import NEWER_FLASH, installed_flash, serve
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
-from simpletuner.training.step import add_noise
+from simpletuner.training.noise import add_noise
 
 GIGABYTE = 1e9
 

@@ -18,8 +18,9 @@ from simpletuner.redaction import redact
 from simpletuner.training.ema import Ema
 from simpletuner.training.finite import stop_if_result_not_finite
 from simpletuner.training.manifest import STEP_NOTE
+from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly, TrainState
-from simpletuner.training.step import add_noise, predict_now
+from simpletuner.training.step import predict_now
 from simpletuner.training.trained import Release
 
 

@@ -47,8 +47,8 @@ from simpletuner.training.checkpoints import load_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.loop import train
 from simpletuner.training.manifest import FOLDER_NAME, PIPELINE_FOLDER
+from simpletuner.training.noise import with_noise
 from simpletuner.training.state import Assembly, TrainState
-from simpletuner.training.step import with_noise
 from simpletuner.validation.runner import PREVIEW_FOLDERS
 
 # With one of these, cuBLAS gives the same bits each time, at a cost of memory or speed.

@@ -7,7 +7,7 @@ checks cost no synchronisation. Weights are checked when they are saved, loaded,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,6 @@ from simpletuner.errors import NonFiniteError, UserError, shorten
 if TYPE_CHECKING:  # they import this module
     from simpletuner.training.ema import Ema
     from simpletuner.training.state import Assembly
-
-# The scaler skips a float16 step that overflows and halves its scale. Below 1 it is not the scale that overflows.
-LOWEST_SCALE = 1.0
 
 
 def stop_if_losses_not_finite(losses: Sequence[float], files: Sequence[Sequence[str]]) -> None:
@@ -42,49 +39,6 @@ def stop_if_losses_not_finite(losses: Sequence[float], files: Sequence[Sequence[
         raise NonFiniteError(
             f"The loss is {', '.join(map(str, losses))}. The weights were not touched. Trained on: {', '.join(guilty)}."
         )
-
-
-def stop_if_gradients_not_finite(
-    sizes: Iterable[float],
-    parameters: Mapping[str, nn.Parameter],
-    scaler: torch.amp.GradScaler,
-    files: Sequence[Sequence[str]],
-    *,
-    is_halfway: bool = False,
-) -> None:
-    """Check the gradient of a step before the update.
-
-    In float16 the scaler skips such a step and tries the next one at half its scale, until the scale is below 1.
-
-    Args:
-        sizes: norm or largest value of the whole gradient, as measured by clipping.
-        is_halfway: released gradients have updated some weights.
-
-    Raises:
-        NonFiniteError: naming the tensors in the order in which the backward pass reached them, and the files.
-    """
-    if all(map(math.isfinite, sizes)) or (scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE):
-        return
-    gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
-    guilty = not_finite(gradients)[::-1]  # the backward pass goes from the last layer to the first
-    raise gradient_error(guilty, files, is_halfway=is_halfway)
-
-
-def gradient_error(guilty: Sequence[str], files: Sequence[Sequence[str]], *, is_halfway: bool) -> NonFiniteError:
-    """The error for a gradient that is NaN or infinite.
-
-    Args:
-        guilty: its tensors, in the order in which the backward pass reached them; none if each by itself is finite.
-        is_halfway: some weights are updated already.
-    """
-    what = f"of {shorten(guilty)}, in the order of the backward pass," if guilty else "of all tensors together"
-    left = "were not touched"
-    if is_halfway:
-        left = "of this step are partly updated and are not saved: continue from the last checkpoint"
-    return NonFiniteError(
-        f"The gradient {what} is NaN or infinite, although the loss is finite. The weights {left}. "
-        f"Trained on: {', '.join(name for names in files for name in names)}."
-    )
 
 
 def stop_if_result_not_finite(assembly: Assembly, ema: Ema | None) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from simpletuner.config.schema import OptimizerConfig
-from simpletuner.training.finite import gradient_error
+from simpletuner.training.gradients import gradient_error
 from simpletuner.training.host_state import HostState
 
 

@@ -2,71 +2,37 @@
 
     batch ─► noise ─► noisy batch ─► predict ─► loss ─► backward ─► clip ─► update ─► report
 
-Every random number of a step is derived from (seed, global step, micro-step, sample). Nothing that happens between
-steps (previews, a restart, another technique) can change it.
+Nothing that happens between steps (previews, a restart, another technique) can change one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from statistics import fmean
-from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from simpletuner.config.schema import OptimizerConfig
 from simpletuner.data.loader import BatchLoader
-from simpletuner.diffusion.batch import Batch, NoisyBatch, upload
-from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas, slowed_sigmas
+from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.loss import elementwise_loss, per_sample
-from simpletuner.diffusion.seeds import Place, seed_device, step_seed
-from simpletuner.distributed.sharding import from_all, local, local_parts
-from simpletuner.distributed.world import World
-from simpletuner.training.finite import stop_if_gradients_not_finite, stop_if_losses_not_finite
-from simpletuner.training.meter import StepMeter, tokens_of
+from simpletuner.diffusion.seeds import step_seed
+from simpletuner.training.finite import stop_if_losses_not_finite
+from simpletuner.training.gradients import (
+    clip_gradients,
+    equalise_samples,
+    gradient_size,
+    loss_divisor,
+    stop_if_gradients_not_finite,
+)
+from simpletuner.training.losses import HostLosses, Losses
+from simpletuner.training.meter import StepMeter
+from simpletuner.training.noise import add_noise
 from simpletuner.training.optimizers import RATE_RATIO, SEED, learning_rate_at
 from simpletuner.training.state import Assembly
-
-Item = TypeVar("Item")
-
-
-def gradient_size(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> dict[str, Tensor]:
-    """The size that `grad_clip_method` limits, on the device: `grad_absmax` (value) or `grad_norm` (norm).
-
-    torch's `clip_grad_norm_` would scale by a tensor on the device even where nothing is clipped; here the size is read
-    together with the losses, for clipping, for the log and for the check that it is finite.
-    """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return {}
-    parts = local_parts(gradients)
-    if config.grad_clip_method == "value":
-        return {"grad_absmax": from_all(torch.stack(torch._foreach_norm(parts, float("inf"))), gradients).max()}
-    norms = torch.stack([part.float() for part in torch._foreach_norm(parts, 2.0)])
-    return {"grad_norm": from_all(norms, gradients).norm(2)}
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig, sizes: Mapping[str, float]) -> None:
-    """Clip in place to `max_grad_norm`; 0 clips nothing.
-
-    Args:
-        sizes: what `gradient_size` gave for these parameters, as numbers.
-    """
-    limit = config.max_grad_norm
-    if not any(0 < limit < size for size in sizes.values()):
-        return
-    parts = local_parts([parameter.grad for parameter in parameters if parameter.grad is not None])
-    if "grad_norm" in sizes:
-        torch._foreach_mul_(parts, limit / sizes["grad_norm"])
-    else:
-        torch._foreach_clamp_min_(parts, -limit)
-        torch._foreach_clamp_max_(parts, limit)
 
 
 @dataclass(frozen=True)
@@ -100,87 +66,6 @@ class StepReport:
     passes: int = 0
 
 
-@dataclass
-class _Losses:
-    """Losses of the micro-steps. They stay on the device, so that the host waits for it only once a step."""
-
-    total: list[Tensor] = field(default_factory=list)
-    diffusion: list[Tensor] = field(default_factory=list)  # the total without what techniques add to it
-    per_sample: list[Tensor] = field(default_factory=list)
-    timesteps: list[Tensor] = field(default_factory=list)
-    extra: list[dict[str, Tensor]] = field(default_factory=list)  # by names that not all micro-steps have
-    names: list[list[str]] = field(default_factory=list)
-
-    def log(self, extra: Mapping[str, Tensor]) -> None:
-        """Log scalars of the last micro-step, which may be on the CPU."""
-        device = self.per_sample[-1].device
-        self.extra[-1].update({name: upload(value.detach(), device) for name, value in extra.items()})
-
-    @property
-    def counts(self) -> list[int]:
-        """Samples of each micro-batch."""
-        return [len(names) for names in self.names]
-
-    def on_host(self, more: Sequence[Tensor] = ()) -> tuple[HostLosses, Iterator[float]]:
-        """Copies the losses and extra scalars to the host in one transfer."""
-        scalars = [*self.total, *self.diffusion, *(value for extra in self.extra for value in extra.values())]
-        flat = [torch.stack(scalars), *self.per_sample, *self.timesteps, *(each[None] for each in more)]
-        numbers = iter(torch.cat(flat).tolist())
-        total, diffusion = (list(islice(numbers, len(self.total))) for _ in range(2))
-        extra = [dict(zip(each, islice(numbers, len(each)), strict=True)) for each in self.extra]
-        samples, timesteps = ([list(islice(numbers, count)) for count in self.counts] for _ in range(2))
-        return HostLosses(total, diffusion, samples, timesteps, extra, self.names), numbers
-
-
-@dataclass(frozen=True)
-class HostLosses:
-    """What `_Losses` holds, as numbers: one item per micro-step."""
-
-    total: list[float]
-    diffusion: list[float]
-    per_sample: list[list[float]]
-    timesteps: list[list[float]]
-    extra: list[dict[str, float]]
-    names: list[list[str]]
-
-    @classmethod
-    def merged(cls, parts: Sequence[HostLosses]) -> HostLosses:
-        """The losses of all processes as those of one, with samples in the order of the global batch.
-
-        Raises:
-            NonFiniteError: naming the files of the micro-batches of one process.
-        """
-        files = [names for part in parts for names in part.names]
-        stop_if_losses_not_finite([loss for part in parts for loss in part.total], files)
-        return cls(
-            total=_averaged(part.total for part in parts),
-            diffusion=_averaged(part.diffusion for part in parts),
-            per_sample=[_joined(micro) for micro in zip(*(part.per_sample for part in parts), strict=True)],
-            timesteps=[_joined(micro) for micro in zip(*(part.timesteps for part in parts), strict=True)],
-            extra=[
-                {name: fmean(values) for name, values in _by_name(micro).items()}
-                for micro in zip(*(part.extra for part in parts), strict=True)
-            ],
-            names=[_joined(micro) for micro in zip(*(part.names for part in parts), strict=True)],
-        )
-
-
-def _joined(lists: Iterable[list[Item]]) -> list[Item]:
-    return [item for each in lists for item in each]
-
-
-def _averaged(columns: Iterable[list[float]]) -> list[float]:
-    return [fmean(column) for column in zip(*columns, strict=True)]
-
-
-def _by_name(extras: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
-    """The values under each name, which need not be in all of these."""
-    found: dict[str, list[float]] = {}
-    for name, value in (pair for extra in extras for pair in extra.items()):
-        found.setdefault(name, []).append(value)
-    return found
-
-
 def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) -> StepReport:
     """Train on `accumulation` micro-batches and update the weights once. All their samples have the same weight.
 
@@ -194,8 +79,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     """
     settings, accelerator = assembly.settings, assembly.accelerator
     meter, passes = StepMeter(assembly), assembly.passes
-    learning_rate = _prepare_groups(assembly, global_step)
-    losses = _Losses()
+    rate = _prepare_groups(assembly, global_step)
+    losses = Losses()
     for micro_step in range(settings.accumulation):
         with meter.waiting_for_data():
             batch = next(loader).to(accelerator.device, non_blocking=True)
@@ -231,8 +116,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         step=global_step + 1,
         epoch=loader.epoch,
         epochs_done=loader.epochs_done,
-        metrics={**_means(assembly, everyone), **gradient, "learning_rate": learning_rate, "epoch": loader.epoch},
-        samples=list(zip(_joined(everyone.timesteps), _joined(everyone.per_sample), strict=True)),
+        metrics=everyone.means(assembly.techniques) | gradient | {"learning_rate": rate, "epoch": loader.epoch},
+        samples=everyone.samples,
         seconds=meter.seconds,  # last: reading the losses has waited for the device
         data_seconds=meter.data_seconds,
         weights_seconds=meter.read_weights_seconds(),
@@ -268,31 +153,15 @@ def _prepare_groups(assembly: Assembly, global_step: int) -> float:
     return learning_rate
 
 
-def loss_divisor(counts: Sequence[int], accumulation: int) -> float:
-    """The divisor for the loss of the last micro-batch; `accumulation` if it has as many samples as the first one.
-
-    The number of samples in the window is unknown before its last batch, so this assumes batches like the first;
-    `equalise_samples` corrects the sum afterwards.
-    """
-    return accumulation * counts[0] / counts[-1]
-
-
-def equalise_samples(parameters: Iterable[nn.Parameter], counts: Sequence[int]) -> None:
-    """Rescale gradients summed with `loss_divisor` to those of the mean over all samples."""
-    factor = len(counts) * counts[0] / sum(counts)
-    if factor != 1:
-        torch._foreach_mul_([local(each.grad) for each in parameters if each.grad is not None], factor)
-
-
 def rehearse_micro_step(assembly: Assembly, batch: Batch, global_step: int = 0, micro_step: int = 0) -> HostLosses:
     """Forward and backward of one micro-batch as at a place in the run; the caller clears the gradients."""
-    losses = _Losses()
+    losses = Losses()
     assembly.transformer.train()
     run_micro_step(assembly, batch.to(assembly.accelerator.device), global_step, micro_step, losses)
     return losses.on_host()[0]
 
 
-def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_step: int, losses: _Losses) -> None:
+def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_step: int, losses: Losses) -> None:
     """Forward and backward of one micro-batch, then of the passes that techniques add, one graph at a time."""
     last = micro_step == assembly.settings.accumulation - 1  # only then do processes exchange their gradients
     with ExitStack() as acting:
@@ -324,7 +193,7 @@ def exchange_only(assembly: Assembly, *, transformer: bool, modules: bool) -> It
         yield
 
 
-def _backward(assembly: Assembly, loss: Tensor, losses: _Losses) -> None:
+def _backward(assembly: Assembly, loss: Tensor, losses: Losses) -> None:
     """Add the gradients of a loss; NaN if the total is not finite, which every process then sees in its gradients."""
     one = 1 + 0 * losses.total[-1]
     share = one * loss / loss_divisor(losses.counts, assembly.settings.accumulation)
@@ -339,17 +208,14 @@ def noisy_batch(assembly: Assembly, batch: Batch, global_step: int, micro_step: 
     return noisy
 
 
-def micro_loss(assembly: Assembly, noisy: NoisyBatch, losses: _Losses) -> Tensor:
+def micro_loss(assembly: Assembly, noisy: NoisyBatch, losses: Losses) -> Tensor:
     """The scalar loss of one micro-batch, ready for backward."""
     with assembly.hidden.open():  # extra losses may read the hidden states of this forward pass
         prediction = predict(assembly, noisy)
         extras = [technique.extra_losses(noisy, prediction) for technique in assembly.techniques]
 
     loss = elementwise_loss(prediction, noisy, assembly.settings.loss)  # B C F H W
-    losses.per_sample.append(per_sample(loss.detach()))  # logged as train_loss: before techniques weigh it
-    losses.timesteps.append(noisy.timesteps)
-    losses.names.append(noisy.batch.names)
-    losses.extra.append({})
+    losses.begin(noisy, per_sample(loss.detach()))
     for technique in assembly.techniques:
         loss = technique.weigh(noisy, prediction, loss)
     total = per_sample(loss).mean()
@@ -377,63 +243,3 @@ def predict_now(assembly: Assembly, noisy: NoisyBatch) -> Tensor:
         prediction = predict(assembly, noisy)
     assembly.transformer.train()
     return prediction
-
-
-def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
-    """Draw sigmas and noise for this place in the run, and seed the device's generator for dropout."""
-    settings = assembly.settings
-    place = place_of(assembly, len(batch.names), global_step, micro_step)
-    seed_device(batch.latents.device, place.forward_seed)
-    shift = choose_shift(
-        settings.flow, tokens_of(assembly, batch), assembly.adapter.spec.auto_shift,
-        shift_is_explicit=settings.shift_is_explicit,
-    )  # fmt: skip
-    sigmas = sample_sigmas(place, settings.flow, shift, settings.timestep_offsets.get(batch.dataset_id, 0.0))
-    noise = batch.noise if batch.noise is not None and batch.place == place else _noise(batch, place)
-    noisy = make_noisy(
-        batch,
-        sigmas,
-        noise,
-        input_perturbation=settings.loss.input_perturbation_at(global_step),
-        noise_offset=settings.loss.noise_offset,
-        noise_offset_probability=settings.loss.noise_offset_probability,
-        levels=slowed_sigmas(place, sigmas, settings.flow.mixflow_gamma) if settings.flow.mixflow_enabled else None,
-        place=place,
-    )
-    return replace(noisy, host_sigmas=tuple(sigmas.tolist()))
-
-
-def with_noise(assembly: Assembly, batch: Batch, number: int) -> Batch:
-    """The batch with its noise as `add_noise` would draw it, which takes long: to be done ahead, in the background.
-
-    Args:
-        number: micro-batches of the run before this one.
-    """
-    place = place_of(assembly, len(batch.names), *divmod(number, assembly.settings.accumulation))
-    return replace(batch, noise=_noise(batch, place), place=place)
-
-
-def _noise(batch: Batch, place: Place) -> Tensor:
-    return sample_noise(batch.latents, place.generators("noise"))
-
-
-def place_of(assembly: Assembly, count: int, global_step: int, micro_step: int) -> Place:
-    """Where in the run a micro-batch of `count` samples is."""
-    # With shared noise every process draws what it would draw alone.
-    world = World() if assembly.settings.shared_noise else assembly.world
-    return Place(assembly.settings.seed, global_step, micro_step, world.slots(count), world.size * count)
-
-
-def _means(assembly: Assembly, losses: HostLosses) -> dict[str, float]:
-    counts = torch.tensor([len(names) for names in losses.names], dtype=torch.float32)
-    shares = counts / counts.mean()  # all 1 if the batches are of one size
-    means = {
-        "train_loss": torch.tensor(_joined(losses.per_sample)).mean().item(),
-        "optimization_loss": (torch.tensor(losses.total) * shares).mean().item(),
-    }
-    if any(losses.extra):
-        means["diffusion_loss"] = (torch.tensor(losses.diffusion) * shares).mean().item()
-    means |= {name: torch.tensor(values).mean().item() for name, values in _by_name(losses.extra).items()}
-    for technique in assembly.techniques:
-        means |= technique.summary(means)
-    return means

@@ -19,8 +19,8 @@ from simpletuner.training.applied import applied_loras
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.lora import rounding_error
 from simpletuner.training.lora_files import verify_file
+from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly
-from simpletuner.training.step import add_noise
 from tests.closeness import MODEL, assert_all_close, assert_close
 from tests.fidelity.family import CPU
 from tests.fidelity.sana import make_sana_adapter, make_sana_config, stock_pipeline

@@ -19,6 +19,7 @@ from simpletuner.models.float32 import full_linear
 from simpletuner.speed import attention
 from simpletuner.training import step
 from simpletuner.training.assemble import TrainingSpec, assemble
+from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly
 from tests.fidelity.family import make_adapter, make_config
 from tests.memory.test_products import draw, layer
@@ -97,7 +98,7 @@ def test_nothing_waits_for_the_device_before_the_losses_are_read(
     batch = make_batch(t2i_checkpoint, CAPTIONS).pin_memory()
 
     def micro_step(number: int) -> None:
-        losses = step._Losses()
+        losses = Losses()
         there = batch.to(GPU, non_blocking=True)
         step.run_micro_step(assembly, there, number, 0, losses)
 

@@ -25,8 +25,9 @@ from simpletuner.models.kandinsky5.fast import store_in_bf16
 from simpletuner.speed.compile import Case, CheckedForward, CompiledPiece, settle_compiler
 from simpletuner.speed.recomputation import checkpointed
 from simpletuner.techniques.tread import Tread
+from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly
-from simpletuner.training.step import _Losses, micro_loss, noisy_batch
+from simpletuner.training.step import micro_loss, noisy_batch
 from tests.fidelity import test_sanavideo_training as sana
 from tests.speed.test_speed import loss_and_gradients
 from tests.tiny import WIDTH, build_kandinsky
@@ -104,7 +105,7 @@ def test_few_graphs_serve_a_whole_run(t2i_checkpoint: Path, monkeypatch: pytest.
     for height, width, captions in LAST_BATCHES:
         compare(bucket(height, width, *captions), captions)
     with torch.no_grad():
-        micro_loss(compiled, noisy_batch(compiled, bucket(8, 8, 6, 4), 0, 0), _Losses())
+        micro_loss(compiled, noisy_batch(compiled, bucket(8, 8, 6, 4), 0, 0), Losses())
     assert graphs() <= 6
 
 
@@ -236,7 +237,7 @@ def test_previews_are_compiled_on_request(t2i_checkpoint: Path, monkeypatch: pyt
         counters.clear()
         assembly = make_assembly(t2i_checkpoint, dynamo_backend="aot_eager", validation_torch_compile=sampling)
         with torch.no_grad():
-            micro_loss(assembly, noisy_batch(assembly, batch, 0, 0), _Losses())
+            micro_loss(assembly, noisy_batch(assembly, batch, 0, 0), Losses())
         assert graphs() == expected
 
 

@@ -21,8 +21,9 @@ from simpletuner.speed import attention
 from simpletuner.speed.attention import MeasuredChoice, kernel_chooser
 from simpletuner.speed.recomputation import LeftToRecomputation, Recomputed
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
+from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly
-from simpletuner.training.step import _Losses, micro_loss, noisy_batch, run_micro_step
+from simpletuner.training.step import micro_loss, noisy_batch, run_micro_step
 from tests.closeness import ROTATION, distance
 from tests.fidelity import family
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
@@ -72,7 +73,7 @@ def make_batch(checkpoint: Path, case: str) -> Batch:
 
 
 def loss_and_gradients(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
-    losses = _Losses()
+    losses = Losses()
     run_micro_step(assembly, batch, 0, 0, losses)
     gradients = {name: each.grad for name, each in assembly.parameters.items() if each.grad is not None}
     assert len(gradients) == len(assembly.parameters)
@@ -134,7 +135,7 @@ def test_keeping_costs_one_tensor_per_block(checkpoints: dict[str, Path]) -> Non
     for keep in (False, True):
         assembly = make_assembly(checkpoints["t2i"], "t2i", speed_keep_attention=keep)
         before = live_bytes()
-        loss = micro_loss(assembly, noisy_batch(assembly, batch, 0, 0), _Losses())
+        loss = micro_loss(assembly, noisy_batch(assembly, batch, 0, 0), Losses())
         kept.append(live_bytes() - before)
         del loss
     blocks, samples, tokens, width, heads = 2, 2, 16, 32, 2

@@ -16,6 +16,8 @@ from simpletuner.techniques.layersync import LayerSync
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.assemble import TrainingSpec, assemble
+from simpletuner.training.losses import Losses
+from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly
 from tests.closeness import ROTATION, distance
 from tests.tiny import make_checkpoint
@@ -36,7 +38,7 @@ def batch(deep: Path) -> Batch:
 
 
 def gradients_of(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
-    losses = step._Losses()
+    losses = Losses()
     step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses).backward()
     assert -WEIGHT <= losses.extra[0]["layersync_loss"] < 0
     return {name: each.grad for name, each in assembly.parameters.items() if each.grad is not None}
@@ -53,7 +55,7 @@ def test_the_loss_of_each_family(size: str) -> None:
     blocks = adapter.block_layout(assembly.transformer).visual_blocks
     for block in blocks[:2]:
         block.register_forward_hook(lambda block, inputs, output: outputs.append(output))
-    losses = step._Losses()
+    losses = Losses()
     step.micro_loss(assembly, step.noisy_batch(assembly, models.make_batch(size, 2), 0, 0), losses).backward()
     expected = -WEIGHT * cosine_similarity(outputs[0], outputs[1], dim=-1).mean()
     torch.testing.assert_close(losses.extra[0]["layersync_loss"], expected.detach())
@@ -67,7 +69,7 @@ def test_only_the_student_is_pulled(deep: Path, batch: Batch) -> None:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     technique = assembly.techniques[0]
-    noisy = assembly.adapter.prepare(step.add_noise(assembly, batch, 0, 0))
+    noisy = assembly.adapter.prepare(add_noise(assembly, batch, 0, 0))
     with assembly.hidden.open():
         prediction = assembly.adapter.predict(assembly.transformer, noisy)
         (loss,) = technique.extra_losses(noisy, prediction).values()
@@ -93,7 +95,7 @@ def test_routes_leave_the_same_tokens_of_both(
     seen: dict[int, Tensor] = {}
     for number, block in enumerate(assembly.adapter.block_layout(assembly.transformer).visual_blocks):
         block.register_forward_hook(lambda block, inputs, output, number=number: seen.setdefault(number, output))
-    losses = step._Losses()
+    losses = Losses()
     step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses)
     kept = routed.kept_tokens(1)
     assert kept is not None
@@ -107,7 +109,7 @@ def test_routes_leave_the_same_tokens_of_both(
 
 
 def test_regularisation_data_is_left_alone(deep: Path, batch: Batch) -> None:
-    losses = step._Losses()
+    losses = Losses()
     assembly = make_assembly(deep, LayerSync(0, 1, WEIGHT, frozenset([batch.dataset_id])))
     step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses)
     assert losses.extra == [{}]

@@ -17,6 +17,7 @@ from simpletuner.diffusion.seeds import Place
 from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
+from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly
 from tests.closeness import ROTATION, distance
 from tests.techniques.test_preservation import moved
@@ -107,7 +108,7 @@ def gradients(checkpoint: Path, batch: Batch, *techniques: MaskedLoss | Tread) -
     with torch.no_grad():
         for each in assembly.parameters.values():
             each += 0.1 * torch.randn(each.shape, generator=generator)
-    losses = step._Losses()
+    losses = Losses()
     total = step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses)
     total.backward()
     return total.item(), {name: each.grad for name, each in assembly.parameters.items() if each.grad is not None}

@@ -21,6 +21,7 @@ from simpletuner.techniques.base import Technique
 from simpletuner.techniques.preservation import Preservation
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
+from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly
 from tests.closeness import ROTATION, distance
 from tests.run.test_resume import assert_same_run
@@ -59,7 +60,7 @@ def moved(checkpoint: Path, *techniques: Technique, **settings: Any) -> Assembly
 
 
 def gradients(assembly: Assembly, *batches: Batch) -> dict[str, Tensor]:
-    losses = step._Losses()
+    losses = Losses()
     for micro_step, each in enumerate(batches):
         step.run_micro_step(assembly, each, 4, micro_step, losses)
     return {name: each.grad.clone() for name, each in assembly.parameters.items() if each.grad is not None}
@@ -69,7 +70,7 @@ def by_hand(checkpoint: Path, batch: Batch, *others: Technique) -> dict[str, Ten
     """Both losses in one graph, with another copy of the model as the base."""
     assembly = moved(checkpoint, *others)
     noisy = step.noisy_batch(assembly, batch, 4, 0)
-    main = step.micro_loss(assembly, noisy, step._Losses())
+    main = step.micro_loss(assembly, noisy, Losses())
     main.backward()
     other = replace(noisy, batch=replace(batch, embeds=batch.other_embeds))
     base = assembly.adapter.predict(assembly.adapter.load_transformer(torch.float32), other).detach()

@@ -28,6 +28,7 @@ from simpletuner.techniques.scheduled_sampling import (
     path_to,
 )
 from simpletuner.training import step
+from simpletuner.training.losses import Losses
 from tests.closeness import MODEL, ROTATION, assert_close, distance
 from tests.fidelity.family import CPU, make_adapter, picture
 from tests.fidelity.sana import SIZE, make_sana_adapter
@@ -171,7 +172,7 @@ def test_switched_off_it_is_plain_training(t2i_checkpoint: Path, batch: Batch, s
 
 def gradients_of(checkpoint: Path, batch: Batch, **settings: Any) -> dict[str, Tensor]:
     assembly = make_assembly(checkpoint, ScheduledSampling(config_of(max_step_offset=2), STEPS, None), **settings)
-    losses = step._Losses()
+    losses = Losses()
     step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses).backward()
     assert losses.extra[0]["reflexflow_adr"] > 0.1
     return {name: each.grad for name, each in assembly.parameters.items() if each.grad is not None}
@@ -222,7 +223,7 @@ def test_regularisation_data_is_left_alone(t2i_checkpoint: Path, batch: Batch) -
     losses = []
     for techniques in ([], [ScheduledSampling(config_of(), STEPS, None, frozenset(["known"]))]):
         assembly = make_assembly(t2i_checkpoint, *techniques, Regularisation(frozenset(["known"])))
-        losses.append(step.micro_loss(assembly, step.noisy_batch(assembly, known, 0, 0), step._Losses()))
+        losses.append(step.micro_loss(assembly, step.noisy_batch(assembly, known, 0, 0), Losses()))
     assert torch.equal(*losses)
 
 

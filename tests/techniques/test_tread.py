@@ -25,6 +25,7 @@ from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread, draw_kept
 from simpletuner.training import step
+from simpletuner.training.losses import Losses
 from tests.closeness import ROTATION, distance
 from tests.fidelity.family import CPU, make_adapter
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
@@ -179,7 +180,7 @@ def test_blocks_of_a_route_see_fewer_tokens(deep: Path, batch: Batch) -> None:
             return forward(*inputs)
 
         block.forward = spy
-    step.run_micro_step(assembly, batch, 0, 0, step._Losses())
+    step.run_micro_step(assembly, batch, 0, 0, Losses())
     counts = dict(enumerate((TOKENS, TOKENS // 2, TOKENS // 2, TOKENS // 4, TOKENS)))
     assert seen[:BLOCKS] == list(counts.items())
     assert seen[BLOCKS:] == list(reversed(counts.items())), "the recomputation"
@@ -219,7 +220,7 @@ def test_checkpointing_and_accumulation_change_no_gradient(deep: Path, batch: Ba
         for micro_step in range(2):
             noisy = step.noisy_batch(assembly, batch, 5, micro_step)
             kept.append(tread.kept_tokens(1))
-            (step.micro_loss(assembly, noisy, step._Losses()) / 2).backward()
+            (step.micro_loss(assembly, noisy, Losses()) / 2).backward()
         assert not torch.equal(*kept)
         found.append({name: each.grad for name, each in assembly.parameters.items()})
     assert all(distance(other, found[0]) < ROTATION for other in found[1:])

@@ -15,6 +15,7 @@ from simpletuner.config.tread import Route
 from simpletuner.models.registry import FAMILIES
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
+from simpletuner.training.losses import Losses
 from simpletuner.training.meter import adapters_of, batch_flops, count_flops
 
 
@@ -36,7 +37,7 @@ def test_a_meter_counts_the_same(size: str, routes: list[Route]) -> None:
     batch = variant.loader.batch
     # The meter does not know the CPU's own attention kernel.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as meter:
-        step.run_micro_step(assembly, batch, 0, 0, step._Losses())
+        step.run_micro_step(assembly, batch, 0, 0, Losses())
     told = assembly.sample_flops(SHAPES[size].tokens, SHAPES[size].caption)
     assert told == pytest.approx(meter.get_total_flops(), rel=1e-6)
     assert batch_flops(assembly, batch) == told

@@ -21,7 +21,10 @@ from simpletuner.training import step
 from simpletuner.training.checkpoints import write_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.finite import stop_if_weights_not_finite
+from simpletuner.training.gradients import equalise_samples, loss_divisor
+from simpletuner.training.losses import HostLosses
 from simpletuner.training.manifest import STATE_FOLDER, Identity
+from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly, TrainState
 from tests.training.assembly import fixed_noise, make_assembly, make_batch
 from tests.training.test_step import CAPTIONS, Batches, part
@@ -60,7 +63,7 @@ def train_in_plain_torch(assembly: Assembly, window: list[Batch], limit: float, 
     samples = sum(len(batch.names) for batch in window)
     for global_step, rate in enumerate(RATES):
         for micro_step, batch in enumerate(window):
-            noisy = assembly.adapter.prepare(step.add_noise(assembly, batch, global_step, micro_step))
+            noisy = assembly.adapter.prepare(add_noise(assembly, batch, global_step, micro_step))
             error = assembly.adapter.predict(assembly.transformer, noisy).float() - noisy.target
             (error.square().mean(dim=(1, 2, 3, 4)).sum() / samples).backward()
         if limit and method == "norm":
@@ -124,9 +127,9 @@ def test_equal_batches_are_divided_by_their_number() -> None:
     for counts in ([1] * 7, [3] * 3, [5] * 10):
         parameter = nn.Parameter(torch.zeros(1))
         parameter.grad = torch.tensor([0.1])
-        step.equalise_samples([parameter], counts)
+        equalise_samples([parameter], counts)
         assert parameter.grad.item() == torch.tensor(0.1).item()
-        assert {step.loss_divisor(counts[:done], len(counts)) for done in range(1, len(counts) + 1)} == {len(counts)}
+        assert {loss_divisor(counts[:done], len(counts)) for done in range(1, len(counts) + 1)} == {len(counts)}
 
 
 def spoil(assembly: Assembly, *names: str) -> list[str]:
@@ -190,10 +193,10 @@ class Logged(World):
 
 def test_weights_are_updated_before_records_are_gathered(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the device has work while the host waits for other processes and computes means."""
-    assembly, world, merged = make_assembly(t2i_checkpoint), Logged(), step.HostLosses.merged
+    assembly, world, merged = make_assembly(t2i_checkpoint), Logged(), HostLosses.merged
     update, log = assembly.optimizer.step, world.log
     monkeypatch.setattr(assembly.optimizer, "step", lambda: log.append("update") or update())
-    monkeypatch.setattr(step.HostLosses, "merged", lambda parts: log.append("merge") or merged(parts))
+    monkeypatch.setattr(HostLosses, "merged", lambda parts: log.append("merge") or merged(parts))
     step.optimizer_step(replace(assembly, world=world), Batches(make_batch(t2i_checkpoint, CAPTIONS[:1])), 0)
     assert log == ["update", "gather", "merge"]
 

@@ -28,8 +28,9 @@ from simpletuner.training.ema import Ema
 from simpletuner.training.lycoris import MULTIPLIER
 from simpletuner.training.manifest import EFFECT_ERROR, FORWARD_ERROR, LORA_FILE, WEIGHT_ERROR
 from simpletuner.training.meter import adapters_of, weight_shapes
+from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly
-from simpletuner.training.step import add_noise, optimizer_step, predict_now, rehearse_micro_step
+from simpletuner.training.step import optimizer_step, predict_now, rehearse_micro_step
 from tests.closeness import ELEMENTWISE, MODEL, ROTATION, assert_close, distance
 from tests.fidelity.family import make_adapter, make_config
 from tests.fidelity.sana import make_sana_adapter, make_sana_config

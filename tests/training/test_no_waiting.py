@@ -24,8 +24,9 @@ from simpletuner.models.kandinsky5.nabla import sparse_params
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread
-from simpletuner.training import step
+from simpletuner.training import noise, step
 from simpletuner.training.assemble import TrainingSpec, assemble
+from simpletuner.training.losses import Losses
 
 GPU = torch.device("meta")
 
@@ -75,16 +76,16 @@ def test_nothing_makes_the_host_wait(
         batch = replace(batch, condition=batch.latents[:, :, :1])
     if techniques is masked:
         batch = replace(batch, loss_mask=(batch.latents[:, :1] > 0).float())
-    monkeypatch.setattr(step, "seed_device", lambda device, seed: None)
+    monkeypatch.setattr(noise, "seed_device", lambda device, seed: None)
     with Watched() as watched:
-        losses = step._Losses()
+        losses = Losses()
         step.run_micro_step(assembly, batch.to(GPU, non_blocking=True), 0, 0, losses)
     assert losses.total[0].device == GPU
     assert watched.found == []
 
 
 def test_what_techniques_log_on_the_host_is_read_with_the_losses() -> None:
-    losses = step._Losses(per_sample=[torch.zeros(1, device=GPU)], extra=[{}])
+    losses = Losses(per_sample=[torch.zeros(1, device=GPU)], extra=[{}])
     losses.log({"crepa_weight": torch.tensor(0.5)})
     assert losses.extra[0]["crepa_weight"].device == GPU
 
@@ -109,7 +110,7 @@ def test_a_step_reads_losses_and_gradient_sizes_at_once(monkeypatch: pytest.Monk
 
     on_host: Any = Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", read)
-    monkeypatch.setattr(step, "seed_device", lambda device, seed: None)
+    monkeypatch.setattr(noise, "seed_device", lambda device, seed: None)
     monkeypatch.setattr(Batch, "to", lambda batch, device, non_blocking: batch)  # it is where the model is
     loader: Any = Endless(batch)
     report = step.optimizer_step(assembly, loader, 0)

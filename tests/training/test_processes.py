@@ -17,7 +17,7 @@ from simpletuner.data.sampler import PlannedBatch, Sampler
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World
 from simpletuner.techniques.tread import Tread
-from simpletuner.training import step
+from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly
 from tests.caching.test_clips import ENCODER
 from tests.data.test_sampler import make_dataset
@@ -76,7 +76,7 @@ def catalogue(tmp_path: Path) -> Catalogue:
 
 def drawn(assembly: Assembly, batch: Batch, tread: Tread, world: World) -> dict[str, Tensor]:
     """Everything that is drawn for the samples of one process at one place of the run."""
-    noisy = step.add_noise(replace(assembly, world=world), batch, 4, 1)
+    noisy = add_noise(replace(assembly, world=world), batch, 4, 1)
     tread.before_forward(noisy, no_forward)
     kept = tread.kept_tokens(1)
     assert kept is not None
@@ -102,13 +102,13 @@ def test_noise_is_that_of_one_process(t2i_checkpoint: Path, settings: dict[str, 
 def test_shared_noise_is_that_of_the_first_process(t2i_checkpoint: Path) -> None:
     assembly = make_assembly(t2i_checkpoint, seed_for_each_device=False)
     batch = make_batch(t2i_checkpoint, ["a", "b"])
-    first, second = (step.add_noise(replace(assembly, world=world), batch, 4, 1) for world in TWO)
+    first, second = (add_noise(replace(assembly, world=world), batch, 4, 1) for world in TWO)
     assert torch.equal(first.noise, second.noise)
     assert torch.equal(first.sigmas, second.sigmas)
 
 
 def test_a_batch_of_one_draws_what_it_always_drew(t2i_checkpoint: Path) -> None:
     """Numbers written down: a run with batches of one must give the same result as it did in earlier versions."""
-    noisy = step.add_noise(make_assembly(t2i_checkpoint), make_batch(t2i_checkpoint, ["a"]), 4, 1)
+    noisy = add_noise(make_assembly(t2i_checkpoint), make_batch(t2i_checkpoint, ["a"]), 4, 1)
     assert noisy.noise.flatten()[:3].tolist() == pytest.approx(EARLIER_NOISE, rel=1e-6)
     assert noisy.sigmas.tolist() == pytest.approx(EARLIER_SIGMAS, rel=1e-6)

@@ -16,8 +16,10 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.techniques.base import Technique
 from simpletuner.training import step
 from simpletuner.training.finite import not_finite
+from simpletuner.training.gradients import clip_gradients, gradient_size
+from simpletuner.training.losses import Losses
+from simpletuner.training.noise import add_noise, with_noise
 from simpletuner.training.state import Assembly
-from simpletuner.training.step import clip_gradients, gradient_size
 from tests.closeness import ROTATION, distance
 from tests.training.assembly import fixed_noise, make_assembly, make_batch
 
@@ -55,7 +57,7 @@ def weights_after(assembly: Assembly, *batches: Batch) -> dict[str, Tensor]:
 
 
 def gradients(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
-    losses = step._Losses()
+    losses = Losses()
     step.run_micro_step(assembly, batch, 0, 0, losses)
     return {name: parameter.grad for name, parameter in assembly.parameters.items() if parameter.grad is not None}
 
@@ -65,7 +67,7 @@ def test_accumulation_equals_a_larger_batch(t2i_checkpoint: Path) -> None:
     whole = make_assembly(t2i_checkpoint)
     halves = make_assembly(t2i_checkpoint, gradient_accumulation_steps=2)
     one = gradients(whole, batch)
-    losses = step._Losses()
+    losses = Losses()
     for index in range(2):
         step.run_micro_step(halves, part(batch, slice(2 * index, 2 * index + 2)), 0, index, losses)
     assert any(gradient.abs().max() > 1e-4 for gradient in one.values()), "a test on gradients of zero shows nothing"
@@ -164,13 +166,13 @@ def test_noise_depends_on_the_place_in_the_run_alone(t2i_checkpoint: Path, monke
     monkeypatch.undo()
     assembly = make_assembly(t2i_checkpoint)
     batch = make_batch(t2i_checkpoint, CAPTIONS)
-    first = step.add_noise(assembly, batch, 4, 0)
+    first = add_noise(assembly, batch, 4, 0)
     torch.randn(100)
-    again = step.add_noise(assembly, batch, 4, 0)
+    again = add_noise(assembly, batch, 4, 0)
     assert torch.equal(first.noise, again.noise)
     assert torch.equal(first.sigmas, again.sigmas)
     for place in ((5, 0), (4, 1)):
-        other = step.add_noise(assembly, batch, *place)
+        other = add_noise(assembly, batch, *place)
         assert not torch.equal(other.noise, first.noise)
         assert not torch.equal(other.sigmas, first.sigmas)
 
@@ -179,8 +181,8 @@ def test_noise_that_is_drawn_ahead_is_the_same(t2i_checkpoint: Path, monkeypatch
     monkeypatch.undo()
     assembly = make_assembly(t2i_checkpoint, gradient_accumulation_steps=3)
     batch = make_batch(t2i_checkpoint, CAPTIONS)
-    ahead = step.with_noise(assembly, batch, 4 * 3 + 1)
+    ahead = with_noise(assembly, batch, 4 * 3 + 1)
     for place in ((4, 1), (4, 2), (5, 0)):  # for other places it is not used
-        drawn = step.add_noise(assembly, ahead, *place).noise
-        assert torch.equal(drawn, step.add_noise(assembly, batch, *place).noise)
+        drawn = add_noise(assembly, ahead, *place).noise
+        assert torch.equal(drawn, add_noise(assembly, batch, *place).noise)
         assert (drawn is ahead.noise) == (place == (4, 1))

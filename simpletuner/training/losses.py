@@ -1,0 +1,126 @@
+"""The losses of a step: on the device, on the host, and over all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from statistics import fmean
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from simpletuner.diffusion.batch import NoisyBatch, upload
+from simpletuner.techniques.base import Technique
+from simpletuner.training.finite import stop_if_losses_not_finite
+
+Item = TypeVar("Item")
+
+
+@dataclass
+class Losses:
+    """Losses of the micro-steps. They stay on the device, so that the host waits for it only once a step."""
+
+    total: list[Tensor] = field(default_factory=list)
+    diffusion: list[Tensor] = field(default_factory=list)  # the total without what techniques add to it
+    per_sample: list[Tensor] = field(default_factory=list)
+    timesteps: list[Tensor] = field(default_factory=list)
+    extra: list[dict[str, Tensor]] = field(default_factory=list)  # by names that not all micro-steps have
+    names: list[list[str]] = field(default_factory=list)
+
+    def begin(self, noisy: NoisyBatch, loss: Tensor) -> None:
+        """Begin a micro-step with the loss of each sample, before techniques weigh it: the mean is `train_loss`."""
+        self.per_sample.append(loss)
+        self.timesteps.append(noisy.timesteps)
+        self.names.append(noisy.batch.names)
+        self.extra.append({})
+
+    def log(self, extra: Mapping[str, Tensor]) -> None:
+        """Log scalars of the last micro-step, which may be on the CPU."""
+        device = self.per_sample[-1].device
+        self.extra[-1].update({name: upload(value.detach(), device) for name, value in extra.items()})
+
+    @property
+    def counts(self) -> list[int]:
+        """Samples of each micro-batch."""
+        return [len(names) for names in self.names]
+
+    def on_host(self, more: Sequence[Tensor] = ()) -> tuple[HostLosses, Iterator[float]]:
+        """Copies the losses and extra scalars to the host in one transfer."""
+        scalars = [*self.total, *self.diffusion, *(value for extra in self.extra for value in extra.values())]
+        flat = [torch.stack(scalars), *self.per_sample, *self.timesteps, *(each[None] for each in more)]
+        numbers = iter(torch.cat(flat).tolist())
+        total, diffusion = (list(islice(numbers, len(self.total))) for _ in range(2))
+        extra = [dict(zip(each, islice(numbers, len(each)), strict=True)) for each in self.extra]
+        samples, timesteps = ([list(islice(numbers, count)) for count in self.counts] for _ in range(2))
+        return HostLosses(total, diffusion, samples, timesteps, extra, self.names), numbers
+
+
+@dataclass(frozen=True)
+class HostLosses:
+    """What `Losses` holds, as numbers: one item per micro-step."""
+
+    total: list[float]
+    diffusion: list[float]
+    per_sample: list[list[float]]
+    timesteps: list[list[float]]
+    extra: list[dict[str, float]]
+    names: list[list[str]]
+
+    @classmethod
+    def merged(cls, parts: Sequence[HostLosses]) -> HostLosses:
+        """The losses of all processes as those of one, with samples in the order of the global batch.
+
+        Raises:
+            NonFiniteError: naming the files of the micro-batches of one process.
+        """
+        files = [names for part in parts for names in part.names]
+        stop_if_losses_not_finite([loss for part in parts for loss in part.total], files)
+        return cls(
+            total=_averaged(part.total for part in parts),
+            diffusion=_averaged(part.diffusion for part in parts),
+            per_sample=[_joined(micro) for micro in zip(*(part.per_sample for part in parts), strict=True)],
+            timesteps=[_joined(micro) for micro in zip(*(part.timesteps for part in parts), strict=True)],
+            extra=[
+                {name: fmean(values) for name, values in _by_name(micro).items()}
+                for micro in zip(*(part.extra for part in parts), strict=True)
+            ],
+            names=[_joined(micro) for micro in zip(*(part.names for part in parts), strict=True)],
+        )
+
+    @property
+    def samples(self) -> list[tuple[float, float]]:
+        """(timestep, loss) of each sample."""
+        return list(zip(_joined(self.timesteps), _joined(self.per_sample), strict=True))
+
+    def means(self, techniques: Iterable[Technique]) -> dict[str, float]:
+        """The metrics of the step: every sample has the same weight, and every micro-step in what techniques log."""
+        counts = torch.tensor([len(names) for names in self.names], dtype=torch.float32)
+        shares = counts / counts.mean()  # all 1 if the batches are of one size
+        means = {
+            "train_loss": torch.tensor(_joined(self.per_sample)).mean().item(),
+            "optimization_loss": (torch.tensor(self.total) * shares).mean().item(),
+        }
+        if any(self.extra):
+            means["diffusion_loss"] = (torch.tensor(self.diffusion) * shares).mean().item()
+        means |= {name: torch.tensor(values).mean().item() for name, values in _by_name(self.extra).items()}
+        for technique in techniques:
+            means |= technique.summary(means)
+        return means
+
+
+def _joined(lists: Iterable[list[Item]]) -> list[Item]:
+    return [item for each in lists for item in each]
+
+
+def _averaged(columns: Iterable[list[float]]) -> list[float]:
+    return [fmean(column) for column in zip(*columns, strict=True)]
+
+
+def _by_name(extras: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    """The values under each name, which need not be in all of these."""
+    found: dict[str, list[float]] = {}
+    for name, value in (pair for extra in extras for pair in extra.items()):
+        found.setdefault(name, []).append(value)
+    return found

@@ -1,0 +1,62 @@
+"""The noise of a micro-batch.
+
+Every random number is derived from (seed, global step, micro-step, sample): its place in the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from simpletuner.diffusion.batch import Batch, NoisyBatch
+from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas, slowed_sigmas
+from simpletuner.diffusion.seeds import Place, seed_device
+from simpletuner.distributed.world import World
+from simpletuner.training.meter import tokens_of
+from simpletuner.training.state import Assembly
+
+
+def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
+    """Draw sigmas and noise for this place in the run, and seed the device's generator for dropout."""
+    settings = assembly.settings
+    place = place_of(assembly, len(batch.names), global_step, micro_step)
+    seed_device(batch.latents.device, place.forward_seed)
+    shift = choose_shift(
+        settings.flow, tokens_of(assembly, batch), assembly.adapter.spec.auto_shift,
+        shift_is_explicit=settings.shift_is_explicit,
+    )  # fmt: skip
+    sigmas = sample_sigmas(place, settings.flow, shift, settings.timestep_offsets.get(batch.dataset_id, 0.0))
+    noise = batch.noise if batch.noise is not None and batch.place == place else _noise(batch, place)
+    noisy = make_noisy(
+        batch,
+        sigmas,
+        noise,
+        input_perturbation=settings.loss.input_perturbation_at(global_step),
+        noise_offset=settings.loss.noise_offset,
+        noise_offset_probability=settings.loss.noise_offset_probability,
+        levels=slowed_sigmas(place, sigmas, settings.flow.mixflow_gamma) if settings.flow.mixflow_enabled else None,
+        place=place,
+    )
+    return replace(noisy, host_sigmas=tuple(sigmas.tolist()))
+
+
+def with_noise(assembly: Assembly, batch: Batch, number: int) -> Batch:
+    """The batch with its noise as `add_noise` would draw it, which takes long: to be done ahead, in the background.
+
+    Args:
+        number: micro-batches of the run before this one.
+    """
+    place = place_of(assembly, len(batch.names), *divmod(number, assembly.settings.accumulation))
+    return replace(batch, noise=_noise(batch, place), place=place)
+
+
+def _noise(batch: Batch, place: Place) -> Tensor:
+    return sample_noise(batch.latents, place.generators("noise"))
+
+
+def place_of(assembly: Assembly, count: int, global_step: int, micro_step: int) -> Place:
+    """Where in the run a micro-batch of `count` samples is."""
+    # With shared noise every process draws what it would draw alone.
+    world = World() if assembly.settings.shared_noise else assembly.world
+    return Place(assembly.settings.seed, global_step, micro_step, world.slots(count), world.size * count)
