@@ -51,7 +51,7 @@ def main() -> None:
 
 def run_all(options: argparse.Namespace) -> int:
     """Run the sections one by one; returns 1 if one failed."""
-    from benchmarks.gpu_sections import SECTIONS
+    from benchmarks.gpu_sections import SECTIONS, SUSPECTS
     from simpletuner.reporting.environment import describe_device
 
     device = run_forked(lambda: print(describe_device()), 60)[1].strip() if options.device == "cuda" else "cpu"
@@ -69,6 +69,8 @@ def run_all(options: argparse.Namespace) -> int:
     for name in options.only or SECTIONS:
         limit = min(SECTIONS[name][1] * options.patience, ends - time.monotonic())
         results[name] = result_of(partial(run_forked, partial(run_section, name, options)), limit)
+        if results[name]["state"] == "failed" and name in SUSPECTS:
+            results[name]["reason"] += f". Suspect: {SUSPECTS[name]}"
         show_section(name, results[name])
         content = {"title": "First run on a device", "size": options.size, "sections": results}
         write_json(path, content, device)

@@ -317,6 +317,30 @@ def full(machine: Machine) -> Iterator[Line]:
     yield from _measured(machine, machine.video, variants, {})
 
 
+def optimizers(machine: Machine) -> Iterator[Line]:
+    """An update of many small weights and of few large ones, by each kernel; `update_kernel` chooses between them."""
+    need_keys("optimizer")
+    from simpletuner.training.optimizers import KERNEL_KEYS, build_optimizer, runs_triton  # older versions lack these
+
+    sizes = ((1200, 1 << 16), (64, 1 << 23)) if machine.on_gpu else ((20, 1 << 8), (2, 1 << 12))
+    device = torch.device(machine.device)
+    for name in ("adamw_bf16", "adamw"):
+        dtype = torch.bfloat16 if name == "adamw_bf16" else torch.float32
+        for count, numbers in sizes:
+            weights = [torch.nn.Parameter(torch.zeros(numbers, device=device, dtype=dtype)) for _ in range(count)]
+            config = make_config(optimizer=name).optimizer
+            for kernel in ("loop", *KERNEL_KEYS):
+                optimizer = build_optimizer(weights, config, "bf16" if name == "adamw_bf16" else "no", 1e-4)
+                (group,) = optimizer.param_groups
+                if (kernel != "loop" and kernel not in group) or (kernel == "triton" and not runs_triton(weights)):
+                    continue
+                group.update({key: key == kernel for key in KERNEL_KEYS if key in group})
+                for weight in weights:
+                    weight.grad = torch.full_like(weight, 1e-3)
+                seconds = fastest(optimizer.step, device, 5)
+                yield Line(f"{name}, {count} x {numbers}, {kernel}", seconds * 1e3, "ms")
+
+
 def selective(machine: Machine) -> Iterator[Line]:
     """Checkpointing that keeps the attention's result against checkpointing that keeps nothing."""
     need_keys("speed_keep_attention")
@@ -438,19 +462,35 @@ def _ratio(value: float, unit: float) -> str:
 
 
 Section = Callable[[Machine], Iterator[Line]]
+# What to look at, and what to set until it is mended, if a section fails.
+SUSPECTS = {
+    "attention": "kernels of scaled_dot_product_attention; `deterministic: true` keeps to flash and math",
+    "step": "compiled blocks (`dynamo_backend: no`) or our own (`speed: reference`)",
+    "unchecked": "blocks that recompute themselves (`speed: reference`)",
+    "streamer": "the order of copies (`group_offload_use_stream: false`), or page-locked memory",
+    "selective": "the kept result of attention (`speed_keep_attention: false`)",
+    "block": "compiled blocks (`dynamo_backend: no`)",
+    "deterministic": "a kernel without a fixed order of sums, which torch names",
+    "tread": "routed tokens in compiled blocks (`dynamo_backend: no`)",
+    "full": "gradients that are released (`optimizer_release_gradients: false`), or state on the host",
+    "optimizers": "the kernels of `update_kernel` in `config/optimizers.py`",
+    "products": "`quantized_matmul: false`, or int8-torchao in place of int8dq-torchao",
+    "decoding": "`validation_decoding: tiles`",
+}
 # In order of what is missed most; seconds that each may take. All of them together fit into `first_gpu.MINUTES`.
 SECTIONS: dict[str, tuple[Section, float]] = {
     "peaks": (peaks, 20),
     "pcie": (pcie, 20),
     "attention": (attention, 30),
-    "step": (step, 100),
-    "unchecked": (unchecked, 75),
+    "step": (step, 95),
+    "unchecked": (unchecked, 70),
     "streamer": (streamer, 50),
     "selective": (selective, 35),
     "block": (block, 40),
     "deterministic": (deterministic, 30),
     "tread": (tread, 30),
     "full": (full, 30),
+    "optimizers": (optimizers, 12),
     "products": (products, 40),
     "vae": (vae, 12),
     "decoding": (decoding, 20),

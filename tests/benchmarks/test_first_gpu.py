@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import first_gpu, gpu_sections
-from benchmarks.gpu_sections import SECTIONS, Line, Machine, SkippedError
+from benchmarks.gpu_sections import SECTIONS, SUSPECTS, Line, Machine, SkippedError
 from benchmarks.models import SHAPES, build_transformer, dtype_of, hollow_transformer
 from tests.processes import PATIENCE
 
@@ -105,15 +105,18 @@ def test_what_a_section_found_before_its_time_was_up_is_kept(tmp_path: Path, mon
 
 
 def test_a_failure_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = {"state": "failed", "reason": "out of memory", "seconds": 1.0, "lines": []}
-    results = [failed, *({"state": "done", "reason": "", "seconds": 1.0, "lines": []} for _ in SECTIONS)]
+    ended = {name: {"state": "done", "reason": "", "seconds": 1.0, "lines": []} for name in SECTIONS}
+    ended["step"] |= {"state": "failed", "reason": "an error"}
+    results = [*ended.values()]
     monkeypatch.setattr(first_gpu, "result_of", lambda run, limit: results.pop(0))
     options = argparse.Namespace(
         device="cpu", size="tiny", only=None, json=tmp_path / "cpu.json", minutes=1.0, patience=1.0
     )
     assert first_gpu.run_all(options) == 1
-    states = [result["state"] for result in json.loads(options.json.read_text())["sections"].values()]
-    assert states == ["failed", *["done"] * (len(SECTIONS) - 1)]
+    written = json.loads(options.json.read_text())["sections"]
+    assert [name for name, result in written.items() if result["state"] == "failed"] == ["step"]
+    assert written["step"]["reason"] == f"an error. Suspect: {SUSPECTS['step']}"
+    assert written.keys() == SECTIONS.keys() >= SUSPECTS.keys()
 
 
 def test_a_device_has_a_file_name() -> None:
