@@ -32,6 +32,7 @@ VIDEO_MIME = {".mp4": "video/mp4", ".webm": "video/webm"}
 
 TIMESTEPS = 1000  # the largest timestep: pure noise
 BARS = 20  # of the histogram of timesteps
+COMPUTE, WEIGHTS, DATA = "compute", "weights", "data"
 
 Value = float | int | bool | str | list[float] | None
 Point = tuple[int, float]
@@ -192,6 +193,21 @@ class Columns:
     def only(self, names: Collection[str]) -> Columns:
         """Some of the columns."""
         return Columns(self.steps, _values={name: self._values[name] for name in self.names if name in names})
+
+
+def shares(seconds: float, data_seconds: float, weights_seconds: float | None = None) -> dict[str, float]:
+    """Shares of the time for computing and waiting; they add up to 1.
+
+    Args:
+        seconds: of one step or of many, including the waits.
+        weights_seconds: None if no weights are streamed; they then have no share.
+    """
+    if seconds <= 0:
+        return {}
+    waits = {DATA: data_seconds} if weights_seconds is None else {WEIGHTS: weights_seconds, DATA: data_seconds}
+    # Waits are measured separately and may come out slightly longer than the step they are part of.
+    parts = {name: min(1.0, wait / seconds) for name, wait in waits.items()}
+    return {COMPUTE: max(0.0, 1.0 - sum(parts.values())), **parts}
 
 
 def is_number(value: Any) -> bool:

@@ -35,7 +35,7 @@ from simpletuner.reporting.events import (
     PreviewGrew,
     RunState,
     StateChanged,
-    StepDone,
+    StepReport,
     Uploaded,
 )
 from simpletuner.reporting.metrics import VIDEO_MIME, MediaRecord, parse_row
@@ -80,8 +80,8 @@ class Payloads:
         match event:
             case PhaseStarted() | PhaseAdvanced() | PhaseEnded():
                 yield from self._phase(event)
-            case StepDone() if self._pace is not None:
-                if self._is_due(StepDone) or self._pace.is_complete:
+            case StepReport() if self._pace is not None:
+                if self._is_due(StepReport) or self._pace.is_complete:
                     yield {**_status("running", event.step), "progress": _steps(self._pace)}
             case StateChanged():
                 yield from self._state(event)

@@ -35,7 +35,7 @@ from simpletuner.reporting.events import (
     PhaseEnded,
     PhaseStarted,
     StateChanged,
-    StepDone,
+    StepReport,
 )
 from simpletuner.reporting.metrics import (
     MEDIA_FILE,
@@ -44,11 +44,9 @@ from simpletuner.reporting.metrics import (
     MediaFile,
     MediaRecord,
     MetricsFile,
-    Value,
     read_media,
     read_rows,
 )
-from simpletuner.reporting.pace import shares
 from simpletuner.reporting.previews import TrainingSample, thumbnail
 from simpletuner.reporting.report import (
     LEDGER_ROWS,
@@ -92,34 +90,14 @@ class RunRecord:
                 self._losses = event.losses
             case Evaluated():  # on resume, for a step that was recorded without its evaluation
                 self._metrics.append(event.step, event.losses)
-            case StepDone():
-                self._metrics.append(event.step, {**row_of(event), **self._losses})
+            case StepReport():
+                self._metrics.append(event.step, {**event.row, **self._losses})
                 self._step, self._losses = event.step, {}
             case MediaRendered():
                 self._media.append(event.media)
             case StateChanged() if event.state in ENDED:
                 self._metrics.close()
                 self._media.close()
-
-
-def row_of(step: StepDone) -> dict[str, Value]:
-    """The line of a step in the record."""
-    peaks = {"peak_memory_gb": step.memory_bytes, "reserved_memory_gb": step.reserved_bytes}
-    memory = {name: round(size / 1e9, 3) for name, size in peaks.items() if size is not None}
-    return {**step.metrics, **timing_of(step), **memory, "timesteps": [round(each, 1) for each in step.timesteps]}
-
-
-def timing_of(step: StepDone) -> dict[str, float]:
-    """The duration of a step and its parts, by their names in the record."""
-    seconds = {
-        "seconds": step.seconds,
-        "data_seconds": step.data_wait_seconds,
-        "weights_seconds": step.weights_wait_seconds,
-        "mfu": step.mfu,
-    }
-    parts = shares(step.seconds, step.data_wait_seconds, step.weights_wait_seconds)
-    named = seconds | {f"{name}_share": share for name, share in parts.items()}
-    return {name: round(value, 6) for name, value in named.items() if value is not None}
 
 
 # How many training pictures the report shows.
@@ -148,7 +126,7 @@ class RunReport:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case StepDone():
+            case StepReport():
                 self._step = event.step
                 # Every rewrite renders the whole page, so there are about 20 of them in a long run.
                 if event.step % max(50, self.plan.length.total_steps // 20) == 0:
