@@ -14,7 +14,7 @@ from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
-from simpletuner.redaction import redact
+from simpletuner.redaction import redact_texts
 from simpletuner.training.ema import Ema
 from simpletuner.training.finite import stop_if_result_not_finite
 from simpletuner.training.manifest import STEP_NOTE
@@ -73,4 +73,4 @@ def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
         for placeholder, value in values.items():
             text = text.replace(placeholder, value)
         note["modelspec.description"] = text
-    return {key: redact(value) for key, value in note.items()}
+    return redact_texts(note)
