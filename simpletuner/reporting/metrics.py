@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_atomically, writing_to
+from simpletuner.config.schema import NOISE_LEVELS
 from simpletuner.errors import WriteError
 
 METRICS_FILE = "training_metrics.jsonl"
@@ -30,7 +31,6 @@ MEDIA_FILE = "validation_media.jsonl"
 MIME = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 VIDEO_MIME = {".mp4": "video/mp4", ".webm": "video/webm"}
 
-TIMESTEPS = 1000  # the largest timestep: pure noise
 BARS = 20  # of the histogram of timesteps
 COMPUTE, WEIGHTS, DATA = "compute", "weights", "data"
 
@@ -177,7 +177,7 @@ class Columns:
                 column.append(value)
         drawn = row.get("timesteps")
         for each in filter(is_number, drawn if isinstance(drawn, list) else ()):
-            self.timesteps[int(min(each, TIMESTEPS - 1)) * BARS // TIMESTEPS] += 1
+            self.timesteps[int(min(each, NOISE_LEVELS - 1)) * BARS // NOISE_LEVELS] += 1
 
     @property
     def names(self) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.crepa import CrepaConfig, weight_at
+from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
@@ -21,7 +21,7 @@ from simpletuner.models.adapter import TextRequest
 from simpletuner.models.cost import BatchShape
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.run.rehearsal import rehearse_micro_step
-from simpletuner.techniques.crepa import FEATURES, Crepa, Grid, align, neighbours_of
+from simpletuner.techniques.crepa import FEATURES, Crepa, Grid, align, neighbours_of, weight_at
 from simpletuner.techniques.spec import chosen_techniques
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
