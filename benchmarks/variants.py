@@ -14,11 +14,12 @@ import torch
 from benchmarks.models import RandomAdapter, lora_targets, make_accelerator, make_batch, make_config
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World
+from simpletuner.reporting.events import StepReport
 from simpletuner.techniques.base import Technique
 from simpletuner.training import assemble as assembling
 from simpletuner.training.assemble import TrainingSpec, assemble
 from simpletuner.training.state import Assembly
-from simpletuner.training.step import StepReport, optimizer_step
+from simpletuner.training.step import optimizer_step
 
 RATE = 1e-4
 Settings = Mapping[str, Any]

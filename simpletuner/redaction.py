@@ -100,28 +100,44 @@ def redact(text: str) -> str:
     A secret is what was given to `hide`, the value of an environment variable with a telling name (HF_TOKEN,
     WANDB_API_KEY), and what looks like one (`Bearer …`, `api_key=…`, `hf_…`, a webhook address).
     """
-    secrets = _known_secrets | (_passing_secrets.get() or set()) | _environment_secrets()
-    for secret in sorted(secrets, key=len, reverse=True):
+    return _hide_in(text, _secrets())
+
+
+def redact_texts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested values in which secrets inside texts are hidden."""
+    return _redacted(values, _secrets(), by_name=False)
+
+
+def redact_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested settings in which values under telling names, and secrets inside texts, are hidden."""
+    return _redacted(settings, _secrets(), by_name=True)
+
+
+def _redacted(values: Mapping[str, Any], secrets: list[str], *, by_name: bool) -> dict[str, Any]:
+    def clean(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return _redacted(value, secrets, by_name=by_name)
+        if isinstance(value, list | tuple):
+            return [clean(item) for item in value]
+        return _hide_in(value, secrets) if isinstance(value, str) else value
+
+    return {
+        key: HIDDEN if by_name and value and SECRET_NAME.search(str(key)) else clean(value)
+        for key, value in values.items()
+    }
+
+
+def _hide_in(text: str, secrets: list[str]) -> str:
+    for secret in secrets:
         text = text.replace(secret, HIDDEN)
     for shape in SHAPES:
         text = shape.sub(_hide_group, text)
     return text
 
 
-def redact_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested settings in which values under telling names, and secrets inside texts, are hidden."""
-    return {
-        key: HIDDEN if value and SECRET_NAME.search(str(key)) else _redact_value(value)
-        for key, value in settings.items()
-    }
-
-
-def _redact_value(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return redact_settings(value)
-    if isinstance(value, list | tuple):
-        return [_redact_value(item) for item in value]
-    return redact(value) if isinstance(value, str) else value
+def _secrets() -> list[str]:
+    """All known secrets, the longest first: one may be a part of another."""
+    return sorted(_known_secrets | (_passing_secrets.get() or set()) | _environment_secrets(), key=len, reverse=True)
 
 
 def _environment_secrets() -> set[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from simpletuner.atomic import build_folder
 from simpletuner.errors import Problem
-from simpletuner.redaction import HIDDEN, _known_secrets, hidden_for_now, hide, redact, redact_settings
+from simpletuner.redaction import HIDDEN, _known_secrets, hidden_for_now, hide, redact, redact_settings, redact_texts
 from tests.complaints import complaint
 from tests.workspace import DATASETS, Workspace
 
@@ -120,3 +120,17 @@ def test_a_file_in_place_of_a_cache_folder(workspace: Workspace, capsys: Capture
     )
     workspace.write_datasets([{**DATASETS[0], "cache_dir_vae": "taken/deeper"}, DATASETS[1]])
     assert "'taken' is a file" in complaint(workspace, capsys)
+
+
+def test_texts_are_redacted_under_any_name_and_secrets_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered: list[int] = []
+    monkeypatch.setattr("simpletuner.redaction._environment_secrets", lambda: gathered.append(1) or {SECRET})
+    values = {"key": "init_vae_cache", "number": 1.5, "deep": [{"token": f"see {SECRET}"}, None], "pair": ("a", SECRET)}
+    assert redact_texts(values) == {
+        "key": "init_vae_cache",
+        "number": 1.5,
+        "deep": [{"token": f"see {HIDDEN}"}, None],
+        "pair": ["a", HIDDEN],
+    }
+    assert redact_settings(values)["key"] == HIDDEN
+    assert len(gathered) == 2

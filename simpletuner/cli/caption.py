@@ -42,8 +42,8 @@ def caption(
             events.say("Every picture and clip has a caption file.")
             return
         with events.phase("Loading torch"), uncollected():
+            from simpletuner.reporting.previews import pick
             from simpletuner.run.caption import described, write_captions
-            from simpletuner.run.records import pick
         if preview:
             for file, text in described(found, pick(PREVIEWED, files), wording, events):
                 events.say(f"{file.path}\n  {text}")

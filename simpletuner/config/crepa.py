@@ -151,29 +151,6 @@ class CrepaConfig(Group):
         return max(rows, 1), max(columns, 1)
 
 
-def weight_at(crepa: CrepaConfig, step: int, total_steps: int) -> float:
-    """The scheduled weight after `step` optimizer steps: a linear warm-up, then the decay, 0 from the cut-off on.
-
-    The decay runs from the end of the warm-up to `crepa_decay_steps`, both counted from step 0.
-    """
-    start, end, warmup = crepa.crepa_lambda, crepa.crepa_lambda_end, crepa.crepa_warmup_steps
-    if 0 < crepa.crepa_cutoff_step <= step:
-        return 0.0
-    if step < warmup:
-        return start * step / warmup
-    length = max((crepa.crepa_decay_steps or total_steps) - warmup, 1)
-    left = 1 - min((step - warmup) / length, 1.0)
-    match crepa.crepa_scheduler:
-        case "linear":
-            return end + (start - end) * left
-        case "cosine":
-            return end + (start - end) * (1 - math.cos(math.pi * left)) / 2
-        case "polynomial":
-            return end + (start - end) * float(left**crepa.crepa_power)
-        case "constant":
-            return start
-
-
 def check_crepa(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
     """Contradictions between the keys."""
     if not crepa.crepa_enabled:

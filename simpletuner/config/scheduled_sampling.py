@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from statistics import fmean
 from typing import Literal
 
 from simpletuner.config.option import Group, common, option, unless, when
@@ -23,7 +22,6 @@ STRATEGIES: Mapping[str, Callable[[float, int], int]] = {
     "biased_early": lambda share, most: round(share * share * most),
     "biased_late": lambda share, most: round((1 - share * share) * most),
 }
-FINENESS = 1000  # points at which means are computed
 
 
 class ScheduledSamplingConfig(Group):
@@ -84,13 +82,6 @@ class ScheduledSamplingConfig(Group):
     def offset_at(self, share: float) -> int:
         """The offset for a uniform number in [0, 1)."""
         return STRATEGIES[self.scheduled_sampling_strategy](share, self.scheduled_sampling_max_step_offset)
-
-    def mean_forwards(self, total_steps: int) -> float:
-        """Mean number of extra forward passes of a sample, over a run of that length."""
-        steps = range(0, max(total_steps, 1), total_steps // FINENESS + 1)
-        offsets = [self.offset_at((index + 0.5) / FINENESS) for index in range(FINENESS)]
-        passes = fmean(offset + (self.compares_clean and offset > 0) for offset in offsets)
-        return fmean(map(self.probability_at, steps)) * passes
 
 
 def check_scheduled_sampling(config: ScheduledSamplingConfig, sampling_steps: int | None) -> Iterator[Problem]:

@@ -53,7 +53,7 @@ DEFAULT_LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
 # Pixels of an edge: far beyond any model, so more is a typo.
 LARGEST_SIZE = 100_000
 MOST_SHOTS = 1000  # of a prompt, in a round of previews
-NOISE_LEVELS = 1000  # that the models tell apart
+NOISE_LEVELS = 1000  # that the models tell apart; the highest timestep is pure noise
 DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
 
 OptimizerName = Literal[

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+from simpletuner.config.schema import NOISE_LEVELS
 from simpletuner.reporting.events import EVALUATED
-from simpletuner.reporting.metrics import BARS, TIMESTEPS, Columns, Point
+from simpletuner.reporting.metrics import BARS, Columns, Point
 from simpletuner.reporting.pace import RunningMean
 
 POINTS = 1000  # more than a chart has pixels
@@ -170,7 +171,7 @@ def _timestep_chart(metrics: Columns) -> Chart | None:
     """How often each noise level was trained."""
     if not metrics.timesteps:
         return None
-    width = TIMESTEPS // BARS
+    width = NOISE_LEVELS // BARS
     bars = [(bar * width + width // 2, float(metrics.timesteps[bar])) for bar in range(BARS)]
     return Chart("Timesteps", [Series("samples", bars)], "samples by noise level; 1000 is pure noise", bars=True)
 

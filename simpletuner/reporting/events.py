@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from simpletuner.distributed.requests import Stop
-from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.metrics import MediaRecord, Value, shares
 
 RunState = Literal["starting", "running", "stopping", "finished", "failed", "interrupted"]
 ENDED: frozenset[RunState] = frozenset({"finished", "failed", "interrupted"})
@@ -65,34 +65,56 @@ class PhaseEnded:
 
 
 @dataclass(frozen=True)
-class StepDone:
-    """One finished optimizer step.
+class StepReport:
+    """One finished optimizer step, for callbacks and subscribers. `Recorder` adds what the step does not know.
 
     Attributes:
         step: counted from 1, over all sessions of the run.
-        epoch: counted from 1.
+        epoch: of its last sample, counted from 1.
         metrics: losses, learning rate and gradient size by their logged names.
         seconds: wall time of the step, including the wait for data.
-        data_wait_seconds: part of `seconds` in which the next batch was not ready.
-        weights_wait_seconds: part of `seconds` spent waiting for streamed weights; None if none are streamed.
+        data_seconds: part of `seconds` in which the next batch was not ready.
+        weights_seconds: part of `seconds` spent waiting for streamed weights; None if none are streamed.
+        timesteps: of the samples of this step.
+        epochs_done: epochs completed by the end of this step.
+        flops: model FLOPs of these samples; None if the family's cost is unknown.
+        shapes: latent shape of each micro-batch, smallest first.
+        passes: forward passes, with those of techniques; steps of equal shapes and passes take comparable time.
         mfu: model FLOP utilisation, relative to the device's measured matmul rate; None if unknown.
         memory_bytes: peak memory of the device, on a CPU of this process; None if not measured.
         reserved_bytes: peak of what torch's allocator held of a GPU, fragments included.
         epochs: planned epochs; None if the run is counted in steps.
-        timesteps: of the samples of this step.
     """
 
     step: int
     epoch: int
     metrics: Mapping[str, float]
     seconds: float
-    data_wait_seconds: float = 0.0
-    weights_wait_seconds: float | None = None
+    data_seconds: float = 0.0
+    weights_seconds: float | None = None
+    timesteps: Sequence[float] = ()
+    epochs_done: int = 0
+    flops: float | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
+    passes: int = 0
     mfu: float | None = None
     memory_bytes: int | None = None
     reserved_bytes: int | None = None
     epochs: int | None = None
-    timesteps: Sequence[float] = ()
+
+    @property
+    def row(self) -> dict[str, Value]:
+        """The line of this step in the record."""
+        times = {"seconds": self.seconds, "data_seconds": self.data_seconds, "weights_seconds": self.weights_seconds}
+        parts = shares(self.seconds, self.data_seconds, self.weights_seconds)
+        timing = times | {"mfu": self.mfu} | {f"{name}_share": share for name, share in parts.items()}
+        peaks = {"peak_memory_gb": self.memory_bytes, "reserved_memory_gb": self.reserved_bytes}
+        return {
+            **self.metrics,
+            **{name: round(value, 6) for name, value in timing.items() if value is not None},
+            **{name: round(size / 1e9, 3) for name, size in peaks.items() if size is not None},
+            "timesteps": [round(each, 1) for each in self.timesteps],
+        }
 
     @property
     def loss(self) -> float:
@@ -105,7 +127,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Losses on held-out data, by their logged names. Published before the `StepDone` of its step."""
+    """Losses on held-out data, by their logged names. Published before the `StepReport` of its step."""
 
     step: int
     losses: Mapping[str, float]
@@ -203,7 +225,7 @@ class StateChanged:
 
 
 Event = (
-    PhaseStarted | PhaseAdvanced | PhaseEnded | StepDone | Evaluated | MediaRendered | PreviewGrew | CheckpointSaved
+    PhaseStarted | PhaseAdvanced | PhaseEnded | StepReport | Evaluated | MediaRendered | PreviewGrew | CheckpointSaved
     | Uploaded | Notice | StateChanged
 )  # fmt: skip
 Subscriber = Callable[[Event], None]
@@ -230,7 +252,7 @@ class EventStream:
     def publish(self, event: Event) -> None:
         """Pass an event to all subscribers."""
         with self._lock:
-            if isinstance(event, StepDone | StateChanged):
+            if isinstance(event, StepReport | StateChanged):
                 self.step = event.step
             for subscriber in self._subscribers:
                 subscriber(event)

@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_atomically, writing_to
+from simpletuner.config.schema import NOISE_LEVELS
 from simpletuner.errors import WriteError
 
 METRICS_FILE = "training_metrics.jsonl"
@@ -30,8 +31,8 @@ MEDIA_FILE = "validation_media.jsonl"
 MIME = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 VIDEO_MIME = {".mp4": "video/mp4", ".webm": "video/webm"}
 
-TIMESTEPS = 1000  # the largest timestep: pure noise
 BARS = 20  # of the histogram of timesteps
+COMPUTE, WEIGHTS, DATA = "compute", "weights", "data"
 
 Value = float | int | bool | str | list[float] | None
 Point = tuple[int, float]
@@ -176,7 +177,7 @@ class Columns:
                 column.append(value)
         drawn = row.get("timesteps")
         for each in filter(is_number, drawn if isinstance(drawn, list) else ()):
-            self.timesteps[int(min(each, TIMESTEPS - 1)) * BARS // TIMESTEPS] += 1
+            self.timesteps[int(min(each, NOISE_LEVELS - 1)) * BARS // NOISE_LEVELS] += 1
 
     @property
     def names(self) -> list[str]:
@@ -192,6 +193,21 @@ class Columns:
     def only(self, names: Collection[str]) -> Columns:
         """Some of the columns."""
         return Columns(self.steps, _values={name: self._values[name] for name in self.names if name in names})
+
+
+def shares(seconds: float, data_seconds: float, weights_seconds: float | None = None) -> dict[str, float]:
+    """Shares of the time for computing and waiting; they add up to 1.
+
+    Args:
+        seconds: of one step or of many, including the waits.
+        weights_seconds: None if no weights are streamed; they then have no share.
+    """
+    if seconds <= 0:
+        return {}
+    waits = {DATA: data_seconds} if weights_seconds is None else {WEIGHTS: weights_seconds, DATA: data_seconds}
+    # Waits are measured separately and may come out slightly longer than the step they are part of.
+    parts = {name: min(1.0, wait / seconds) for name, wait in waits.items()}
+    return {COMPUTE: max(0.0, 1.0 - sum(parts.values())), **parts}
 
 
 def is_number(value: Any) -> bool:

@@ -18,9 +18,10 @@ from simpletuner.reporting.events import (
     PreviewGrew,
     Rounds,
     StateChanged,
-    StepDone,
+    StepReport,
     Uploaded,
 )
+from simpletuner.reporting.metrics import COMPUTE, DATA, WEIGHTS, shares
 
 # The loss depends strongly on the noise level that was drawn; an average over some fifty steps shows the trend.
 LOSS_MEMORY = 0.98
@@ -61,7 +62,7 @@ class Pace:
     def __init__(self, total_steps: int, start_step: int, rounds: Mapping[str, Rounds] | None = None) -> None:
         self.total_steps = total_steps
         self.start_step = start_step
-        self.last: StepDone | None = None
+        self.last: StepReport | None = None
         self.losses: list[float] = []
         self._rounds = rounds or {}
         self._round_seconds = {kind: each.seconds for kind, each in self._rounds.items()}
@@ -82,7 +83,7 @@ class Pace:
     def note(self, event: Event) -> None:
         """Use an event that carries a duration; ignore others."""
         match event:
-            case StepDone():
+            case StepReport():
                 self._add(event)
             case PhaseEnded() if event.complete:
                 self._round_seconds[event.phase.kind] = event.seconds
@@ -91,14 +92,14 @@ class Pace:
             case CheckpointSaved():
                 self._round_seconds[SAVING] = event.seconds
 
-    def _add(self, step: StepDone) -> None:
+    def _add(self, step: StepReport) -> None:
         self.last = step
         self._spent += step.seconds
-        caching, self._within_step = min(self._within_step, step.data_wait_seconds), 0.0
+        caching, self._within_step = min(self._within_step, step.data_seconds), 0.0
         seconds = step.seconds - caching
         self._seconds.add(seconds)
-        self._data.add(step.data_wait_seconds - caching)
-        self._weights.add(step.weights_wait_seconds or 0.0)
+        self._data.add(step.data_seconds - caching)
+        self._weights.add(step.weights_seconds or 0.0)
         self._useful.add(seconds * (step.mfu or 0.0))
         smoothed = self._loss.add(step.loss)
         if self.steps_done % self._loss_every == 0:
@@ -139,7 +140,7 @@ class Pace:
     @property
     def shares(self) -> dict[str, float]:
         """How the recent steps spent their time."""
-        streams = self.last is not None and self.last.weights_wait_seconds is not None
+        streams = self.last is not None and self.last.weights_seconds is not None
         return shares(self._seconds.value, self._data.value, self._weights.value if streams else None)
 
     @property
@@ -194,23 +195,7 @@ def amount(count: int, unit: str) -> str:
     return f"{count:,} {unit.removesuffix('s') if count == 1 else unit}"
 
 
-COMPUTE, WEIGHTS, DATA = "compute", "weights", "data"
 WORDED = {COMPUTE: "compute", WEIGHTS: "waiting for weights", DATA: "waiting for data"}
-
-
-def shares(seconds: float, data_seconds: float, weights_seconds: float | None = None) -> dict[str, float]:
-    """Shares of the time for computing and waiting; they add up to 1.
-
-    Args:
-        seconds: of one step or of many, including the waits.
-        weights_seconds: None if no weights are streamed; they then have no share.
-    """
-    if seconds <= 0:
-        return {}
-    waits = {DATA: data_seconds} if weights_seconds is None else {WEIGHTS: weights_seconds, DATA: data_seconds}
-    # Waits are measured separately and may come out slightly longer than the step they are part of.
-    parts = {name: min(1.0, wait / seconds) for name, wait in waits.items()}
-    return {COMPUTE: max(0.0, 1.0 - sum(parts.values())), **parts}
 
 
 def shares_text(parts: dict[str, float]) -> str:

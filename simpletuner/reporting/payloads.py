@@ -13,14 +13,14 @@ import sys
 import time
 import uuid
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from simpletuner.atomic import writing_to
-from simpletuner.redaction import redact
+from simpletuner.redaction import redact_texts
 from simpletuner.reporting.events import (
     ENDED,
     UPLOADING,
@@ -35,7 +35,7 @@ from simpletuner.reporting.events import (
     PreviewGrew,
     RunState,
     StateChanged,
-    StepDone,
+    StepReport,
     Uploaded,
 )
 from simpletuner.reporting.metrics import VIDEO_MIME, MediaRecord, parse_row
@@ -74,14 +74,14 @@ class Payloads:
         elif isinstance(event, StateChanged) and event.state == "running":
             self._pace = Pace.of(event)
         common = {"job_id": self.job_id, "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds")}
-        return [_clean({"severity": "info", **common, **payload}) for payload in self._payloads(event)]
+        return [redact_texts(_finite({"severity": "info", **common, **payload})) for payload in self._payloads(event)]
 
     def _payloads(self, event: Event) -> Iterator[Payload]:
         match event:
             case PhaseStarted() | PhaseAdvanced() | PhaseEnded():
                 yield from self._phase(event)
-            case StepDone() if self._pace is not None:
-                if self._is_due(StepDone) or self._pace.is_complete:
+            case StepReport() if self._pace is not None:
+                if self._is_due(StepReport) or self._pace.is_complete:
                     yield {**_status("running", event.step), "progress": _steps(self._pace)}
             case StateChanged():
                 yield from self._state(event)
@@ -203,15 +203,10 @@ def _shown(media: MediaRecord) -> Payload:
     }  # fmt: skip
 
 
-def _clean(value: Any) -> Any:
-    """Without secrets in texts, and with null for NaN and infinity, which JSON cannot express."""
-    if isinstance(value, Mapping):
-        return {key: _clean(each) for key, each in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_clean(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return redact(value) if isinstance(value, str) else value
+def _finite(payload: Payload) -> Payload:
+    """With null for NaN and infinity, which JSON cannot express."""
+    plain: Payload = json.loads(json.dumps(payload), parse_constant=lambda name: None)
+    return plain
 
 
 class EventLog:

@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote
 
 from PIL import Image
 
 from simpletuner.reporting.metrics import MIME, VIDEO_MIME, MediaRecord
+
+Item = TypeVar("Item")
 
 # Short name of `validation_prompt`.
 MAIN_PROMPT = "validation"
@@ -216,3 +219,9 @@ def _webp(picture: Image.Image, side: int) -> bytes:
 
 def _data_uri(mime: str, content: bytes) -> str:
     return f"data:{mime};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def pick(count: int, items: Sequence[Item]) -> list[Item]:
+    """At most `count` items, evenly spaced."""
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]

@@ -22,7 +22,7 @@ from simpletuner.reporting.events import (
     PhaseEnded,
     PhaseStarted,
     StateChanged,
-    StepDone,
+    StepReport,
 )
 from simpletuner.reporting.pace import Pace, clock, ending, line_of, pace_text, reached, size_text
 
@@ -141,7 +141,7 @@ class PlainDisplay:
             case PhaseEnded():
                 del self._phases[event.phase]
                 self._say(f"{event.phase.title}: {ending(event)}")
-            case StepDone():
+            case StepReport():
                 if self._pace is not None:
                     self._step(self._pace, event)
             case StateChanged():
@@ -166,7 +166,7 @@ class PlainDisplay:
         if event.state in SHOWN:
             self._say(event.message)
 
-    def _step(self, pace: Pace, event: StepDone) -> None:
+    def _step(self, pace: Pace, event: StepReport) -> None:
         due = event.step % self._every == 0 or event.step in (pace.start_step + 1, pace.total_steps)
         if due or self._now() - self._printed_at >= LONGEST_SILENCE:
             self._printed_at = self._now()
@@ -178,7 +178,7 @@ class PlainDisplay:
             self._stream.flush()
 
 
-def step_line(pace: Pace, report: StepDone) -> str:
+def step_line(pace: Pace, report: StepReport) -> str:
     """`step 40/300  epoch 2  loss 0.2134  lr 1.0e-04  1.92 s/step  8:19 left  11.4 GiB  compute 99 %, …`"""
     epochs = f"/{report.epochs}" if report.epochs else ""
     parts = [

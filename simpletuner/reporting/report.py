@@ -17,8 +17,8 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import all_options
 from simpletuner.redaction import redact_settings
 from simpletuner.reporting.html import gallery, render
-from simpletuner.reporting.metrics import Columns, MediaRecord
-from simpletuner.reporting.pace import clock, pace_text, shares, shares_text
+from simpletuner.reporting.metrics import Columns, MediaRecord, shares
+from simpletuner.reporting.pace import clock, pace_text, shares_text
 from simpletuner.reporting.previews import TrainingSample
 
 if TYPE_CHECKING:

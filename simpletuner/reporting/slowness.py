@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from simpletuner.reporting.pace import COMPUTE, DATA, WEIGHTS, pace_text
+from simpletuner.reporting.metrics import COMPUTE, DATA, WEIGHTS
+from simpletuner.reporting.pace import pace_text
 
 # Factors of the usual pace. The lower limit ends an episode, so that a pace around the upper one is reported once.
 SLOWER = 1.5

@@ -33,7 +33,7 @@ from simpletuner.reporting.events import (
     PhaseEnded,
     PhaseStarted,
     StateChanged,
-    StepDone,
+    StepReport,
 )
 from simpletuner.reporting.pace import Pace, clock, ending, line_of, pace_text, size_text
 from simpletuner.reporting.progress import LastingStream
@@ -78,7 +78,7 @@ class LiveDisplay:
                 self._bars.remove_task(self._tasks.pop(event.phase))
                 mark = ("✓ ", "green") if event.complete else ("✗ ", "red")
                 self._print(Text.assemble(mark, event.phase.title, (f"  {ending(event)}", "dim")))
-            case StepDone():
+            case StepReport():
                 pass  # the panel follows the pace
             case StateChanged():
                 self._change(event)

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from simpletuner.config.schema import TrackingConfig
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.redaction import redact, redact_settings
-from simpletuner.reporting.events import ENDED, Evaluated, Event, MediaRendered, PhaseEnded, StateChanged, StepDone
+from simpletuner.reporting.events import ENDED, Evaluated, Event, MediaRendered, PhaseEnded, StateChanged, StepReport
 from simpletuner.reporting.metrics import MediaRecord
 
 DEFAULT_ADDRESS = "https://api.wandb.ai"
@@ -174,7 +174,7 @@ class GuardedTracker:
 
     def _tell(self, tracker: Tracker, event: Event) -> None:
         match event:
-            case StepDone():
+            case StepReport():
                 tracker.log(event.metrics, event.step)
                 tracker.log_timesteps(event.timesteps, event.step)
             case Evaluated():

@@ -26,16 +26,15 @@ from simpletuner.errors import Interrupted, NonFiniteError, UserError, WriteErro
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import HIDDEN, redact, redact_settings
 from simpletuner.reporting.environment import describe_device, describe_environment, package_versions
-from simpletuner.reporting.events import Event, PhaseEnded, PhaseStarted, StepDone
+from simpletuner.reporting.events import Event, PhaseEnded, PhaseStarted, StepReport
 from simpletuner.reporting.metrics import METRICS_FILE, read_rows
-from simpletuner.run.rehearsal import unchanged
+from simpletuner.run.rehearsal import rehearse_micro_step, unchanged
 from simpletuner.run.watchers import Session
 from simpletuner.training.finite import stop_if_losses_not_finite, watched_outputs
 from simpletuner.training.gradients import gradient_size, stop_if_gradients_not_finite
 from simpletuner.training.manifest import Checkpoint, find_checkpoints
 from simpletuner.training.recorder import peak_memory
 from simpletuner.training.state import Assembly, TrainState
-from simpletuner.training.step import rehearse_micro_step
 
 FOLDER, FAILURE_FILE, CONFIG_FILE = "failures", "failure.json", "config.json"
 LAST_STEPS = 20  # rows of the record in a failure's folder
@@ -105,7 +104,7 @@ class Doing:
             case PhaseEnded():
                 with suppress(RuntimeError):  # it would take the place of the error that ended the phase
                     self.peaks[event.phase.title] = peak_memory()
-            case StepDone():
+            case StepReport():
                 self.phase, self.peaks["training"] = f"what follows step {event.step}", peak_memory()
 
 

@@ -10,7 +10,7 @@ from simpletuner.plan.build import Plan
 from simpletuner.reporting.card import public_settings, write_card
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, Columns, read_media, read_rows
 from simpletuner.reporting.sheet import evaluation_points
-from simpletuner.run.records import find_result, snippet_for
+from simpletuner.run.publish import find_result, snippet_for
 
 PIPELINE_TAGS = {"t2i": "text-to-image", "i2i": "image-to-image", "t2v": "text-to-video", "i2v": "image-to-video"}
 # Settings for one machine.

@@ -6,7 +6,7 @@ All of them subscribe to the run's events and close themselves when the run ends
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +18,6 @@ from simpletuner.data.files import DeviceError, MediaError
 from simpletuner.data.sample import Sample
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
-from simpletuner.headers import METADATA, read_header
-from simpletuner.models.registry import load_adapter
-from simpletuner.models.usage import Usage
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import redact
 from simpletuner.reporting.environment import describe_environment
@@ -35,7 +32,7 @@ from simpletuner.reporting.events import (
     PhaseEnded,
     PhaseStarted,
     StateChanged,
-    StepDone,
+    StepReport,
 )
 from simpletuner.reporting.metrics import (
     MEDIA_FILE,
@@ -44,23 +41,20 @@ from simpletuner.reporting.metrics import (
     MediaFile,
     MediaRecord,
     MetricsFile,
-    Value,
     read_media,
     read_rows,
 )
-from simpletuner.reporting.pace import shares
-from simpletuner.reporting.previews import TrainingSample, thumbnail
+from simpletuner.reporting.previews import TrainingSample, pick, thumbnail
 from simpletuner.reporting.report import (
     LEDGER_ROWS,
     REPORT_FILE,
     ReportData,
-    Result,
     State,
     settings_of,
     write_report,
 )
 from simpletuner.reporting.trackers import build_trackers
-from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, describe_errors, result_step
+from simpletuner.run.publish import find_result
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +86,8 @@ class RunRecord:
                 self._losses = event.losses
             case Evaluated():  # on resume, for a step that was recorded without its evaluation
                 self._metrics.append(event.step, event.losses)
-            case StepDone():
-                self._metrics.append(event.step, {**row_of(event), **self._losses})
+            case StepReport():
+                self._metrics.append(event.step, {**event.row, **self._losses})
                 self._step, self._losses = event.step, {}
             case MediaRendered():
                 self._media.append(event.media)
@@ -102,29 +96,8 @@ class RunRecord:
                 self._media.close()
 
 
-def row_of(step: StepDone) -> dict[str, Value]:
-    """The line of a step in the record."""
-    peaks = {"peak_memory_gb": step.memory_bytes, "reserved_memory_gb": step.reserved_bytes}
-    memory = {name: round(size / 1e9, 3) for name, size in peaks.items() if size is not None}
-    return {**step.metrics, **timing_of(step), **memory, "timesteps": [round(each, 1) for each in step.timesteps]}
-
-
-def timing_of(step: StepDone) -> dict[str, float]:
-    """The duration of a step and its parts, by their names in the record."""
-    seconds = {
-        "seconds": step.seconds,
-        "data_seconds": step.data_wait_seconds,
-        "weights_seconds": step.weights_wait_seconds,
-        "mfu": step.mfu,
-    }
-    parts = shares(step.seconds, step.data_wait_seconds, step.weights_wait_seconds)
-    named = seconds | {f"{name}_share": share for name, share in parts.items()}
-    return {name: round(value, 6) for name, value in named.items() if value is not None}
-
-
 # How many training pictures the report shows.
 SAMPLES = 24
-DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "fp8": "bfloat16"}
 
 
 @dataclass
@@ -148,7 +121,7 @@ class RunReport:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case StepDone():
+            case StepReport():
                 self._step = event.step
                 # Every rewrite renders the whole page, so there are about 20 of them in a long run.
                 if event.step % max(50, self.plan.length.total_steps // 20) == 0:
@@ -199,56 +172,6 @@ class RunReport:
             notes=[redact(str(warning)) for warning in plan.warnings],
             result=find_result(plan, self._step) if state == "finished" else None,
         )
-
-
-def find_result(plan: Plan, step: int) -> Result | None:
-    """The published file or folder with a program that uses it; None unless its own note says that it is of `step`."""
-    model_type = plan.config.model.model_type
-    if result_step(plan.output_dir, model_type) != step:
-        return None
-    path = plan.output_dir / (LORA_FILE if model_type == "lora" else PIPELINE_FOLDER)
-    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    notes = read_header(path).get(METADATA, {}) if path.is_file() else {}
-    result = str(plan.output_dir if path.is_file() else path)
-    snippet = snippet_for(plan, plan.source["transformer"].location, result)
-    return Result(path.name, sum(each.stat().st_size for each in files), snippet, describe_errors(notes))
-
-
-def snippet_for(plan: Plan, base: str, result: str) -> str:
-    """A program that samples the newest preview of the main prompt; empty for LoRA files in ComfyUI's form.
-
-    Args:
-        base: hub id or folder of the base model, for a LoRA.
-        result: hub id or folder of the LoRA, or of the fine-tuned pipeline.
-    """
-    config, is_lora = plan.config, plan.config.model.model_type == "lora"
-    if is_lora and config.lora.lora_format == "comfyui":
-        return ""
-    validation = config.validation
-    usage = Usage(
-        model=base if is_lora else result,
-        lora=result if is_lora else None,
-        task=plan.flavour.task,
-        dtype=DTYPE_NAMES[config.precision.mixed_precision],
-        prompt=plan.prompts[-1].prompt if plan.prompts else "",
-        negative_prompt=validation.validation_negative_prompt or "",
-        size=plan.sizes[0],
-        frames=validation.validation_num_video_frames or 1,
-        frame_rate=validation.framerate or plan.spec.frame_rate or 1,
-        steps=validation.validation_num_inference_steps or 30,
-        guidance=validation.validation_guidance or 1.0,
-        seed=plan.seed if validation.validation_seed is None else validation.validation_seed,
-        options=config.family,
-        shift=config.flow.flow_schedule_shift if config.is_explicit("flow_schedule_shift") else None,
-        solver=validation.validation_noise_scheduler,
-    )
-    return load_adapter(plan.spec).usage_snippet(usage)
-
-
-def pick(count: int, items: Sequence[Item]) -> list[Item]:
-    """At most `count` items, evenly spaced."""
-    count = min(count, len(items))
-    return [items[index * len(items) // count] for index in range(count)]
 
 
 def _shown(sample: Sample) -> TrainingSample:

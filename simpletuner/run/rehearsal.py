@@ -19,8 +19,9 @@ from simpletuner.budget.budget import Budget, gigabytes
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import UserError, is_out_of_memory
+from simpletuner.training.losses import HostLosses, Losses
 from simpletuner.training.state import Assembly, random_states, restore_random_states
-from simpletuner.training.step import rehearse_micro_step
+from simpletuner.training.step import run_micro_step
 from simpletuner.validation.runner import ValidationRunner
 
 
@@ -69,6 +70,14 @@ def rehearse(
         yield _measure(assembly, budget, title, "training", micro_steps)
     if validation.subjects:
         yield _measure(assembly, budget, "a preview", "rendering previews", lambda: validation.rehearse(assembly))
+
+
+def rehearse_micro_step(assembly: Assembly, batch: Batch, global_step: int = 0, micro_step: int = 0) -> HostLosses:
+    """Forward and backward of one micro-batch as at a place in the run; the caller clears the gradients."""
+    losses = Losses()
+    assembly.transformer.train()
+    run_micro_step(assembly, batch.to(assembly.accelerator.device), global_step, micro_step, losses)
+    return losses.on_host()[0]
 
 
 def _size(planned: PlannedBatch) -> int:

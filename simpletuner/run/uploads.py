@@ -23,8 +23,8 @@ from simpletuner.run.ledger import Ledger, strike
 from simpletuner.training.manifest import Checkpoint, find_checkpoints, result_step
 
 if TYPE_CHECKING:
+    from simpletuner.reporting.events import StepReport
     from simpletuner.training.state import Assembly, TrainState
-    from simpletuner.training.step import StepReport
 
 # Seconds to wait after the first and after the second attempt; the third is the last one.
 WAITS = (5.0, 20.0)

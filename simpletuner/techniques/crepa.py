@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
 from simpletuner.caching.catalogue import FeatureKind
-from simpletuner.config.crepa import CrepaConfig, weight_at
+from simpletuner.config.crepa import CrepaConfig
 from simpletuner.diffusion.batch import NoisyBatch, upload
 from simpletuner.techniques.base import Predict, Site, Technique
 
@@ -271,3 +271,26 @@ class Crepa(Technique):
         values = values.scatter(1, places[..., None].expand_as(hidden), hidden)
         there = torch.zeros_like(values[..., 0]).scatter(1, places, 1.0)
         return Grid(values.unflatten(1, grid), there.unflatten(1, grid))
+
+
+def weight_at(crepa: CrepaConfig, step: int, total_steps: int) -> float:
+    """The scheduled weight after `step` optimizer steps: a linear warm-up, then the decay, 0 from the cut-off on.
+
+    The decay runs from the end of the warm-up to `crepa_decay_steps`, both counted from step 0.
+    """
+    start, end, warmup = crepa.crepa_lambda, crepa.crepa_lambda_end, crepa.crepa_warmup_steps
+    if 0 < crepa.crepa_cutoff_step <= step:
+        return 0.0
+    if step < warmup:
+        return start * step / warmup
+    length = max((crepa.crepa_decay_steps or total_steps) - warmup, 1)
+    left = 1 - min((step - warmup) / length, 1.0)
+    match crepa.crepa_scheduler:
+        case "linear":
+            return end + (start - end) * left
+        case "cosine":
+            return end + (start - end) * (1 - math.cos(math.pi * left)) / 2
+        case "polynomial":
+            return end + (start - end) * float(left**crepa.crepa_power)
+        case "constant":
+            return start

@@ -6,17 +6,21 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.caching.catalogue import FeatureCost, FeatureKind
 from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.load import RunConfig
+from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.tread import Route
 from simpletuner.models.cost import BYTES, BatchShape, TransformerCost
 from simpletuner.models.vision import VisionEncoder
 
 if TYPE_CHECKING:
     from simpletuner.techniques.base import Technique
+
+FINENESS = 1000  # points at which means are computed
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def chosen_techniques(
     if strengths:
         specs.append(TechniqueSpec(lambda: _load("slider:Slider")(strengths)))
     if config.scheduled_sampling.is_on:
-        forwards = TechniqueCost(forwards=others * config.scheduled_sampling.mean_forwards(total_steps))
+        forwards = TechniqueCost(forwards=others * mean_forwards(config.scheduled_sampling, total_steps))
         specs.append(TechniqueSpec(lambda: _load("scheduled_sampling:build")(config, ids), cost=constantly(forwards)))
     if regularised:
         forwards = TechniqueCost(forwards=sum(regularised.values()))
@@ -165,3 +169,11 @@ def _load(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     found: Callable[..., Any] = getattr(import_module(f"simpletuner.techniques.{module}"), attribute)
     return found
+
+
+def mean_forwards(config: ScheduledSamplingConfig, total_steps: int) -> float:
+    """Mean number of extra forward passes of a sample of scheduled sampling, over a run of that length."""
+    steps = range(0, max(total_steps, 1), total_steps // FINENESS + 1)
+    offsets = [config.offset_at((index + 0.5) / FINENESS) for index in range(FINENESS)]
+    passes = fmean(offset + (config.compares_clean and offset > 0) for offset in offsets)
+    return fmean(map(config.probability_at, steps)) * passes

@@ -35,7 +35,7 @@ from simpletuner.data.loader import BatchLoader
 from simpletuner.distributed.sharded_state import load_shards, shard_moments, without_shards
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.models.blocks import DEVICE_FAILURES
-from simpletuner.reporting.events import CheckpointSaved, EventStream
+from simpletuner.reporting.events import CheckpointSaved, EventStream, StepReport
 from simpletuner.training.ema import Ema
 from simpletuner.training.finite import refuse_not_finite, stop_if_result_not_finite
 from simpletuner.training.manifest import (
@@ -50,7 +50,6 @@ from simpletuner.training.manifest import (
 )
 from simpletuner.training.optimizers import load_state
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
-from simpletuner.training.step import StepReport
 from simpletuner.training.trained import EARLIER
 
 logger = logging.getLogger(__name__)

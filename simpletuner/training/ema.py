@@ -20,8 +20,8 @@ from simpletuner.distributed.sharding import as_sharded, like, local
 from simpletuner.errors import UserError
 
 if TYPE_CHECKING:  # they import this module
+    from simpletuner.reporting.events import StepReport
     from simpletuner.training.state import Assembly, TrainState
-    from simpletuner.training.step import StepReport
 
 # Numbers that go to another device in one copy: each copy to the host waits for the device.
 BUNDLE = 1 << 24

@@ -13,8 +13,9 @@ from typing import Protocol
 from simpletuner.data.loader import BatchLoader
 from simpletuner.distributed.requests import Stop
 from simpletuner.errors import Interrupted
+from simpletuner.reporting.events import StepReport
 from simpletuner.training.state import Assembly, TrainState
-from simpletuner.training.step import StepReport, optimizer_step
+from simpletuner.training.step import optimizer_step
 
 
 class Callback(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from statistics import fmean
 from typing import TypeVar
 
@@ -89,11 +89,6 @@ class HostLosses:
             names=[_joined(micro) for micro in zip(*(part.names for part in parts), strict=True)],
         )
 
-    @property
-    def samples(self) -> list[tuple[float, float]]:
-        """(timestep, loss) of each sample."""
-        return list(zip(_joined(self.timesteps), _joined(self.per_sample), strict=True))
-
     def means(self, techniques: Iterable[Technique]) -> dict[str, float]:
         """The metrics of the step: every sample has the same weight, and every micro-step in what techniques log."""
         counts = torch.tensor([len(names) for names in self.names], dtype=torch.float32)
@@ -111,7 +106,7 @@ class HostLosses:
 
 
 def _joined(lists: Iterable[list[Item]]) -> list[Item]:
-    return [item for each in lists for item in each]
+    return [*chain.from_iterable(lists)]
 
 
 def _averaged(columns: Iterable[list[float]]) -> list[float]:

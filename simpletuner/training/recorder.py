@@ -5,18 +5,17 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from simpletuner.distributed.requests import Request, take_request, take_requests
-from simpletuner.reporting.events import EventStream, Rounds, StateChanged, StepDone
+from simpletuner.reporting.events import EventStream, Rounds, StateChanged, StepReport
 from simpletuner.reporting.slowness import SlowSteps
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
-from simpletuner.training.step import StepReport
 
 
 @dataclass
@@ -44,18 +43,13 @@ class Recorder:
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         average = {} if self.ema is None else {"ema_decay_value": self.ema.decay_value}
         self.events.publish(
-            StepDone(
-                step=report.step,
-                epoch=report.epoch,
-                metrics=report.metrics | average,
-                seconds=report.seconds,
-                data_wait_seconds=report.data_seconds,
-                weights_wait_seconds=report.weights_seconds,
+            replace(
+                report,
+                metrics={**report.metrics, **average},
                 mfu=utilisation(report, self.matmul_flops),
                 memory_bytes=peak_memory(),
                 reserved_bytes=torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None,
                 epochs=self.epochs,
-                timesteps=[timestep for timestep, _ in report.samples],
             )
         )
         # Techniques run further passes in some steps only: those are slower by design, like larger shapes.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -130,6 +130,14 @@ class Assembly:
     def updating(self) -> AbstractContextManager[None]:
         """A context for the backward pass of a step."""
         return nullcontext() if self.release is None else self.release.updating()
+
+    @contextmanager
+    def exchange_only(self, *, transformer: bool, modules: bool) -> Iterator[None]:
+        """Let processes exchange the accumulated gradients in the backward pass of this context, or only accumulate."""
+        with ExitStack() as stack:
+            for module in [self.transformer] * (not transformer) + self.wrapped_modules * (not modules):
+                stack.enter_context(self.accelerator.no_sync(module))
+            yield
 
     def sampling_weights(self) -> AbstractContextManager[None]:
         """A context with the weights to sample with and publish; schedule-free optimizers train at others."""

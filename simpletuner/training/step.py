@@ -8,10 +8,10 @@ Nothing that happens between steps (previews, a restart, another technique) can 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.loss import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import step_seed
+from simpletuner.reporting.events import StepReport
 from simpletuner.training.finite import stop_if_losses_not_finite
 from simpletuner.training.gradients import (
     clip_gradients,
@@ -33,37 +34,6 @@ from simpletuner.training.meter import StepMeter
 from simpletuner.training.noise import add_noise
 from simpletuner.training.optimizers import RATE_RATIO, SEED, learning_rate_at
 from simpletuner.training.state import Assembly
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """The outcome of an optimizer step.
-
-    Attributes:
-        step: number of this step, counted from 1.
-        epoch: epoch of its last sample, counted from 1.
-        epochs_done: epochs completed by the end of this step.
-        metrics: losses, learning rate and gradient size by their logged names.
-        samples: (timestep, loss) of each sample.
-        seconds: duration of the step.
-        data_seconds: the part of it spent waiting for data.
-        weights_seconds: the part of it spent waiting for streamed weights; None if none are streamed.
-        flops: model FLOPs of these samples; None if the family's cost is unknown.
-        shapes: latent shape of each micro-batch, smallest first.
-        passes: forward passes, with those of techniques; steps of equal shapes and passes take comparable time.
-    """
-
-    step: int
-    epoch: int
-    epochs_done: int
-    metrics: dict[str, float]
-    samples: list[tuple[float, float]]
-    seconds: float
-    data_seconds: float
-    weights_seconds: float | None = None
-    flops: float | None = None
-    shapes: tuple[tuple[int, ...], ...] = ()
-    passes: int = 0
 
 
 def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) -> StepReport:
@@ -89,35 +59,33 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
             run_micro_step(assembly, batch, global_step, micro_step, losses)
 
     assembly.scaler.unscale_(assembly.optimizer)
-    every = assembly.parameters | assembly.module_parameters
-    equalise_samples(every.values(), losses.counts)
+    model, modules = assembly.parameters, assembly.module_parameters
+    equalise_samples((model | modules).values(), losses.counts)
     # Clipped apart: the gradient of a technique's module must not shrink that of the model.
-    sizes = [
-        gradient_size(each.values(), settings.optimizer) for each in (assembly.parameters, assembly.module_parameters)
-    ]
-    measured = [size for each in sizes for size in each.values()]
-    read, numbers = losses.on_host(measured)  # without released gradients, the step's only wait for the device
-    gradient, own = ({name: next(numbers) for name in each} for each in sizes)
+    measured = [gradient_size(parameters.values(), settings.optimizer) for parameters in (model, modules)]
+    # Without released gradients, the step's only wait for the device.
+    mine, numbers = losses.on_host([size for sizes in measured for size in sizes.values()])
+    size, module_size = ({name: next(numbers) for name in sizes} for sizes in measured)
     if assembly.release is not None:
-        gradient = assembly.release.read_size(losses.names)
-    found = (*gradient.values(), *own.values())
+        size = assembly.release.read_size(losses.names)
+    sizes = (*size.values(), *module_size.values())
     # All processes have the same sizes, which a loss that is not finite makes NaN (`_backward`): they decide alike, and
     # the device updates the weights while the host exchanges records.
-    if all(map(math.isfinite, found)):
-        _update(assembly, gradient, own)
+    if all(map(math.isfinite, sizes)):
+        _update(assembly, size, module_size)
     with assembly.world.exchanging(f"Step {global_step + 1}"):
-        gathered = assembly.world.gather(read)
+        gathered = assembly.world.gather(mine)
     everyone = HostLosses.merged(gathered)
     is_halfway = assembly.release is not None
-    stop_if_gradients_not_finite(found, every, assembly.scaler, everyone.names, is_halfway=is_halfway)
+    stop_if_gradients_not_finite(sizes, model | modules, assembly.scaler, everyone.names, is_halfway=is_halfway)
     assembly.scaler.update()
     assembly.optimizer.zero_grad(set_to_none=True)
     return StepReport(
         step=global_step + 1,
         epoch=loader.epoch,
         epochs_done=loader.epochs_done,
-        metrics=everyone.means(assembly.techniques) | gradient | {"learning_rate": rate, "epoch": loader.epoch},
-        samples=everyone.samples,
+        metrics=everyone.means(assembly.techniques) | size | {"learning_rate": rate, "epoch": loader.epoch},
+        timesteps=[*chain.from_iterable(everyone.timesteps)],
         seconds=meter.seconds,  # last: reading the losses has waited for the device
         data_seconds=meter.data_seconds,
         weights_seconds=meter.read_weights_seconds(),
@@ -127,18 +95,14 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     )
 
 
-def _update(assembly: Assembly, gradient: Mapping[str, float], own: Mapping[str, float]) -> None:
-    """Clip the gradients and update the weights.
-
-    Args:
-        gradient, own: sizes of the model's gradient and of those of techniques' modules, as numbers.
-    """
+def _update(assembly: Assembly, size: Mapping[str, float], module_size: Mapping[str, float]) -> None:
+    """Clip the gradients of the model and of techniques' modules, given their sizes, and update the weights."""
     config = assembly.settings.optimizer
-    clip_gradients(assembly.module_parameters.values(), config, own)
+    clip_gradients(assembly.module_parameters.values(), config, module_size)
     if assembly.release is not None:
         assembly.release.finish()
         return
-    clip_gradients(assembly.parameters.values(), config, gradient)
+    clip_gradients(assembly.parameters.values(), config, size)
     assembly.scaler.step(assembly.optimizer)
 
 
@@ -153,14 +117,6 @@ def _prepare_groups(assembly: Assembly, global_step: int) -> float:
     return learning_rate
 
 
-def rehearse_micro_step(assembly: Assembly, batch: Batch, global_step: int = 0, micro_step: int = 0) -> HostLosses:
-    """Forward and backward of one micro-batch as at a place in the run; the caller clears the gradients."""
-    losses = Losses()
-    assembly.transformer.train()
-    run_micro_step(assembly, batch.to(assembly.accelerator.device), global_step, micro_step, losses)
-    return losses.on_host()[0]
-
-
 def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_step: int, losses: Losses) -> None:
     """Forward and backward of one micro-batch, then of the passes that techniques add, one graph at a time."""
     last = micro_step == assembly.settings.accumulation - 1  # only then do processes exchange their gradients
@@ -170,27 +126,18 @@ def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_ste
         noisy = noisy_batch(assembly, batch, global_step, micro_step)
         extras = [run for technique in assembly.techniques for run in technique.extra_passes(noisy)]
         assert not (extras and assembly.release), "a released gradient must be the whole one"
-        with exchange_only(assembly, transformer=last and not extras, modules=last):
+        with assembly.exchange_only(transformer=last and not extras, modules=last):
             loss = micro_loss(assembly, noisy, losses)
             if assembly.release is not None:  # the backward pass will update the weights
                 stop_if_losses_not_finite([loss.item()], losses.names)
             _backward(assembly, loss, losses)
     for index, run in enumerate(extras):
-        with exchange_only(assembly, transformer=last and index == len(extras) - 1, modules=False):
+        with assembly.exchange_only(transformer=last and index == len(extras) - 1, modules=False):
             added = run(partial(predict, assembly))
             losses.log(added)
             for loss in added.values():
                 losses.total[-1] = losses.total[-1] + loss.detach()
             _backward(assembly, torch.stack(list(added.values())).sum(), losses)
-
-
-@contextmanager
-def exchange_only(assembly: Assembly, *, transformer: bool, modules: bool) -> Iterator[None]:
-    """Let processes exchange the accumulated gradients in the backward pass of this context, or only accumulate."""
-    with ExitStack() as stack:
-        for module in [assembly.transformer] * (not transformer) + assembly.wrapped_modules * (not modules):
-            stack.enter_context(assembly.accelerator.no_sync(module))
-        yield
 
 
 def _backward(assembly: Assembly, loss: Tensor, losses: Losses) -> None:

@@ -26,10 +26,9 @@ from simpletuner.diffusion.flow import make_noisy, sample_noise
 from simpletuner.diffusion.loss import diffusion_loss
 from simpletuner.diffusion.seeds import generator_for
 from simpletuner.distributed.sharing import Keep, share_work
-from simpletuner.reporting.events import EVALUATED, EVALUATION, Evaluated, EventStream
+from simpletuner.reporting.events import EVALUATED, EVALUATION, Evaluated, EventStream, StepReport
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
-from simpletuner.training.step import StepReport
 from simpletuner.validation.runner import Placed, own_share, quiet, weights_to_use
 
 POOLED = "pooled"

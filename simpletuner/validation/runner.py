@@ -36,13 +36,12 @@ from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import FamilyAdapter, PreviewPipeline, PreviewRequest
 from simpletuner.models.decoding import decode_in
-from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered
+from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, StepReport
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.training.applied import Loras, applied_loras
 from simpletuner.training.ema import Ema
 from simpletuner.training.finite import stop_if_result_not_finite
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
-from simpletuner.training.step import StepReport
 from simpletuner.validation.adapters import AdapterRun
 from simpletuner.validation.clip_writer import write_mp4
 from simpletuner.validation.prompts import ValidationPrompt

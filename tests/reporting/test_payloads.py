@@ -21,7 +21,7 @@ from simpletuner.reporting.events import (
     PhaseStarted,
     PreviewGrew,
     StateChanged,
-    StepDone,
+    StepReport,
     Uploaded,
 )
 from simpletuner.reporting.metrics import MediaRecord
@@ -32,8 +32,8 @@ CLIP = MediaRecord(4, "bird", "a bird", "validation_images/step_4_bird_0_64x32@5
 RUNNING = StateChanged("running", 0, 4)
 
 
-def step(number: int, loss: float = 0.5) -> StepDone:
-    return StepDone(number, 1, {"train_loss": loss, "learning_rate": 1e-4}, seconds=2.0)
+def step(number: int, loss: float = 0.5) -> StepReport:
+    return StepReport(number, 1, {"train_loss": loss, "learning_rate": 1e-4}, seconds=2.0)
 
 
 class Clock:

@@ -22,7 +22,7 @@ from simpletuner.reporting.events import (
     PhaseStarted,
     Rounds,
     StateChanged,
-    StepDone,
+    StepReport,
 )
 from simpletuner.reporting.log import setup_logging
 from simpletuner.reporting.pace import Pace, RunningMean, clock, pace_text, size_text
@@ -45,9 +45,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def report(step: int, seconds: float = 0.5) -> StepDone:
+def report(step: int, seconds: float = 0.5) -> StepReport:
     metrics = {"train_loss": 1.0 / step, "learning_rate": 1e-4}
-    return StepDone(step, 1, metrics, seconds, data_wait_seconds=0.001, memory_bytes=3 * 2**30, epochs=4)
+    return StepReport(step, 1, metrics, seconds, data_seconds=0.001, memory_bytes=3 * 2**30, epochs=4)
 
 
 def running(total_steps: int, start_step: int = 0) -> StateChanged:
@@ -178,7 +178,7 @@ LOSS = {"train_loss": 0.5, "learning_rate": 1e-4}
 
 def test_remaining_time_and_waiting_share() -> None:
     pace = Pace(total_steps=110, start_step=100)
-    pace.note(StepDone(101, 1, LOSS, seconds=2.0, data_wait_seconds=0.5))
+    pace.note(StepReport(101, 1, LOSS, seconds=2.0, data_seconds=0.5))
     assert pace.remaining_seconds == pytest.approx(18.0)
     assert pace.shares == pytest.approx({"compute": 0.75, "data": 0.25})
 
@@ -191,7 +191,7 @@ def test_the_remaining_time_includes_what_comes_beside_the_steps() -> None:
         CACHING: Rounds(every=5),
     }
     pace = Pace(total_steps=110, start_step=100, rounds=rounds)
-    pace.note(StepDone(101, 1, LOSS, seconds=2.0))
+    pace.note(StepReport(101, 1, LOSS, seconds=2.0))
     assert pace.remaining_seconds == pytest.approx(9 * 2 + 60), "previews at the end, as the plan expects them"
     events = EventStream(pace.note)
     events.publish(PhaseEnded(PhaseStarted("", kind=PREVIEWS), 1, 40.0, complete=True))
@@ -203,7 +203,7 @@ def test_the_remaining_time_includes_what_comes_beside_the_steps() -> None:
 def test_an_epoch_that_encodes_new_crops_does_not_count_as_a_slow_step() -> None:
     pace = Pace(total_steps=110, start_step=100, rounds={CACHING: Rounds(every=5)})
     pace.note(PhaseEnded(PhaseStarted("", kind=CACHING), 8, 30.0, complete=True))
-    pace.note(StepDone(101, 1, LOSS, seconds=32.5, data_wait_seconds=30.5))
+    pace.note(StepReport(101, 1, LOSS, seconds=32.5, data_seconds=30.5))
     assert pace.seconds_per_step == pytest.approx(2.5)
     assert pace.remaining_seconds == pytest.approx(9 * 2.5 + 2 * 30)
 
@@ -215,9 +215,9 @@ def test_a_run_stopped_before_its_first_step_does_not_say_that_none_was_needed()
 
 def test_the_line_that_explains_the_speed() -> None:
     pace = Pace(total_steps=110, start_step=100)
-    pace.note(StepDone(101, 1, LOSS, seconds=2.0, data_wait_seconds=0.1))
+    pace.note(StepReport(101, 1, LOSS, seconds=2.0, data_seconds=0.1))
     assert pace.speed == "compute 95 %, waiting for data 5 %"
-    streamed = StepDone(102, 1, LOSS, 2.0, data_wait_seconds=0.1, weights_wait_seconds=0.4, mfu=0.38)
+    streamed = StepReport(102, 1, LOSS, 2.0, data_seconds=0.1, weights_seconds=0.4, mfu=0.38)
     pace = Pace(total_steps=110, start_step=101)
     pace.note(streamed)
     assert pace.speed == "compute 75 %, waiting for weights 20 %, waiting for data 5 %, MFU 38 %"
@@ -244,7 +244,7 @@ def test_a_terminal_that_dies_ends_the_display_and_nothing_else(kind: str, monke
     monkeypatch.setenv("TERM", kind)
     terminal, steps = DeadTerminal(), list[int]()
     with shown_events(terminal) as events:
-        events.subscribe(lambda event: steps.append(event.step) if isinstance(event, StepDone) else None)
+        events.subscribe(lambda event: steps.append(event.step) if isinstance(event, StepReport) else None)
         events.publish(running(10))
         terminal.alive = False
         with events.phase("Rendering previews", 1) as phase:

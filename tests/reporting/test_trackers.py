@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from simpletuner.config.schema import TrackingConfig
-from simpletuner.reporting.events import MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepDone
+from simpletuner.reporting.events import MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepReport
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.trackers import GuardedTracker, build_trackers, check_trackers, has_wandb_login
 
@@ -77,8 +77,8 @@ def test_where_a_wandb_login_may_come_from(tmp_path: Path, monkeypatch: pytest.M
     assert has_wandb_login()
 
 
-def step_done(step: int) -> StepDone:
-    return StepDone(step, 1, {"train_loss": 1 / step}, 0.1, timesteps=[10.0, 500.0])
+def step_done(step: int) -> StepReport:
+    return StepReport(step, 1, {"train_loss": 1 / step}, 0.1, timesteps=[10.0, 500.0])
 
 
 def tell(tracker: GuardedTracker, output: Path, first: int, last: int) -> None:

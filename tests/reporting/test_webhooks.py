@@ -34,7 +34,7 @@ from simpletuner.reporting.events import (
     Notice,
     PreviewGrew,
     StateChanged,
-    StepDone,
+    StepReport,
 )
 from simpletuner.reporting.metrics import MediaRecord
 from simpletuner.reporting.payloads import Payloads, read_events
@@ -124,8 +124,8 @@ def deliver(target: Hook, folder: Path, *events: Event, images: str = "data_uri"
     return delivery
 
 
-def step(number: int) -> StepDone:
-    return StepDone(number, 1, {"train_loss": 0.5, "learning_rate": 1e-4}, seconds=1.0)
+def step(number: int) -> StepReport:
+    return StepReport(number, 1, {"train_loss": 0.5, "learning_rate": 1e-4}, seconds=1.0)
 
 
 @pytest.fixture

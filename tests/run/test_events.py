@@ -21,7 +21,7 @@ from simpletuner.reporting.events import (
     PhaseStarted,
     Rounds,
     StateChanged,
-    StepDone,
+    StepReport,
 )
 from tests.run.test_interruption import train
 from tests.validation.test_eval_loss import EVAL
@@ -53,7 +53,7 @@ class Status:
             case PhaseEnded():
                 how = "completed" if event.complete else "failed"
                 self.stages[event.phase.title] = (how, event.done, event.phase.total)
-            case StepDone():
+            case StepReport():
                 self.current, self.metrics = event.step, dict(event.metrics)
             case Evaluated():
                 self.losses[event.step] = dict(event.losses)

@@ -11,7 +11,7 @@ import torch
 from transformers import Dinov2Config, Dinov2Model
 
 from simpletuner.data.loader import in_loop, read_ahead
-from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, EventStream, PhaseStarted, StepDone
+from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, EventStream, PhaseStarted, StepReport
 from tests.run.test_encoding_in_training import ENTRIES
 from tests.run.test_resume import RESULT
 from tests.validation.test_eval_loss import EVAL
@@ -51,7 +51,7 @@ def test_every_entry_is_damaged_at_every_phase(
 
     def damaging(self: EventStream, event: Any) -> None:
         publish(self, event)
-        if isinstance(event, PhaseStarted | StepDone):  # also where entries are being healed
+        if isinstance(event, PhaseStarted | StepReport):  # also where entries are being healed
             moments.add(event.kind if isinstance(event, PhaseStarted) else "step")
             damage(broken.folder)
 

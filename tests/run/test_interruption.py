@@ -33,7 +33,7 @@ from simpletuner.reporting.events import (
     MediaRendered,
     PhaseAdvanced,
     StateChanged,
-    StepDone,
+    StepReport,
 )
 from simpletuner.reporting.log import DebugFile, setup_logging
 from simpletuner.run.train import run_plan
@@ -97,7 +97,7 @@ def test_a_signal_ends_the_run_after_its_step_and_the_run_continues(
     stopped = filled.copy(tmp_path / "stopped", **SETTINGS)
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     trigger = Trigger(
-        lambda event: isinstance(event, StepDone) and event.step == 4, lambda: signal.raise_signal(number)
+        lambda event: isinstance(event, StepReport) and event.step == 4, lambda: signal.raise_signal(number)
     )
     with pytest.raises(Interrupted, match="Stopped at step 4; start again to continue from there"):
         train(stopped, trigger)
@@ -110,7 +110,7 @@ def test_a_signal_ends_the_run_after_its_step_and_the_run_continues(
 def test_the_checkpoint_of_an_interruption_displaces_no_regular_one(workspace: Workspace) -> None:
     workspace.write_config(max_train_steps=5, checkpoint_step_interval=2, checkpoints_total_limit=1)
     with pytest.raises(Interrupted):
-        train(workspace, Trigger(lambda event: isinstance(event, StepDone) and event.step == 3, interrupt))
+        train(workspace, Trigger(lambda event: isinstance(event, StepReport) and event.step == 3, interrupt))
     names = {path.name for path in workspace.path("output").glob("checkpoint-*")}
     assert names == {"checkpoint-2", "checkpoint-3-rolling"}
     assert workspace.train() == 0
@@ -196,7 +196,7 @@ def test_new_crops_that_are_cut_short_leave_the_run_at_its_last_step(workspace: 
     workspace.write_config(max_train_steps=9, gradient_accumulation_steps=3)
 
     def second_epoch(event: Event) -> bool:
-        return in_phase(CACHING)(event) and any(isinstance(each, StepDone) for each in trigger.events)
+        return in_phase(CACHING)(event) and any(isinstance(each, StepReport) for each in trigger.events)
 
     trigger = Trigger(second_epoch, interrupt)
     with pytest.raises(Interrupted, match="Stopped at step 2"):
@@ -221,7 +221,7 @@ def test_a_file_asks_for_a_checkpoint_for_previews_and_for_the_end(workspace: Wo
     def ask(event: Event) -> None:
         if isinstance(event, StateChanged) and event.state == "running":
             (requests / "save").touch()
-        if isinstance(event, StepDone) and event.step in (3, 4, 5):
+        if isinstance(event, StepReport) and event.step in (3, 4, 5):
             for name in ("save", "preview") if event.step < 5 else ("stop",):
                 (requests / name).touch()
 
@@ -245,7 +245,7 @@ def test_a_disk_that_is_nearly_full_stops_the_run_at_a_checkpoint(workspace: Wor
 
 
 MOMENTS: dict[str, Callable[[Event], bool]] = {
-    "step": lambda event: isinstance(event, StepDone) and event.step == 2,
+    "step": lambda event: isinstance(event, StepReport) and event.step == 2,
     "checkpoint": lambda event: isinstance(event, CheckpointSaved) and event.step == 2,
     "last preview": lambda event: isinstance(event, MediaRendered) and event.media.step == 4,
 }
@@ -369,7 +369,7 @@ def test_a_file_asks_for_the_end_of_the_epoch(workspace: Workspace) -> None:
     workspace.write_config(max_train_steps=50)
 
     def fifth(event: Event) -> bool:
-        return isinstance(event, StepDone) and event.step == 5
+        return isinstance(event, StepReport) and event.step == 5
 
     trigger = Trigger(fifth, lambda: make_request(workspace.path("output"), "stop_at_epoch_end"))
     with pytest.raises(Interrupted, match="Stopped at step 8"):  # the epoch is eight steps long

@@ -24,7 +24,7 @@ from simpletuner.reporting.events import (
     Notice,
     PhaseStarted,
     StateChanged,
-    StepDone,
+    StepReport,
     Uploaded,
 )
 from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile
@@ -49,7 +49,7 @@ with lock_output(Path(sys.argv[1])):
 STEPS: tuple[Event, ...] = (
     StateChanged("starting", 0, 9),
     StateChanged("running", 0, 9),
-    *(StepDone(number, 1, {"train_loss": 0.5, "learning_rate": 1e-4}, seconds=2.0) for number in (1, 2, 3)),
+    *(StepReport(number, 1, {"train_loss": 0.5, "learning_rate": 1e-4}, seconds=2.0) for number in (1, 2, 3)),
 )
 
 
@@ -59,7 +59,7 @@ def tell(folder: Path, *events: Event) -> None:
     stream = EventStream(EventLog(folder, Payloads(every=0)))
     for event in events:
         stream.publish(event)
-        if isinstance(event, StepDone):
+        if isinstance(event, StepReport):
             metrics.append(event.step, event.metrics | {"seconds": event.seconds})
     metrics.close()
 

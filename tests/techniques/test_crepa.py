@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.crepa import CrepaConfig, weight_at
+from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
@@ -20,7 +20,8 @@ from simpletuner.diffusion.seeds import Place
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.cost import BatchShape
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.techniques.crepa import FEATURES, Crepa, Grid, align, neighbours_of
+from simpletuner.run.rehearsal import rehearse_micro_step
+from simpletuner.techniques.crepa import FEATURES, Crepa, Grid, align, neighbours_of, weight_at
 from simpletuner.techniques.spec import chosen_techniques
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
@@ -195,7 +196,7 @@ def test_regularisation_data_is_not_aligned(deep: Path, batch: Batch) -> None:
 
 def gradients_of(checkpoint: Path, batch: Batch, crepa: Crepa, **settings: Any) -> dict[str, Tensor]:
     assembly = make_assembly(checkpoint, crepa, **{"gradient_checkpointing": False, **settings})
-    step.rehearse_micro_step(assembly, batch)
+    rehearse_micro_step(assembly, batch)
     every = assembly.parameters | assembly.module_parameters
     found = {name: each.grad.clone() for name, each in every.items() if each.grad is not None}
     assert len(found) == len(every)
@@ -224,7 +225,7 @@ def test_the_backbones_features_get_no_gradient(deep: Path, batch: Batch) -> Non
     """The alignment trains what comes before the student's block only: the LoRA behind it sees the flow loss alone."""
     plain, aligned = (make_assembly(deep, *given) for given in ((), (crepa_of(**BACKBONE),)))
     for assembly in (plain, aligned):
-        step.rehearse_micro_step(assembly, batch)
+        rehearse_micro_step(assembly, batch)
     for name, each in plain.parameters.items():
         number = re.search(r"visual_transformer_blocks\.(\d+)\.", name)
         before = number is None or int(number[1]) <= BLOCK

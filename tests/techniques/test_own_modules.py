@@ -16,6 +16,7 @@ from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame, make_noisy
 from simpletuner.plan.build import Plan
+from simpletuner.run.rehearsal import rehearse_micro_step
 from simpletuner.techniques.base import Predict, Technique
 from simpletuner.techniques.preservation import Preservation
 from simpletuner.techniques.spec import chosen_techniques
@@ -49,7 +50,7 @@ def batch(deep: Path) -> Batch:
 
 
 def gradients_of(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
-    step.rehearse_micro_step(assembly, batch)
+    rehearse_micro_step(assembly, batch)
     own = {f"own.{name}": each for module in assembly.modules.values() for name, each in module.named_parameters()}
     found = {name: each.grad.clone() for name, each in (assembly.parameters | own).items() if each.grad is not None}
     assert len(found) == len(assembly.parameters) + len(own)
@@ -130,7 +131,7 @@ def test_recomputation_and_offload_change_no_gradient(deep: Path, batch: Batch, 
 
 def test_hidden_states_are_released_and_recomputed_ones_not_seen(deep: Path, batch: Batch) -> None:
     assembly = make_assembly(deep, Alignment(), gradient_checkpointing=True)
-    step.rehearse_micro_step(assembly, batch)
+    rehearse_micro_step(assembly, batch)
     with pytest.raises(KeyError):
         assembly.hidden[1]
     with pytest.raises(ValueError, match="0 to 3"):

@@ -15,7 +15,7 @@ import torch
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.distributed.world import World
 from simpletuner.errors import DiskFullError, UserError
-from simpletuner.reporting.events import CheckpointSaved, Event, EventStream
+from simpletuner.reporting.events import CheckpointSaved, Event, EventStream, StepReport
 from simpletuner.training import checkpoints
 from simpletuner.training.checkpoints import STATE_FILE, CheckpointWriter, load_checkpoint, write_checkpoint
 from simpletuner.training.manifest import (
@@ -28,7 +28,6 @@ from simpletuner.training.manifest import (
     write_manifest,
 )
 from simpletuner.training.state import TrainState
-from simpletuner.training.step import StepReport
 from simpletuner.training.trained import WEIGHTS_FILE
 from tests.distributed.sharded_run import Batches
 from tests.training.assembly import make_assembly
@@ -64,7 +63,7 @@ def test_training_goes_on_while_a_checkpoint_is_completed(
     with torch.no_grad():
         for each in assembly.parameters.values():
             each.zero_()
-    writer.on_step_end(assembly, TrainState(2), StepReport(2, 1, 0, {}, [], 0.0, 0.0))
+    writer.on_step_end(assembly, TrainState(2), StepReport(2, 1, {}, 0.0))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1-tmp"], "complete or absent"
     assert seen == []
 

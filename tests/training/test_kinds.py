@@ -20,6 +20,7 @@ from simpletuner.headers import METADATA, read_header
 from simpletuner.models.adapter_sizes import planned_adapters
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.lora_targets import weights_of
+from simpletuner.run.rehearsal import rehearse_micro_step
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.applied import applied_loras
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
@@ -30,7 +31,7 @@ from simpletuner.training.manifest import EFFECT_ERROR, FORWARD_ERROR, LORA_FILE
 from simpletuner.training.meter import adapters_of, weight_shapes
 from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly
-from simpletuner.training.step import optimizer_step, predict_now, rehearse_micro_step
+from simpletuner.training.step import optimizer_step, predict_now
 from tests.closeness import ELEMENTWISE, MODEL, ROTATION, assert_close, distance
 from tests.fidelity.family import make_adapter, make_config
 from tests.fidelity.sana import make_sana_adapter, make_sana_config

@@ -11,12 +11,12 @@ import pytest
 
 from simpletuner.distributed.requests import Request, expect_requests, make_request
 from simpletuner.distributed.world import World
-from simpletuner.reporting.events import Event, EventStream, Notice, StateChanged, StepDone
+from simpletuner.reporting.events import Event, EventStream, Notice, StateChanged, StepReport
 from simpletuner.reporting.slowness import ENOUGH, RECENT, SlowSteps
-from simpletuner.run.records import RunRecord, timing_of
+from simpletuner.run.records import RunRecord
 from simpletuner.training.recorder import Recorder, RequestHandler, utilisation
 from simpletuner.training.state import Assembly, TrainState
-from simpletuner.training.step import StepReport, optimizer_step
+from simpletuner.training.step import optimizer_step
 from tests.training.assembly import make_assembly, make_batch
 from tests.training.test_step import CAPTIONS, Batches
 
@@ -26,12 +26,12 @@ class Listener:
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.steps: list[StepDone] = []
+        self.steps: list[StepReport] = []
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Notice):
             self.said.append(event.text)
-        if isinstance(event, StepDone):
+        if isinstance(event, StepReport):
             self.steps.append(event)
 
 
@@ -47,7 +47,7 @@ class Streamer:
 
 def report(step: int, seconds: float = 1.0, **changes: object) -> StepReport:
     metrics = {"train_loss": 0.5, "learning_rate": 1e-4}
-    return StepReport(step, 1, 0, metrics, [], seconds, 0.01, shapes=((1, 16, 1, 4, 4),), **changes)  # type: ignore[arg-type]
+    return StepReport(step, 1, metrics, seconds, 0.01, shapes=((1, 16, 1, 4, 4),), **changes)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -88,14 +88,14 @@ def test_the_record_has_the_shares(tmp_path: Path, assembly: Assembly) -> None:
     assert not {"weights_share", "weights_seconds", "mfu"} & first.keys()
     assert (second["compute_share"], second["weights_share"], second["data_share"]) == (0.745, 0.25, 0.005)
     assert (second["seconds"], second["weights_seconds"], second["mfu"]) == (2.0, 0.5, 0.4)
-    assert (listener.steps[1].weights_wait_seconds, listener.steps[1].mfu) == (0.5, 0.4)
+    assert (listener.steps[1].weights_seconds, listener.steps[1].mfu) == (0.5, 0.4)
 
 
 def test_there_is_no_utilisation_without_both_numbers() -> None:
     assert utilisation(report(1), 1e12) is None
     assert utilisation(report(1, flops=1e11), None) is None
     assert utilisation(report(1, flops=1e11), 1e12) == pytest.approx(0.1)
-    assert "mfu" not in timing_of(StepDone(1, 1, {}, 1.0))
+    assert "mfu" not in StepReport(1, 1, {}, 1.0).row
 
 
 def test_slow_steps_are_told_by_the_display(assembly: Assembly) -> None:

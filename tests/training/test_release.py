@@ -17,7 +17,7 @@ from simpletuner.config.load import Layer, resolve
 from simpletuner.config.optimizers import OPTIMIZERS, check_release
 from simpletuner.config.schema import EmaConfig, OptimizerConfig
 from simpletuner.errors import NonFiniteError
-from simpletuner.run.rehearsal import unchanged
+from simpletuner.run.rehearsal import rehearse_micro_step, unchanged
 from simpletuner.training import step
 from simpletuner.training.ema import Ema
 from simpletuner.training.host_state import HostState
@@ -208,7 +208,7 @@ def test_a_rehearsal_only_drops_the_gradients(t2i_checkpoint: Path) -> None:
     assembly = full(t2i_checkpoint, **RELEASED)
     before = copy_of(assembly)
     with unchanged(assembly):
-        step.rehearse_micro_step(assembly, make_batch(t2i_checkpoint, ["a star"]))
+        rehearse_micro_step(assembly, make_batch(t2i_checkpoint, ["a star"]))
         assert all(each.grad is None for each in assembly.parameters.values())
     assert_same(copy_of(assembly), before)
     assert not assembly.optimizer.state

@@ -94,7 +94,7 @@ def test_a_step_moves_weights_and_reports(t2i_checkpoint: Path) -> None:
     before = {name: parameter.detach().clone() for name, parameter in assembly.parameters.items()}
     report = step.optimizer_step(assembly, Batches(make_batch(t2i_checkpoint, CAPTIONS)), 0)
     assert report.step == 1
-    assert len(report.samples) == len(CAPTIONS)
+    assert len(report.timesteps) == len(CAPTIONS)
     assert report.metrics["train_loss"] == report.metrics["optimization_loss"] > 0
     assert report.metrics["learning_rate"] == 1e-2
     assert report.metrics["grad_absmax"] > 0
