@@ -53,7 +53,7 @@ def test_crepa_stands_where_the_guides_say(page: Any, workspace: Workspace) -> N
         expect(section.locator("[data-group=CREPA]").get_by_label(label, exact=True)).to_be_disabled()
     drop = section.get_by_label("Drop VAE Encoder", exact=True)
     expect(drop).to_be_disabled()
-    expect(section).to_contain_text("options have no effect: crepa_enabled is off.")
+    expect(section).to_contain_text("options have no effect without crepa_enabled.")
     section.get_by_label("CREPA", exact=True).check()
     expect(drop).to_be_enabled()
     expect(page.locator("[data-key=crepa_enabled] .bad")).to_contain_text("aligns the frames of clips")
