@@ -205,7 +205,7 @@ def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[
     found = {"MASTER_ADDR": first, "MASTER_PORT": str(FIRST_PORT + job % PORTS) if here or job else ""}
     values = {name: environment.get(name) or value for name, value in found.items()}
     environment.update({name: value for name, value in values.items() if value})
-    environment.update(zip(astuple(LAUNCHERS[0]), map(str, astuple(place)), strict=True))
+    environment.update(zip(LAUNCHERS[0], map(str, astuple(place)), strict=True))
     what = {"MASTER_ADDR": "the address of the machine of process 0", "MASTER_PORT": "a free port there"}
     port = values["MASTER_PORT"]
     if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):

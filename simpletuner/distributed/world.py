@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from simpletuner.errors import UserError
 
@@ -146,8 +146,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@dataclass(frozen=True)
-class Launcher:
+class Launcher(NamedTuple):
     """The environment variables with which a launcher tells a process its place."""
 
     rank: str
@@ -175,16 +174,15 @@ def launched(environment: Mapping[str, str]) -> World | None:
     """
     for launcher in LAUNCHERS:
         if environment.get(launcher.size, "").strip() not in ("", "0", "1"):
-            rank, size = number_in(environment, launcher.rank), number_in(environment, launcher.size)
+            rank, size, local_rank, local_size = (number_in(environment, name) for name in launcher)
             if rank is None or size is None or rank >= size:
                 given = environment.get(launcher.rank, "not set")
                 raise UserError(
                     f"{launcher.size} is {environment[launcher.size]}, as if a launcher had started several processes, "
                     f"but {launcher.rank} is {given}. Let one launcher set both, or unset {launcher.size}."
                 )
-            # Kubernetes sets neither: it starts one process in each machine.
-            local = number_in(environment, launcher.local_rank) or 0, number_in(environment, launcher.local_size) or 1
-            return World(rank, size, *local)
+            # Kubernetes sets no local ones: it starts one process in each machine.
+            return World(rank, size, local_rank or 0, local_size or 1)
     return None
 
 
