@@ -203,6 +203,16 @@ class TransformerCost:
         return {}
 
     @cached_property
+    def _work(self) -> dict[tuple[str, BatchShape, Adapters, bool], Work]:
+        """Cache of `forward` and `backward`."""
+        return {}
+
+    @cached_property
+    def _widths(self) -> dict[frozenset[str], int]:
+        """Cache of `adapter_parameters`: in + out of all modules of an adapter."""
+        return {}
+
+    @cached_property
     def _by_block(self) -> dict[str, list[str]]:
         """Parameter names by block prefix; parameters outside the blocks have an empty prefix."""
         groups: dict[str, list[str]] = {prefix: [] for prefix in (*self.blocks, "")}
@@ -243,11 +253,19 @@ class TransformerCost:
         """Parameters of an adapter; a LoRA has `rank` x (in + out) for each module, where `in` counts a kernel."""
         if adapters.products:
             return sum(adapters.products.values())
-        shapes = (self.shapes[f"{name}.weight"] for name in adapters.modules)
-        return sum(adapters.rank * (shape[0] + math.prod(shape[1:])) for shape in shapes)
+        if adapters.modules not in self._widths:
+            shapes = (self.shapes[f"{name}.weight"] for name in adapters.modules)
+            self._widths[adapters.modules] = sum(shape[0] + math.prod(shape[1:]) for shape in shapes)
+        return adapters.rank * self._widths[adapters.modules]
 
     def forward(self, load: BatchShape, adapters: Adapters = NO_ADAPTERS, *, blocks_only: bool = False) -> Work:
         """FLOPs of a forward pass: 2 x positions x weights, plus attention."""
+        key = "forward", load, adapters, blocks_only
+        if key not in self._work:
+            self._work[key] = self._forward(load, adapters, blocks_only)
+        return self._work[key]
+
+    def _forward(self, load: BatchShape, adapters: Adapters, blocks_only: bool) -> Work:
         names = self.shapes if not blocks_only else [n for prefix in self.blocks for n in self._by_block[prefix]]
         rows = self._applied(load)
         frozen = sum(self._product(name, rows) for name in names)
@@ -259,6 +277,12 @@ class TransformerCost:
 
         A frozen layer costs as much as its forward pass (gradient of its input), a trained one twice that.
         """
+        key = "backward", load, adapters, full
+        if key not in self._work:
+            self._work[key] = self._backward(load, adapters, full)
+        return self._work[key]
+
+    def _backward(self, load: BatchShape, adapters: Adapters, full: bool) -> Work:
         linear, rows = 0.0, self._applied(load)
         for name in self.shapes:
             module = name.removesuffix(".weight")

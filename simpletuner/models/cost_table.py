@@ -194,6 +194,7 @@ def transformer_cost(
         each = (_attention(table.flops["large"], {**numbers, "token": one.tokens}) for one in load.in_blocks(large))
         return sum(each, small).times(load.samples)
 
+    @cache
     def starts(module: str, full: bool) -> bool:
         names = ends["full" if full else "lora"]
         return module in names or numbered(module, table.groups) in names

@@ -37,7 +37,8 @@ def matching_modules(modules: Iterable[str], targets: Targets) -> list[str]:
     """The modules that a selection matches."""
     if isinstance(targets, str):
         return [name for name in modules if re.fullmatch(targets, name)]
-    return [name for name in modules if any(name == target or name.endswith(f".{target}") for target in targets)]
+    endings = tuple(f".{target}" for target in targets)
+    return [name for name in modules if f".{name}".endswith(endings)]
 
 
 def check_targets(modules: Iterable[str], targets: Targets) -> list[Problem]:

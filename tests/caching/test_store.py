@@ -150,6 +150,16 @@ def test_no_flipped_bit_and_no_cut_ever_passes(tmp_path: Path, compress: bool) -
     assert_same_bits(store.read(key(1)), wanted)
 
 
+def test_an_entry_with_more_at_its_end_is_damaged(tmp_path: Path) -> None:
+    store = CacheStore(tmp_path)
+    store.write(key(1), tensors(), {})
+    (path,) = (tmp_path / key(1)[:2]).iterdir()
+    longer = zstandard.ZstdDecompressor().decompress(path.read_bytes()) + bytes(1 << 15)
+    path.write_bytes(zstandard.ZstdCompressor().compress(longer))
+    with pytest.raises(DamagedEntryError):
+        store.verify(key(1))
+
+
 def test_an_entry_under_anothers_name_is_damaged(tmp_path: Path) -> None:
     store = CacheStore(tmp_path)
     store.write(key(1), tensors(), {})

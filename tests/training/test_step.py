@@ -19,6 +19,7 @@ from simpletuner.training.finite import not_finite
 from simpletuner.training.gradients import clip_gradients, gradient_size
 from simpletuner.training.losses import Losses
 from simpletuner.training.noise import add_noise, with_noise
+from simpletuner.training.optimizers import RATE_RATIO, SEED
 from simpletuner.training.state import Assembly
 from tests.closeness import ROTATION, distance
 from tests.training.assembly import fixed_noise, make_assembly, make_batch
@@ -93,7 +94,7 @@ def test_a_step_moves_weights_and_reports(t2i_checkpoint: Path) -> None:
     assembly = make_assembly(t2i_checkpoint)
     before = {name: parameter.detach().clone() for name, parameter in assembly.parameters.items()}
     report = step.optimizer_step(assembly, Batches(make_batch(t2i_checkpoint, CAPTIONS)), 0)
-    assert report.step == 1
+    assert (report.step, report.epoch, report.epochs_done) == (1, 1, 0)
     assert len(report.timesteps) == len(CAPTIONS)
     assert report.metrics["train_loss"] == report.metrics["optimization_loss"] > 0
     assert report.metrics["learning_rate"] == 1e-2
@@ -102,6 +103,18 @@ def test_a_step_moves_weights_and_reports(t2i_checkpoint: Path) -> None:
     frozen = [each for each in assembly.transformer.parameters() if not each.requires_grad]
     assert frozen
     assert all(each.grad is None for each in frozen)
+
+
+def test_groups_of_parameters_have_their_rate_and_a_seed_of_the_step(t2i_checkpoint: Path) -> None:
+    assembly, batch = make_assembly(t2i_checkpoint), make_batch(t2i_checkpoint, CAPTIONS)
+    group, seeds = assembly.optimizer.param_groups[0], {0}
+    group |= {RATE_RATIO: 4.0, SEED: 0}
+    for global_step in range(2):
+        report = step.optimizer_step(assembly, Batches(batch), global_step)
+        assert group["lr"] == 4 * report.metrics["learning_rate"]
+        assert report.passes == 1
+        seeds.add(group[SEED])
+    assert len(seeds) == 3
 
 
 class Doubled(Technique):
@@ -126,6 +139,7 @@ def test_techniques_come_in_through_their_doors(t2i_checkpoint: Path) -> None:
     metrics = step.optimizer_step(doubled, Batches(batch), 0).metrics
     assert metrics["extra"] == 1.5
     assert metrics["optimization_loss"] == pytest.approx(2 * metrics["train_loss"] + 1.5)
+    assert metrics["diffusion_loss"] == pytest.approx(2 * metrics["train_loss"])
 
 
 @pytest.mark.parametrize("method", ["value", "norm"])
@@ -175,6 +189,8 @@ def test_noise_depends_on_the_place_in_the_run_alone(t2i_checkpoint: Path, monke
         other = add_noise(assembly, batch, *place)
         assert not torch.equal(other.noise, first.noise)
         assert not torch.equal(other.sigmas, first.sigmas)
+    noisier = replace(assembly.settings, timestep_offsets={batch.dataset_id: 1.0})
+    assert (add_noise(replace(assembly, settings=noisier), batch, 4, 0).sigmas > first.sigmas).all()
 
 
 def test_noise_that_is_drawn_ahead_is_the_same(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,120 @@
+"""Do the tests notice? Makes one-line changes in a copy of the tree, one at a time, and runs the tests that must fail.
+
+`./scripts/mutations [--only NAME]...`; the changes are in mutations.toml. The working tree is not touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIST = Path(__file__).with_name("mutations.toml")
+PASSED, FAILED = int(pytest.ExitCode.OK), int(pytest.ExitCode.TESTS_FAILED)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change that some tests must notice.
+
+    Attributes:
+        room: the folder that holds the text; in which file is looked up, so that code may move between them.
+        old, new: the text, which occurs once in the room, and what it is replaced by.
+        tests: as given to pytest, below tests/.
+    """
+
+    name: str
+    room: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def find(self, root: Path = ROOT) -> Path:
+        """The file with the text.
+
+        Raises:
+            LookupError: the text has changed, or occurs more than once.
+        """
+        texts = {path: path.read_text(encoding="utf-8") for path in sorted((root / self.room).rglob("*.py"))}
+        counts = {path: text.count(self.old) for path, text in texts.items() if self.old in text}
+        if sum(counts.values()) != 1:
+            raise LookupError(f"{self.name}: {self.old!r} occurs {sum(counts.values())} times in {self.room}")
+        return next(iter(counts))
+
+
+def read_list() -> list[Mutation]:
+    """All mutations, in the order of the file."""
+    rooms = tomllib.loads(LIST.read_text(encoding="utf-8"))
+    lines = [(room, name, line) for room, named in rooms.items() for name, line in named.items()]
+    return [Mutation(name, room, old, new, tuple(tests)) for room, name, (old, new, *tests) in lines]
+
+
+def run_tests(tree: Path, tests: Sequence[str], log: Path, *options: str) -> int:
+    """Run tests of a tree in a fork of this process, which has imported torch already; returns pytest's exit code."""
+    child = os.fork()
+    if child == 0:
+        with log.open("w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        os.chdir(tree)
+        os.environ["PYTHONPATH"] = sys.path[0] = str(tree)
+        for name in [each for each in sys.modules if each.partition(".")[0] in ("simpletuner", "tests")]:
+            del sys.modules[name]
+        names = [f"tests/{each}" for each in tests]
+        os._exit(pytest.main(["-n", "0", "-q", "-p", "no:cacheprovider", *options, *names]))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def judge(mutations: Sequence[Mutation], tree: Path, log: Path) -> Iterator[tuple[Mutation, str, float]]:
+    """Each mutation with what became of it, and in how many seconds."""
+    for number, mutation in enumerate(mutations, 1):
+        path, start = mutation.find(tree), time.monotonic()
+        original = path.read_text(encoding="utf-8")
+        path.write_text(original.replace(mutation.old, mutation.new), encoding="utf-8")
+        os.utime(path, (number, number))  # compiled files are told apart by it
+        code = run_tests(tree, mutation.tests, log, "-x")
+        path.write_text(original, encoding="utf-8")
+        os.utime(path, (0, 0))
+        outcome = {FAILED: "killed", PASSED: "SURVIVED"}.get(code, f"BROKEN ({code})")
+        yield mutation, outcome, time.monotonic() - start
+
+
+def main() -> int:
+    """Judge the mutations; 1 if one was not killed."""
+    parser = argparse.ArgumentParser(prog="mutations", description=__doc__)
+    parser.add_argument("--only", action="append", metavar="NAME", help="judge this one alone (may be repeated)")
+    only = parser.parse_args().only
+    chosen = [each for each in read_list() if not only or each.name in only]
+    import tests.preloaded  # noqa: F401 - for the forks
+
+    alive = 0
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        tree, log = Path(folder, "tree"), Path(folder, "log")
+        for part in ("simpletuner", "tests"):
+            shutil.copytree(ROOT / part, tree / part)
+        shutil.copy(ROOT / "pyproject.toml", tree)
+        wanted = list(dict.fromkeys(test for each in chosen for test in each.tests))
+        if run_tests(tree, wanted, log) != PASSED:  # then a failure with a mutation would prove nothing
+            print(log.read_text(), file=sys.stderr)
+            return 2
+        for mutation, outcome, seconds in judge(chosen, tree, log):
+            print(f"{outcome:8} {mutation.name} ({seconds:.1f} s)", flush=True)
+            alive += outcome != "killed"
+            if outcome != "killed":
+                print(f"  {mutation.old}\n  {mutation.new}\n{log.read_text()[-2000:]}")
+    print(f"{len(chosen) - alive} of {len(chosen)} killed")
+    return int(alive > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
