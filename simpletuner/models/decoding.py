@@ -76,7 +76,7 @@ def strips(height: int) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def in_strips(compute: Callable[..., Tensor], x: Tensor, *inputs: Any, **settings: Any) -> Tensor:
-    """`compute(x)` of `... H W`, where an output row depends on its neighbours at most, and a row may become several."""
+    """`compute(x)` of `... H W`, where an output row depends on neighbours at most, and a row may become several."""
     out = x.new_empty(0)
     for own, reach, place in strips(x.shape[-2]):
         part = compute(x[..., reach, :], *inputs, **settings)

@@ -191,7 +191,9 @@ class Crepa(Technique):
 
     @property
     def _measures(self) -> bool:
-        """Whether to compute the similarity in this micro-step: for the loss, or to see if it fell below the threshold."""
+        """Whether to compute the similarity in this micro-step: for the loss, or because it may fall below the
+        threshold.
+        """
         return self._scheduled > 0 and (not self._is_off or self.config.crepa_threshold_mode == "recoverable")
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
