@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 FEATURES = "features"  # the tensor in an entry of features
-# When latents are encoded: before training; when first used, then cached; or at every use, and never cached.
+# When latents are encoded: before training; at first use, then cached; or at every use, never cached.
 Storage = Literal["ahead", "ondemand", "never"]
 
 
@@ -41,7 +41,7 @@ class FeatureEncoder(Protocol):
 
 @dataclass(frozen=True)
 class FeatureCost:
-    """What the features of one sample take: bytes on disk, FLOPs of the encoder, and the encoder's bytes in memory."""
+    """Cost of the features of a sample: bytes on disk, FLOPs of the encoder, and the encoder's bytes in memory."""
 
     stored: float = 0.0
     flops: float = 0.0
@@ -54,12 +54,12 @@ class FeatureKind:
 
     Attributes:
         name: its key in `Batch.features`.
-        maker: what it depends on besides the latents and the encoder's content, such as a size.
-        load: (adapter, what loads the VAE, device) -> its encoder; called only if an entry is missing.
+        maker: its dependencies besides the latents and the encoder's content, such as a size.
+        load: (adapter, loader of the VAE, device) -> its encoder; called only if an entry is missing.
         encoder: the model that computes it.
-        cost: (frames, rows, columns of tokens) -> what it takes.
-        unneeded: ids of datasets that do without.
-        is_cached: computed once, before training; else its technique computes it in every step.
+        cost: (frames, rows, columns of tokens) -> cost per sample.
+        unneeded: ids of datasets without it.
+        is_cached: computed once, before training; otherwise in every step, by its technique.
     """
 
     name: str
@@ -126,7 +126,7 @@ CacheEntry = TypeVar("CacheEntry", bound=AnyEntry)
 class Share:
     """One of `count` parts of all entries, which as many processes or machines encode.
 
-    Whether it holds an entry depends on nothing else: not on what is cached already, and not on the other entries.
+    The entry's key alone decides, whatever is cached and whatever else is to be encoded.
     """
 
     index: int = 0
@@ -138,7 +138,7 @@ class Share:
         return int(key.digest(), 16) % self.count == self.index
 
     def of(self, entries: Iterable[CacheEntry]) -> list[CacheEntry]:
-        """Those that belong to it."""
+        """The entries that belong to it."""
         return [entry for entry in entries if self.holds(entry)]
 
 
@@ -164,7 +164,7 @@ class Encoders:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Cache entries of samples and captions, made anew at each call: all of them would take much memory.
+    """Cache entries of samples and captions, created at each call: keeping all would take much memory.
 
     Attributes:
         latent_folders: latent cache of each dataset, by id.
@@ -244,7 +244,7 @@ class Catalogue:
         return TextEntry(key, folder, caption, source or repr(caption[:60]), compress, picture, bare)
 
     def latents_of(self, datasets: Iterable[Dataset]) -> Iterator[LatentEntry]:
-        """All latents of datasets, some more than once: of their samples, and of the conditions of those."""
+        """All latents of datasets, possibly with duplicates: of samples and of their conditions."""
         for dataset in datasets:
             for sample in dataset.samples:
                 yield self.latent(sample)
@@ -259,7 +259,7 @@ class Catalogue:
             yield from (self.feature(kind, sample) for sample in dataset.samples)
 
     def texts_of(self, datasets: Iterable[Dataset], *, with_empty: bool) -> Iterator[TextEntry]:
-        """All embeddings of datasets, some of them more than once.
+        """All embeddings of datasets, possibly with duplicates.
 
         Args:
             with_empty: include the empty caption, which caption dropout substitutes; once per source picture if the
@@ -282,7 +282,7 @@ class Entries(Generic[CacheEntry]):
     """Cache entries without duplicates: samples may share a picture or a caption.
 
     Attributes:
-        make: makes them, with duplicates. They are not kept, since all of them would take much memory.
+        make: generates them, with duplicates; they are not kept, to save memory.
     """
 
     make: Callable[[], Iterable[CacheEntry]]
@@ -300,7 +300,7 @@ class Entries(Generic[CacheEntry]):
 
     @property
     def missing(self) -> list[CacheEntry]:
-        """Those that were not in their cache when this or the number of entries was first asked for."""
+        """The entries absent from their cache at the first call of this or of `len`."""
         return self._looked_up[1]
 
     @cached_property
@@ -309,8 +309,8 @@ class Entries(Generic[CacheEntry]):
 
 
 def look_up(entries: Iterable[CacheEntry]) -> tuple[int, list[CacheEntry]]:
-    """The number of different entries, and those that are not in their cache; each folder is listed once."""
-    folders: dict[Path, dict[str, bool]] = {}  # of each key whether it was counted
+    """The number of distinct entries, and the absent ones; each folder is listed once."""
+    folders: dict[Path, dict[str, bool]] = {}  # key -> was counted
     number, absent = 0, []
     for entry in entries:
         keys = folders.get(entry.folder)

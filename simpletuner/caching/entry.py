@@ -30,7 +30,7 @@ HEAD_BYTES = 1 << 14
 # Far above real entries: ten seconds at 1280x768 take 60 MB.
 LARGEST_ENTRY = 1 << 30
 
-# What parsing arbitrary bytes can raise. Not MemoryError, which is not the file's fault.
+# Errors from parsing arbitrary bytes. Not MemoryError, which is not the file's fault.
 UNREADABLE = (zstandard.ZstdError, ValueError, LookupError, TypeError, AttributeError)
 
 KEY, CHECKSUM = "key", "checksum"
@@ -71,7 +71,7 @@ def list_keys(folder: Path) -> Iterator[str]:
     """
     for fan in sorted(folder.glob("[0-9a-f][0-9a-f]/")):
         names, start = map(ENTRY_NAME.fullmatch, os.listdir(fan)), fan.name  # noqa: PTH208 - iterdir takes far longer
-        # An entry moved into a wrong folder would never be found by its path.
+        # Its path would never lead to an entry in a wrong folder.
         yield from sorted(name[1] for name in names if name and name[1].startswith(start))
 
 

@@ -1,9 +1,9 @@
-"""Encode what is missing, once.
+"""Encode missing entries, once.
 
     decode threads ─► bounded queue ─► encoder (this thread) ─► writer threads
 
-One encoder is on the device at a time, and none is loaded if nothing is missing. Each entry is written as soon as it
-is encoded, so a killed run loses at most the current batch, and the next run continues after it. If memory runs out,
+One encoder is on the device at a time; without missing entries, none is loaded. Each entry is written as soon as it is
+encoded, so a killed run loses at most the current batch, and the next run continues after it. If memory runs out,
 batches become smaller (`shrink`).
 """
 
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 WRITERS = 2
 Decoded = tuple[LatentEntry, np.ndarray]
 
-# Memory for decoded pictures and clips that wait for the encoder, besides the one that each thread is decoding.
+# Bytes of decoded pictures and clips in the queue, besides the ones being decoded.
 WAITING_BYTES = 1 << 30
 
 
@@ -54,14 +54,14 @@ class ChangedFileError(UserError):
 
 
 def fill_texts(entries: Sequence[TextEntry], load: Callable[[], TextEncoder], size: int, bar: ProgressBar) -> list[str]:
-    """Encode captions; returns notes about captions that were too long.
+    """Encode captions; returns notes about truncated captions.
 
     Args:
-        entries: the missing ones; if there are none, `load` is not called.
-        size: how many are encoded together.
+        entries: the missing ones; if empty, `load` is not called.
+        size: batch size.
 
     Raises:
-        UserError: one does not fit into memory, or the encoder's values are not finite.
+        UserError: a caption does not fit into memory, or the encoder's output is not finite.
     """
     if not entries:
         return []
@@ -71,8 +71,8 @@ def fill_texts(entries: Sequence[TextEntry], load: Callable[[], TextEncoder], si
     writes: list[Future[None]] = []
     with ThreadPoolExecutor(WRITERS) as writers:
         for group in _of_one_length(entries, encoder, size):
-            # Padded to a fixed batch, since kernels round differently by batch size: an entry does not depend on what
-            # is encoded beside it, so a run that continues a fill makes the same.
+            # Padded to a fixed batch: kernels round differently by batch size, and an entry must not depend on the rest
+            # of its batch, so that an interrupted fill continues with the same bytes.
             filled = group + group[-1:] * (size - len(group))
             for entry, embeds in zip(group, encode(filled), strict=False):
                 writes.append(writers.submit(_write, entry, embeds, encode.most or size))
@@ -90,8 +90,8 @@ def fill_latents(
 ) -> dict[tuple[str, str], str]:
     """Encode pictures and clips; returns the files that could not be decoded, (dataset id, name) to reason.
 
-    Threads and order never change a latent. With `vae_batch_size` above 1, samples of the same size and length are
-    encoded together, and the grouping changes the rounding; each entry then records the size of its batch.
+    Threads and order never change a latent. With `vae_batch_size` above 1, batches of samples of one size and length
+    change the rounding, so an entry records its batch size.
 
     Raises:
         UserError: a sample does not fit into memory, or the VAE's output is not finite.
@@ -102,7 +102,7 @@ def fill_latents(
     failures: dict[tuple[str, str], str] = {}
     writes: list[Future[None]] = []
     with _decoding_threads(config) as decoders, ThreadPoolExecutor(WRITERS) as writers:
-        # At least one batch: the encoder waits until all of it is decoded.
+        # At least one batch, since the encoder waits for a whole one.
         ahead = max(config.image_processing_batch_size, config.vae_batch_size)
         decoding = _decode_ahead(entries, ahead, decoders)
         for group in _batches(decoding, config.vae_batch_size, failures):

@@ -43,13 +43,13 @@ LEFTOVER_NAME = re.compile(
 
 @dataclass
 class Verification:
-    """One reading of all entries of a folder, recorded in it so that it can go on after an interruption.
+    """A pass over all entries of a folder, recorded in the folder so that it can resume.
 
     Attributes:
         started, finished: when; `finished` is None until the last entry has been read.
         last: the largest key that has been read; entries are read in the order of their keys.
-        entries: how many have been read.
-        damaged: what is wrong with damaged ones, by key.
+        entries: number of entries read.
+        damaged: faults of damaged entries, by key.
     """
 
     started: datetime = field(default_factory=partial(datetime.now, UTC))
@@ -59,7 +59,7 @@ class Verification:
     damaged: dict[str, str] = field(default_factory=dict)
 
     def remaining(self, folder: Path) -> list[str]:
-        """The keys to read: those after the last one, and earlier ones that were damaged or have been written since."""
+        """The keys after the last one read, and earlier keys that were damaged or written since."""
         return [key for key in list_keys(folder) if key > self.last or key in self.damaged or self._is_new(folder, key)]
 
     def _is_new(self, folder: Path, key: str) -> bool:
@@ -67,7 +67,7 @@ class Verification:
         return path is not None and path.stat().st_mtime > self.started.timestamp()
 
     def read(self, folder: Path, keys: Sequence[str], advance: Callable[[], None]) -> None:
-        """Read entries in full, and record which of them are damaged; `advance` is called after each."""
+        """Read entries in full and record the damaged ones; calls `advance` after each."""
         saved = time.monotonic()
         try:
             for key in keys:
@@ -91,7 +91,7 @@ class Verification:
         self.entries, self.last = self.entries + (key > self.last), max(self.last, key)
 
     def _save(self, folder: Path) -> None:
-        with suppress(WriteError):  # a folder that cannot be written can be verified all the same
+        with suppress(WriteError):  # a read-only folder can still be verified
             write_atomically(folder / VERIFIED_NAME, _VERIFICATION.dump_json(self), durable=False)
 
 
@@ -99,7 +99,7 @@ _VERIFICATION = TypeAdapter(Verification)
 
 
 def begin_verifications(folders: Iterable[Path]) -> dict[Path, Verification]:
-    """A verification of each folder: those under way if one of them was interrupted, else new ones."""
+    """A verification per folder: the recorded ones if any was interrupted, else new ones."""
     known: dict[Path, Verification] = {}
     for folder in folders:
         known[folder] = Verification()
@@ -112,7 +112,7 @@ def begin_verifications(folders: Iterable[Path]) -> dict[Path, Verification]:
 
 @dataclass(frozen=True)
 class Garbage:
-    """What garbage collection would remove.
+    """The files that garbage collection would remove.
 
     Attributes:
         entries: keys that are no longer wanted.
@@ -127,7 +127,7 @@ class Garbage:
 
 @dataclass(frozen=True)
 class Difference:
-    """One ingredient in which a cached entry differs from the wanted one."""
+    """An ingredient that differs between a cached entry and the wanted one."""
 
     ingredient: str
     cached: Any
@@ -138,10 +138,10 @@ class Difference:
 
 
 def find_garbage(folder: Path, wanted: Collection[str]) -> Garbage:
-    """Entries that are not wanted, and what killed runs left behind.
+    """Unwanted entries, and temporary files of killed runs.
 
     Args:
-        wanted: the keys that the configs in use refer to. For a folder shared by several configs, those of all of them.
+        wanted: keys of all configs that use the folder.
     """
     known = frozenset(wanted)
     entries = [key for key in list_keys(folder) if key not in known]
@@ -153,7 +153,7 @@ def find_garbage(folder: Path, wanted: Collection[str]) -> Garbage:
 
 
 def remove_garbage(folder: Path, garbage: Garbage) -> None:
-    """Delete what `find_garbage` has listed, and nothing else."""
+    """Delete exactly the files that `find_garbage` listed."""
     for path in garbage.leftovers:
         path.unlink(missing_ok=True)
     for key in garbage.entries:

@@ -1,8 +1,8 @@
-"""What a cache entry depends on, and the key derived from it.
+"""The dependencies of a cache entry, and the key derived from them.
 
-An entry's key is the SHA-256 of everything that determines its content: the bytes of the file, how it was prepared,
-and the encoder. So files of the same name never collide, edits are noticed, entries of another size are never used,
-and nothing is encoded twice. Free of torch: the plan counts what is cached before anything is loaded.
+An entry's key is the SHA-256 of everything that determines its content: the bytes of the file, its preparation, and the
+encoder. So files of the same name never collide, edits and other sizes get new entries, and nothing is encoded twice.
+Free of torch: the plan counts cached entries before anything is loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import Any, Literal
 
-# Raised when the meaning of entries changes, so that older ones are not mistaken for new ones.
+# Incremented when the meaning of entries changes, so that old ones do not match.
 VERSION = 1
 
 # What an entry depends on, one level deep: "encoder.dtype" -> "bf16".
@@ -34,8 +34,8 @@ class EncoderIdentity:
         dtype: of the computation, such as "bf16".
         quantisation: value of the precision key, "no_change" for none.
         tiling: the picture was encoded in tiles.
-        tf32: False if a GPU computed in full float32; omitted if None, on a CPU or in another dtype. Entries of a GPU
-            from before it existed were computed in TF32.
+        tf32: False if a GPU computed in full float32; omitted if None, on a CPU or in another dtype. Older GPU entries,
+            which lack it, were computed in TF32.
     """
 
     family: str
@@ -52,14 +52,14 @@ class EncoderIdentity:
         return canonical_json({name: value for name, value in values.items() if value is not None})[1:-1]
 
 
-# Keys of 100,000 files are made at every start, in half the time if they are not frozen. Nothing changes them.
+# Not frozen, which halves the time to build the keys of 100,000 files at every start. Nothing changes them.
 class CacheKey:
-    """Identity of one entry; its fields are all that the entry depends on."""
+    """Identity of one entry: its fields are all dependencies."""
 
     __slots__ = ()
 
     def text(self) -> str:
-        """What the key is the hash of: `canonical_json` of its ingredients."""
+        """The text that is hashed: `canonical_json` of the ingredients."""
         raise NotImplementedError
 
     def ingredients(self) -> Ingredients:
@@ -84,7 +84,7 @@ class LatentKey(CacheKey):
         frames: number of encoded frames; 1 for pictures.
         rate: frames per second at which they were taken; None for pictures.
         encoder: which VAE.
-        read_as: `Sample.read_as`; omitted if empty, so that entries from before it existed stay valid.
+        read_as: `Sample.read_as`; omitted if empty, so that older entries stay valid.
     """
 
     content: str
@@ -141,12 +141,12 @@ class TextKey(CacheKey):
 
 @dataclass(frozen=True, slots=True)
 class FeatureKey(CacheKey):
-    """Identity of what a technique caches for one sample.
+    """Identity of a feature that a technique caches for one sample.
 
     Attributes:
         feature: name of the kind.
-        latents: `LatentKey.digest` of the latents that it is computed from.
-        maker: what else it depends on, by name: the encoder's identity, sizes.
+        latents: `LatentKey.digest` of its source latents.
+        maker: other dependencies by name: the encoder's identity, sizes.
     """
 
     feature: str
@@ -191,7 +191,7 @@ def hash_file(path: Path) -> str:
 
 WHOLE_FILES = frozenset({".json", ".txt", ".model", ".jinja"})
 WEIGHT_FILES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack"})
-# Notes of the program that saved a config; they change nothing about the model.
+# Notes of the program that saved a config, irrelevant to the model.
 IGNORED_KEYS = frozenset({"_name_or_path", "_diffusers_version", "transformers_version"})
 
 # Checkpoints of tens of gigabytes are identified by slices: reading them whole would delay every start by minutes.

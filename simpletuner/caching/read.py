@@ -1,4 +1,4 @@
-"""The caches as tensors: entries are written atomically and verified on reading; and batches read from them."""
+"""Cache entries as tensors, written atomically and verified on reading; and batches read from them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CacheStore:
     def write(self, key: str, tensors: Mapping[str, Tensor], provenance: dict[str, str]) -> None:
         """Write an entry, or replace the one of that key.
 
-        Entries are not fsynced: one that a power cut has torn fails its checksum and is encoded again.
+        Entries are not fsynced: an entry torn by a power cut fails its checksum and is encoded again.
 
         Args:
             tensors: of any dtype and device.
@@ -133,7 +133,7 @@ class BatchReader:
         return self._batch([sample], [self._read(self.catalogue.text(sample.dataset_id, caption, sample.partner))])
 
     def _batch(self, samples: Sequence[Sample], embeds: list[TextEmbeds]) -> Batch:
-        # Either all samples of a dataset have a condition or none has; so with masks.
+        # Either all samples of a dataset have a condition, or none; likewise masks.
         found = [entry for sample in samples if (entry := self.catalogue.condition(sample)) is not None]
         latents = torch.stack([self._latents(self.catalogue.latent(sample)) for sample in samples])
         masks = [mask_weights(sample.mask, latents) for sample in samples if sample.mask]
@@ -171,9 +171,9 @@ class BatchReader:
 
 
 def read_or_restore(entry: AnyEntry, restore: Callable[[AnyEntry], None]) -> dict[str, Tensor]:
-    """The tensors of an entry; one that is damaged or missing is encoded again.
+    """The tensors of an entry; a damaged or missing entry is encoded again.
 
-    It is replaced and not deleted first: another thread or process may just have restored it.
+    A damaged entry is replaced, not deleted first: another thread or process may just have restored it.
     """
     store, key = CacheStore(entry.folder), entry.key.digest()
     try:
@@ -184,7 +184,7 @@ def read_or_restore(entry: AnyEntry, restore: Callable[[AnyEntry], None]) -> dic
 
 
 def mask_weights(mask: Sample, latents: Tensor) -> Tensor:
-    """A mask in the positions of a batch of latents, `1 F H W`; read from its file, since it is small.
+    """A mask averaged to latent positions, `1 F H W`; read from its file, since it is small.
 
     Raises:
         UserError: the file can no longer be read.

@@ -1,7 +1,7 @@
 """Out of memory while encoding: do the same work in smaller pieces, or stop with advice.
 
-Nothing done here changes an entry, so no key depends on how much memory was free. Tiling would change latents, so only
-the user may switch it on, and the final message suggests it.
+None of this changes an entry, so no key depends on free memory. Tiling would change latents, so it is left to the user:
+the final message suggests it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class ShrinkingEncoder(Generic[Item, Encoded]):
 
     Attributes:
         encode: one result per item; items do not influence each other.
-        relieve: called if a single item does not fit: switches on something that needs less memory and changes no
-            result, or returns False.
+        relieve: called if a single item does not fit; lowers peak memory without changing results, or returns False.
         name: name of an item, for messages.
         advice: what the user can do if nothing is left to try.
         most: items at a time, once known.
@@ -59,11 +58,11 @@ class ShrinkingEncoder(Generic[Item, Encoded]):
         return done
 
     def at_once(self, items: Sequence[Item]) -> int:
-        """How many of these items are encoded together, as far as known."""
+        """How many of these items are encoded together, as far as is known."""
         return min(len(items), self.most or len(items))
 
     def _tried(self, items: Sequence[Item]) -> Sequence[Encoded] | None:
-        """The results, or None if memory ran out; by then the error no longer keeps tensors alive."""
+        """The results, or None if memory ran out. The error, whose frames keep tensors alive, is gone on return."""
         try:
             return self.encode(items)
         except (RuntimeError, MemoryError) as error:

@@ -29,9 +29,9 @@ class Batch:
         dataset_id: the dataset of all samples.
         condition: latents of the paired source pictures in the same layout, or None.
         loss_mask: weight of each latent position in the loss, float32, `B 1 F H W`, or None.
-        other_embeds: for each sample the embeddings of the caption whose prediction is preserved, or None.
+        other_embeds: per sample the embeddings of the caption whose prediction is preserved, or None.
         features: features that techniques cached per sample, by kind; of any shape and dtype.
-        host_mask: `loss_mask` as it was before it went to a device, to be read without waiting for that.
+        host_mask: `loss_mask` on the host, to be read without a synchronisation.
         noise: standard normal, like the latents, if it was drawn ahead.
         place: in the run, for which that noise was drawn.
     """
@@ -54,7 +54,7 @@ class Batch:
         return replace(moved, host_mask=self.loss_mask if self.host_mask is None else self.host_mask)
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked host memory, so that uploads do not block."""
+        """The same batch in pinned memory, so that uploads do not block."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
@@ -88,7 +88,7 @@ class NoisyBatch:
         protected: positions that techniques must not drop: bool, on any device, of a shape that broadcasts to
             `B 1 F H W`, or None.
         place: position in the run, for techniques that draw random numbers; None outside of a run.
-        host_sigmas: `sigmas` as numbers, to be read without waiting for the device; empty outside of a run.
+        host_sigmas: `sigmas` on the host, to be read without a synchronisation; empty outside of a run.
     """
 
     batch: Batch
@@ -103,7 +103,7 @@ class NoisyBatch:
     host_sigmas: tuple[float, ...] = ()
 
     def of(self, rows: Sequence[int]) -> NoisyBatch:
-        """Some of the samples, for a forward pass alone: without what only the loss needs."""
+        """Some of the samples, for a forward pass only: without inputs of the loss."""
 
         def pick(tensor: Tensor) -> Tensor:
             return torch.stack([tensor[row] for row in rows])  # an index would have to be copied to the device
@@ -132,7 +132,7 @@ class NoisyBatch:
         return mask if frames is None else frames if mask is None else mask * frames
 
     def is_drawn(self, share: float, purpose: str) -> bool:
-        """Whether this micro-batch is in a share of them; drawn once for those of all processes."""
+        """Whether this micro-batch is in a random share; one draw for all processes."""
         if self.place is None:
             raise ValueError(f"{purpose} draws random numbers, so the batch needs its place in the run")
         return bool(torch.rand((), generator=self.place.shared_generator(purpose)) < share)
@@ -151,7 +151,7 @@ class NoisyBatch:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, without synchronising with it: only copies from page-locked memory are asynchronous."""
+    """The tensor on a device, without a synchronisation: only copies from pinned memory are asynchronous."""
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -65,7 +65,7 @@ def law_quantiles(shares: Tensor, flow: FlowConfig, offset: float = 0.0) -> Tens
 
 
 def slowed_sigmas(place: Place, sigmas: Tensor, gamma: float) -> Tensor:
-    """Noise levels that lag behind `sigmas` as those of a sampler do: s + u gamma (1 - s), u uniform; `B`, on the CPU.
+    """Noise levels above `sigmas`, like the lag of a sampler: s + u gamma (1 - s), u uniform; `B`, on the CPU.
 
     Li et al., "MixFlow Training: Alleviating Exposure Bias with Slowed Interpolation Mixture", arXiv 2512.19311.
     """
@@ -93,7 +93,7 @@ def choose_shift(
 
 
 def sampling_shift(config: RunConfig) -> float | None:
-    """The shift for sampling if it replaces the checkpoint's own: the one that the user set explicitly for training."""
+    """The shift that the user set explicitly for training, which replaces the checkpoint's in sampling; else None."""
     return config.flow.flow_schedule_shift if config.is_explicit("flow_schedule_shift") else None
 
 
@@ -124,7 +124,7 @@ def make_noisy(
     Args:
         sigmas: `B`, in (0, 1], on any device.
         noise: standard normal, shape of `batch.latents`.
-        levels: noise levels of the input, if the model is told others.
+        levels: noise levels of the input, if they differ from the timesteps.
         place: position in the run; required if one of the two strengths is not 0, and by techniques that draw random
             numbers.
     """

@@ -24,7 +24,7 @@ def elementwise_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) 
 
     If the batch has a mask, or its frames have weights, the loss of each position is multiplied by them, and the mean
     is still taken over all positions: black contributes nothing, a mask of ones changes nothing, and an all-black mask
-    gives 0, not NaN.
+        gives 0, not NaN.
 
     Args:
         prediction: of `noisy.target`, any float dtype, `B C F H W`.

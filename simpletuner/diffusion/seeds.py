@@ -1,4 +1,4 @@
-"""Random numbers of a training step, derived from the position of a sample and not from what was drawn before.
+"""Random numbers of a training step, derived from the position of a sample, not from earlier draws.
 
 A resumed run and runs with and without previews thus draw the same noise in the same step, and a sample draws the same
 numbers whether it shares a step with others in one batch or in the batches of several processes.
@@ -32,8 +32,8 @@ def step_seed(seed: int, global_step: int, micro_step: int, slot: int, purpose: 
 def generator_for(seed: int, global_step: int, micro_step: int, slot: int, purpose: str) -> torch.Generator:
     """A CPU generator seeded with `step_seed`. Draw on the CPU and move, so that all devices get the same numbers.
 
-    torch's CPU generator uses only the lower 32 bits of a seed: among 100 000 draws, about one pair has the same seed,
-    which does no harm, since the two steps have nothing else in common.
+    torch's CPU generator uses only the lower 32 bits of a seed: among 100 000 draws, about one pair has the same seed.
+    This is harmless, since the two steps differ in everything else.
     """
     return torch.Generator("cpu").manual_seed(step_seed(seed, global_step, micro_step, slot, purpose))
 
@@ -70,8 +70,8 @@ class Place:
     def forward_seed(self) -> int:
         """Seed of what the forward pass draws on the device.
 
-        That is only LoRA dropout: its masks cover a whole batch at once, so there is one seed per process and
-        micro-step, and several processes drop other elements than one process with a larger batch.
+        Only LoRA dropout draws there. Its masks cover a whole batch, so the seed is per process and micro-step, and
+        several processes drop other elements than one process with a larger batch.
         """
         return step_seed(self.seed, self.global_step, self.micro_step, self.slots.start, "forward")
 
@@ -79,7 +79,7 @@ class Place:
 def seed_device(device: torch.device, seed: int) -> None:
     """Seed the default generator of one device, which dropout draws from.
 
-    `torch.manual_seed` seeds all kinds of devices, which takes longer than drawing the noise of a small batch.
+    `torch.manual_seed` seeds all device types, which takes longer than drawing the noise of a small batch.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
@@ -88,7 +88,7 @@ def seed_device(device: torch.device, seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
-    """A context in which the default generators start from a seed; those of the CPU and of the devices are restored.
+    """A context in which the default generators start from a seed; restores the CPU's and the devices' generators.
 
     By default torch would save the state of every visible GPU, which takes memory on all of them.
     """

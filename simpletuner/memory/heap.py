@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
-# Options of glibc's `mallopt`, and their values once glibc has adapted them to large tensors.
+# Options of glibc's `mallopt`, with the values to which glibc itself raises them for large tensors.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 ADAPTED = {MMAP_THRESHOLD: 2**25, TRIM_THRESHOLD: 2**26}
 LARGE = 2**20  # bytes
@@ -17,8 +17,8 @@ LARGE = 2**20  # bytes
 def trim_heap() -> None:
     """Return freed memory to the system.
 
-    glibc keeps what is freed below 32 MB for later, in pieces that tensors of other sizes do not fit into: after
-    quantising a model, that is three times the packed weights.
+    glibc caches freed blocks below 32 MB, which do not fit tensors of other sizes: after quantising a model, three
+    times the packed weights.
     """
     if _has_glibc():
         ctypes.CDLL(None).malloc_trim(0)

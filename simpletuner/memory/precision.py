@@ -1,7 +1,7 @@
 """Dtypes by their config names, and quantised frozen linear layers.
 
-A library computes levels and scales once, when weights are loaded. They are kept in plain buffers of `QuantisedLinear`,
-which can be moved, streamed, compiled and saved like any other tensor.
+A library computes levels and scales once, when weights are loaded. Plain buffers of `QuantisedLinear` store them, so
+they can be moved, streamed, compiled and saved like any tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NF4_BLOCK = 64  # weights that share a scale, as in QLoRA
 
 
 class WeightFormat(Protocol):
-    """How to compute with the plain tensors of a packed weight `out in`."""
+    """Computes with the plain tensors of a packed weight `out in`."""
 
     def unpack(self, *packed: Tensor) -> Tensor:
         """The weight, `out in`, in the dtype of the computation."""
@@ -38,7 +38,7 @@ class WeightFormat(Protocol):
         return functional.linear(inputs, self.unpack(*packed), bias)
 
     def input_gradient(self, gradient: Tensor, *packed: Tensor) -> Tensor:
-        """The gradient of the inputs (..., in) from that of the product (..., out)."""
+        """The gradient of the inputs (..., in) from the gradient of the product (..., out)."""
         return gradient @ self.unpack(*packed)
 
 
@@ -65,7 +65,7 @@ class ScaledRows(WeightFormat):
 
 
 class RoundedInputs(ScaledRows):
-    """Products with inputs that are rounded to the bits of the weight; the gradient is that of the unpacked weight."""
+    """Products with inputs rounded to the type of the weight; gradients use the unpacked weight."""
 
     def product(self, inputs: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:
         levels, scale = packed
@@ -76,7 +76,7 @@ class RoundedInputs(ScaledRows):
 
 
 class QuantisedProducts(RoundedInputs):
-    """Products in the bits of the weight, with gradients that are rounded to them as well."""
+    """Products and gradients in the type of the weight."""
 
     def input_gradient(self, gradient: Tensor, *packed: Tensor) -> Tensor:
         levels, scale = packed
@@ -91,8 +91,8 @@ class QuantisedProducts(RoundedInputs):
 class DynamicWeight(RoundedInputs):
     """torchao's int8dq: its levels and float32 scales, without its product.
 
-    In every call, torchao's product formats a tensor, and so waits for the GPU; compiled, it fails for few rows. It
-    rounds inputs in steps of 1/127.5 of a row's largest value and clips that value; here the steps are 1/127.
+    torchao's product formats a tensor in every call, which synchronises with the GPU; compiled, it fails for few rows.
+    It rounds inputs in steps of 1/127.5 of a row's largest value and clips that value; here the steps are 1/127.
     """
 
     dtype: torch.dtype
@@ -138,7 +138,7 @@ class NormalFloat(WeightFormat):
 
 @dataclass(frozen=True)
 class TorchaoWeight(WeightFormat):
-    """A torchao tensor subclass, reassembled for each use."""
+    """A torchao tensor subclass, reassembled at every use."""
 
     kind: Any
     names: tuple[str, ...]
@@ -210,7 +210,7 @@ Via = Literal["cpu", "accelerator", "pipeline"]
 
 
 class FrozenProduct(torch.autograd.Function):
-    """Product with a packed weight. The backward pass unpacks it again, so an unpacked weight is never kept."""
+    """Product with a packed weight. The backward pass unpacks it again, so autograd saves no unpacked weight."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, bias: Tensor | None, form: WeightFormat, *packed: Tensor) -> Tensor:
@@ -268,8 +268,8 @@ def quantise(
     Args:
         layers: regular expression that the whole dotted path of a layer must match.
         within: modules of the model, to quantise only the layers in them; by default all.
-        via: where weights are packed, with equal results: on the CPU, or on the accelerator one block (`accelerator`)
-            or one layer (`pipeline`) at a time.
+        via: device of the packing, with equal results: the CPU, or the accelerator, one block (`accelerator`) or one
+            layer (`pipeline`) at a time.
 
     Raises:
         RuntimeError: the expression matches no linear layer.

@@ -23,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-# `torch._int_mm` needs more rows than this on a GPU; fewer are multiplied with the unpacked weight, on any device.
+# `torch._int_mm` needs more rows than this on a GPU; on any device, fewer rows use the unpacked weight.
 FEW = 16
 # Both operations need sizes that are multiples of 8 or 16.
 MULTIPLE = 16
@@ -46,8 +46,8 @@ def multiply(rows: Tensor, levels: Tensor, *, fold: Tensor | None = None, column
     Args:
         rows: M K.
         levels: K N, column-major as the kernels on a GPU want it.
-        fold: float32 1 K, to multiply the rows by before they are rounded.
-        columns: float32 1 N, to multiply the result by.
+        fold: float32 1 K, multiplied to the rows before rounding.
+        columns: float32 1 N, multiplied to the result.
     """
     rounded, scale = round_rows(rows, fold, levels.dtype)
     if levels.dtype is torch.int8:
@@ -60,7 +60,7 @@ def multiply(rows: Tensor, levels: Tensor, *, fold: Tensor | None = None, column
     if rows.device.type == "cpu":
         out = (rounded.float() @ levels.float()).mul_(scale).mul_(columns).bfloat16()
     else:
-        # Sums in the registers of the tensor cores are faster, with fewer bits on Ada and Hopper; gradients keep all.
+        # Fast accumulation in tensor-core registers has fewer bits on Ada and Hopper; gradients use all bits.
         quick, dtype = fold is None, torch.bfloat16
         out = torch._scaled_mm(rounded, levels, scale, columns, out_dtype=dtype, use_fast_accum=quick)
     return out.to(rows.dtype)

@@ -26,7 +26,7 @@ from simpletuner.models.usage import Usage
 
 @dataclass(frozen=True)
 class TextRequest:
-    """One caption to encode, with the picture its prompt holds (i2i) if there is one.
+    """One caption to encode, with the picture in its prompt (i2i), if any.
 
     `bare` marks negative prompts and dropped captions, which some families encode without their prompt template.
     """
@@ -65,11 +65,11 @@ class TextEncoder(Protocol):
         ...
 
     def padded_length(self, request: TextRequest) -> int:
-        """Tokens of a prompt as it is encoded, with one for a picture; those of one length are encoded together."""
+        """Padded length of a prompt in tokens, counting a picture as one; prompts of one length share a batch."""
         ...
 
     def truncated(self, caption: str) -> str | None:
-        """The part of a caption that is cut off for length, or None."""
+        """The truncated end of a caption, or None."""
         ...
 
 
@@ -79,8 +79,8 @@ class DescriptionRequest:
 
     Attributes:
         frames: one picture, or an even number of frames of one size at equal intervals.
-        instruction: what to write.
-        seconds: what the frames span; None for a picture.
+        instruction: the task for the model.
+        seconds: time span of the frames; None for a picture.
     """
 
     frames: Sequence[Image]
@@ -90,7 +90,7 @@ class DescriptionRequest:
 
 @dataclass(frozen=True)
 class Description:
-    """A text on one line, and whether the model ended it itself."""
+    """A text on one line, and whether the model finished it."""
 
     text: str
     is_whole: bool
@@ -113,7 +113,7 @@ class Captioner(Protocol):
         ...
 
     def describe(self, requests: Sequence[DescriptionRequest], most: int) -> list[Description]:
-        """Describe each request in at most `most` tokens; the same each time."""
+        """Describe the requests in at most `most` tokens each; deterministic."""
         ...
 
 
@@ -139,7 +139,7 @@ class LatentEncoder(Protocol):
         ...
 
     def use_less_memory(self) -> bool:
-        """Enable a setting that lowers peak memory and changes latents by rounding at most.
+        """Enable a setting that lowers peak memory and changes latents only by rounding.
 
         Returns False if there is none left.
         """
@@ -222,7 +222,7 @@ class PreviewRequest:
         source: the source picture of an i2i or i2v preview, of any size.
         num_frames: frames of a clip; 1 for pictures.
         between_steps: called after each sampling step; an exception from it stops the rendering.
-        watch: called after each sampling step with the number of steps done, the timestep, sigma and z `1 C F H W`.
+        watch: called after each sampling step with (steps done, timestep, sigma, z `1 C F H W`).
     """
 
     embeds: TextEmbeds
@@ -285,7 +285,7 @@ class CheckpointSetup:
         source: where its components are.
         text, options, caching: settings of captions, of the family, and of the VAE.
         solver: value of `validation_noise_scheduler`.
-        use_size: (width, height) that the result will be sampled at; None if unknown.
+        use_size: (width, height) at which the result will be sampled; None if unknown.
     """
 
     flavour: Flavour
@@ -338,7 +338,8 @@ class FamilyAdapter(Protocol):
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
         """Apply the flavour's changes to a noisy batch before anything else reads it.
 
-        For i2v, frame 0 is the clean condition and is excluded from the loss. Other flavours change nothing.
+        For i2v, frame 0 is the clean condition and is excluded from the loss; other flavours return the batch
+        unchanged.
         """
         ...
 
@@ -359,7 +360,7 @@ class FamilyAdapter(Protocol):
         ...
 
     def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
-        """The scheduler that previews are sampled with, from diffusers; `shift` replaces its own if given.
+        """The diffusers scheduler of previews; `shift` replaces its own if given.
 
         `from_picture` means clips that start from a given frame.
         """

@@ -1,4 +1,4 @@
-"""How many numbers adapters other than LoRA train for a layer. Free of torch."""
+"""Numbers per layer that adapters other than LoRA train. Free of torch."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def _lycoris_numbers(shape: Shape, settings: Mapping[str, Any]) -> int:
 
 
 def lokr_numbers(rows: Pair, columns: Pair, rank: int, *, full: bool = False, both: bool = False) -> int:
-    """Numbers of a LoKr: W1 (a, m) and W2 (k, n), each of them or two matrices of the rank.
+    """Numbers of a LoKr: W1 (a, m) and W2 (k, n), each full or as two matrices of the rank.
 
     Args:
         rows: (a, k), whose product is the layer's output width.
         columns: (m, n), whose product is its input width.
         full: never use matrices of the rank.
-        both: they may replace W1, too.
+        both: low-rank factors may also replace W1.
     """
     (a, k), (m, n) = rows, columns
     first = rank * (a + m) if both and not full and rank < max(a, m) / 2 else a * m
@@ -71,8 +71,8 @@ def factorise(width: int, factor: int) -> Pair:
     """A width as a product of two numbers.
 
     Args:
-        factor: the first number, if it divides the width; else a limit of the first, which is the smaller one. -1: no
-            limit, so that the two are as near to each other as possible.
+        factor: the first number, if it divides the width; else the upper limit of the first, smaller number. -1: no
+            limit, so that the two are as close as possible.
     """
     if factor > 0 and width % factor == 0:
         return factor, width // factor

@@ -1,8 +1,8 @@
 """The repeated blocks of a transformer as a few functions that training can compile or wrap.
 
-A family that provides them (`FamilyAdapter.use_fast_blocks`) computes exactly what its diffusers blocks compute. The
-self-attention is a separate function between the others: checkpointing can keep its result instead of computing it
-twice, and a device may have a faster kernel for it.
+A family that provides them (`FamilyAdapter.use_fast_blocks`) computes exactly what its diffusers blocks compute.
+Self-attention is a separate function between the others, so that checkpointing can keep its result and a device can use
+its fastest kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttentionCall = Callable[[AttentionKernel, Tensor, Tensor, Tensor], Tensor]
-# Not the fault of a kernel that is tried: no memory is left, or an earlier call has left the device unusable.
+# Errors unrelated to the kernel on trial: no memory is left, or an earlier call has made the device unusable.
 DEVICE_FAILURES = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
@@ -48,12 +48,12 @@ class SelfAttention:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a call now would go another way, as in checkpointed blocks that keep its result."""
+        """Whether calls are redirected, as in checkpointed blocks that keep the result."""
         return self._call is not call_kernel
 
     @contextmanager
     def through(self, call: AttentionCall) -> Iterator[None]:
-        """Let `call` call the kernels."""
+        """Redirect calls to `call`."""
         previous, self._call = self._call, call
         try:
             yield
@@ -62,10 +62,9 @@ class SelfAttention:
 
 
 class FreeSizes:
-    """Tells the compiler which sizes change from call to call, while it may compile for them.
+    """Marks dimensions as dynamic for the compiler.
 
-    Marking a call's inputs takes longer than launching a kernel. Inputs of shapes that were marked before are not
-    marked again, unless something has been compiled since.
+    Marking takes longer than launching a kernel, so inputs of a shape are marked once, and again after a compilation.
     """
 
     def __init__(self) -> None:
@@ -96,7 +95,7 @@ class FastBlocks:
         pieces: the functions before and after the self-attention, by name; replacing one affects all blocks. The first
             argument is a block, the second its hidden states, the others are tensors or None. Dimension 1 of every
             tensor counts tokens, or is 1, or is the same at every size.
-        last: names of functions after which a block is done.
+        last: names of functions that end a block.
         recomputing: versions of those that keep only their inputs for the backward pass, by name.
         beyond: entered around those in a checkpointed block; it hides the block's checkpoint from them.
     """

@@ -48,7 +48,7 @@ class BatchShape:
         return self.frames * self.height * self.width
 
     def in_blocks(self, blocks: int) -> list[BatchShape]:
-        """What each of the large blocks gets of this micro-batch; `blocks` is their number."""
+        """This micro-batch as each of the `blocks` large blocks sees it."""
         if not self.kept:
             return [self] * blocks
         whole = replace(self, kept=())
@@ -79,11 +79,11 @@ class Activations:
     """Bytes of activations of a micro-batch.
 
     Attributes:
-        held: the input of one large block, which checkpointing keeps.
-        saved: what autograd saves for one large block without checkpointing, excluding its input.
-        transient: what the backward pass of a block needs on top of `saved`.
-        attention: what selective checkpointing keeps of one block besides its input.
-        outside: what lives for the whole step: position tables, timestep embeddings.
+        held: the input of a large block, which checkpointing keeps.
+        saved: tensors that autograd saves for a large block without checkpointing, excluding its input.
+        transient: additional memory of a block's backward pass.
+        attention: tensors of a block that selective checkpointing keeps besides its input.
+        outside: tensors that live for the whole step: position tables, timestep embeddings.
         sampling: the peak of a forward pass without gradients.
         traffic: bytes moved by a block's elementwise operations in a forward pass; the backward pass moves twice as
             many.
@@ -100,7 +100,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What blocks run in, which decides what autograd saves.
+    """The kernels of the blocks, which determine what autograd saves.
 
     Attributes:
         compiled: by inductor.
@@ -116,13 +116,12 @@ STOCK = Kernels()
 
 @dataclass(frozen=True)
 class Adapters:
-    """An adapter: a LoRA of a rank, or another kind; no modules mean none.
+    """An adapter: a LoRA of a rank, or another kind; without modules, no adapter.
 
     Attributes:
         rank: of a LoRA.
         modules: names of its target modules.
-        products: numbers trained for each module by another kind, which multiplies them to an update of the whole
-            weight before it is applied.
+        products: trained numbers per module of another kind, which materialises an update of the whole weight.
     """
 
     rank: int
@@ -143,7 +142,7 @@ class TransformerCost:
         large: how many of the last blocks are large, that is, described by `activations`; the others are small.
         hidden: width of a token.
         stays_float32: whether a parameter stays float32 at every precision setting.
-        rows: how many positions of a micro-batch a weight is applied to; 0 for parameters that are not weights.
+        rows: number of positions of a micro-batch that a weight is applied to; 0 for parameters that are not weights.
         attention: FLOPs of all attentions in a forward pass.
         activations: (micro-batch, bytes per number of the compute dtype, adapters) -> bytes.
         starts: (module, is a full fine-tune) -> whether its input needs no gradient, because no trained weight
@@ -189,7 +188,7 @@ class TransformerCost:
         return lambda name: self.rows(name, blocks[number_of[name]] if name in number_of else load)
 
     def widest(self, load: BatchShape) -> int:
-        """The most numbers that a linear layer of a large block reads or writes."""
+        """The largest input or output of a linear layer of a large block, in numbers."""
         rows, names = self._applied(load), (name for name in self._large_block if len(self.shapes[name]) == 2)
         return max(rows(name) * max(self.shapes[name]) for name in names)
 
@@ -298,14 +297,14 @@ class TransformerCost:
         return 2.0 * rows(name) * math.prod(shape) if len(shape) > 1 else 0.0
 
     def _adapter_products(self, name: str, rows: Callable[[str], int], adapters: Adapters) -> tuple[float, float]:
-        """FLOPs of the two factors (down, up) of a module's LoRA; 0 and those of the update for another kind."""
+        """FLOPs of the two factors (down, up) of a module's LoRA; of another kind, 0 and the FLOPs of the update."""
         if adapters.products:
             return 0.0, self._product(name, rows)
         shape, each = self.shapes[name], 2.0 * rows(name) * adapters.rank
         return each * math.prod(shape[1:]), each * shape[0]
 
 
-TILE, OVERLAP = 384, 128  # pixels per side of the tiles that previews are decoded in, and of what two share
+TILE, OVERLAP = 384, 128  # of preview decoding: pixels per side of a tile, and overlap of two tiles
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def numbered(name: str, groups: Sequence[str]) -> str:
 
 
 def product_of(words: str, numbers: Mapping[str, float]) -> float:
-    """The product of the numbers that `words` names, such as `token width`."""
+    """The product of the numbers named in `words`, such as `token width`."""
     return math.prod(numbers[word] for word in words.split())
 
 
@@ -151,7 +151,9 @@ class Block:
 
 @dataclass(frozen=True)
 class TileBytes:
-    """Bytes of what tells block-sparse attention which tiles to read, in a large block: saved, and while it is made."""
+    """Bytes of the tile lists or masks of block-sparse attention in a large block: saved, and at the peak of making
+    them.
+    """
 
     saved: float = 0.0
     making: float = 0.0
@@ -235,8 +237,9 @@ def _activations(
     table: CostTable, block: Block, head: int, tiles: TileBytes, load: BatchShape, size: int, adapters: Adapters, *,
     compiled: bool,
 ) -> Activations:  # fmt: skip
-    """Bytes of a micro-batch in a large block with its adapters. Whatever is only measured of stock blocks bounds that
-    of compiled ones."""
+    """Bytes of a micro-batch in a large block with its adapters. Measurements of stock blocks serve as bounds for
+    compiled ones.
+    """
     kind = "bf16" if size < 4 else "fp32"
     # Measured only for families whose tokens can have their own timesteps.
     timed = load.timed_tokens and f"{kind} given" in table.bytes
@@ -259,8 +262,9 @@ def _activations(
 
 
 def _adapted(block: Block, reads: Mapping[str, str], axes: Mapping[str, int], adapters: Adapters) -> float:
-    """Numbers that a block saves for its adapters: inputs not saved otherwise, and results of the down factors, or
-    whole updates."""
+    """Numbers that a block saves for its adapters: inputs not saved otherwise, and outputs of the down factors, or
+    whole updates.
+    """
     layers = [layer for layer in block.weights if f"{block.prefix}{layer}" in adapters.modules]
     inputs = {reads[layer]: axes[block.rows[layer]] * math.prod(block.weights[layer][1:2])
               for layer in layers if layer in reads}  # fmt: skip

@@ -1,11 +1,10 @@
 """Decodes previews in less memory than a VAE's `decode` takes: in strips of rows, or in tiles as well.
 
 At full size a decoder has several copies of its widest feature maps at once: upsampled, padded, normalised. In strips,
-residual blocks and upsamplers compute `ROWS` rows at a time, from these and the neighbours that their convolutions
-read. Group normalisation takes its statistics from all rows first, so that only the rounding changes. Tiles are decoded
-separately, with statistics and neighbours of their own, so pixels change slightly, most of all at the seams.
-
-The Wan VAE takes few frames at a time; strips would save it next to nothing, and are left out.
+    residual blocks and upsamplers compute `ROWS` rows at a time, from these rows and the neighbours that their
+    convolutions read. Group normalisation takes its statistics from all rows first, so only the rounding changes. Tiles
+    are decoded independently, without the statistics and neighbours of the rest, so pixels change slightly, most of all
+    at the seams. The Wan VAE decodes few frames at a time, so strips would save next to nothing and are not offered.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ OnRows = Callable[[Tensor], Tensor]  # `... H W` -> `... H' W'`, for some of the
 
 
 def decode_in(how: Decoding, vae: Any, stride: int) -> None:
-    """Let a VAE decode whole, in strips, or in tiles (and these in strips).
+    """Let a VAE decode whole, in strips, or in tiles that are decoded in strips.
 
     Args:
         stride: pixels per latent position on each side.
@@ -62,14 +61,14 @@ def use_strips(vae: Any) -> None:
 
 
 def has_more_inputs(block: Any) -> bool:
-    """Whether an LTX-2 block depends on noise or timesteps, or changes its width; no published one does."""
+    """Whether an LTX-2 block depends on noise or timesteps, or changes its width; no published block does."""
     if not isinstance(block, LTX2VideoResnetBlock3d):
         return False
     return (block.norm3, block.per_channel_scale1, block.scale_shift_table) != (None, None, None)
 
 
 def strips(height: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Rows in strips: those of a strip, those with one more on each side, and the place of the former in the latter."""
+    """Slices of rows: a strip, the strip with a neighbour on each side, and the strip within that."""
     for top in range(0, height, ROWS):
         bottom = min(top + ROWS, height)
         first = max(top - 1, 0)
@@ -77,7 +76,7 @@ def strips(height: int) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def in_strips(compute: Callable[..., Tensor], x: Tensor, *inputs: Any, **settings: Any) -> Tensor:
-    """`compute(x)` of `... H W`, where each row depends on its neighbours at most, and may become several."""
+    """`compute(x)` of `... H W`, where an output row depends on neighbours at most, and a row may become several."""
     out = x.new_empty(0)
     for own, reach, place in strips(x.shape[-2]):
         part = compute(x[..., reach, :], *inputs, **settings)
@@ -89,7 +88,7 @@ def in_strips(compute: Callable[..., Tensor], x: Tensor, *inputs: Any, **setting
 
 
 def resnet_in_strips(block: Any, x: Tensor, temb: None = None, generator: None = None, **settings: Any) -> Tensor:
-    """The output of a residual block, `B C H W` or `B C T H W`, in place of its input, which nothing else reads."""
+    """The output of a residual block, `B C H W` or `B C T H W`, written over its input, which nothing else reads."""
     if len(x) > 1:
         return torch.cat([resnet_in_strips(block, sample, **settings) for sample in x.split(1)])
     first, act = normaliser(block.norm1, x), block.nonlinearity
@@ -104,7 +103,7 @@ def resnet_in_strips(block: Any, x: Tensor, temb: None = None, generator: None =
 
 
 def normaliser(norm: nn.Module, x: Tensor) -> OnRows:
-    """What normalises some rows of a sample `1 C ... H W` as `norm` normalises all of them."""
+    """A function that normalises rows of a sample `1 C ... H W` with the statistics of all rows, like `norm`."""
     if not isinstance(norm, nn.GroupNorm):
         return norm  # of single positions
     mean, variance = channel_statistics(norm, x)
@@ -113,7 +112,7 @@ def normaliser(norm: nn.Module, x: Tensor) -> OnRows:
 
 
 def channel_statistics(norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each channel's group, `C` in float32, put together from those of strips."""
+    """Mean and variance of every channel's group, `C` in float32, combined from statistics of strips."""
     found, shares = [], []
     for own, _, _ in strips(x.shape[-2]):
         groups = x[0, ..., own, :].float().unflatten(0, (norm.num_groups, -1)).flatten(1)
@@ -130,7 +129,7 @@ def channel_statistics(norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
 def decode_tiles(
     decode: Callable[..., Any], stride: int, z: Tensor, *, return_dict: bool = True
 ) -> DecoderOutput | tuple[Tensor]:
-    """What `decode` makes of z `... H W` in overlapping tiles, averaged with weights that fall off to their edges."""
+    """`decode` of z `... H W` in overlapping tiles, blended with weights that fall off towards their edges."""
     total, out = z.new_empty(0), z.new_empty(0)
     for rows in spans(z.shape[-2], stride):
         for columns in spans(z.shape[-1], stride):
@@ -148,7 +147,9 @@ def decode_tiles(
 
 
 def spans(length: int, stride: int) -> Iterator[slice]:
-    """The latent positions of equal tiles, evenly spread along a side, which overlap by `OVERLAP` pixels or more."""
+    """Starts of equal tiles, in latent positions, evenly spread along a side with an overlap of at least `OVERLAP`
+    pixels.
+    """
     tile, overlap = min(TILE // stride, length), OVERLAP // stride
     count = max(1, -(-(length - overlap) // (tile - overlap)))
     for index in range(count):
@@ -157,6 +158,6 @@ def spans(length: int, stride: int) -> Iterator[slice]:
 
 
 def fall_off(length: int, device: torch.device) -> Tensor:
-    """Weights along a side of a tile: 1 inside, less within `OVERLAP` pixels of its ends."""
+    """Blending weights along a side of a tile: 1 inside, less within `OVERLAP` pixels of its ends."""
     places = torch.arange(length, device=device) + 0.5
     return (torch.minimum(places, length - places) / OVERLAP).clamp(max=1)

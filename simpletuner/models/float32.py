@@ -1,8 +1,8 @@
-"""Full float32 on a GPU where it was chosen on purpose.
+"""Full float32 on a GPU for models and layers that need it.
 
 TF32, which `disable_tf32` switches off for everything, keeps 10 of a factor's 23 bits. That is enough for a run in
-float32 and for the float32 weights of a LoRA. A float32 VAE, and the layers that a class of diffusers keeps in float32
-in a bf16 model, would lose what float32 was chosen for; stock pipelines compute these layers in full.
+float32 and for the float32 weights of a LoRA. It would defeat the purpose of a float32 VAE, and of the layers that
+diffusers keeps in float32 in a bf16 model; stock pipelines compute these layers in full.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """A context in which GPUs multiply all bits of float32 numbers. It holds for the other threads, too."""
+    """A context without TF32. The setting is global: it also affects other threads."""
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
     allowed = products.allow_tf32, convolutions.allow_tf32
     try:

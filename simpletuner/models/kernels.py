@@ -1,7 +1,7 @@
-"""Which kernel computes a call, as it was timed once on a device: `kernel_choices.json` in the output folder.
+"""The kernel of each call, timed once per device: `kernel_choices.json` in the output folder.
 
-Kernels round differently, and two timings may end differently. So that resumed runs, previews and `simpletuner sample`
-compute as the run did, a choice holds for as long as device and versions stay, and in all processes.
+Kernels round differently, and timings vary. So a choice holds for all processes, and until the device or a version
+changes: resumed runs, previews and `simpletuner sample` then compute as the run did.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class KernelChoices:
         self._known: Choices = {}
 
     def open(self, folder: Path | None, *earlier: Path, world: World = World()) -> None:
-        """Take the choices of a folder, and store further ones there. Collective.
+        """Read the choices of a folder, and store new ones there. Collective.
 
         Args:
-            folder: None stores nothing.
-            earlier: folders of the runs that this one continues or samples; their choices come first.
+            folder: None to store nothing.
+            earlier: folders of the runs that this one continues or samples; their choices take precedence.
             world: the processes that must choose alike.
         """
         self._path, self._world = folder and folder / CHOICES_FILE, world
@@ -51,9 +51,9 @@ class KernelChoices:
         """The kernel of a call.
 
         Args:
-            call: all that a kernel's speed depends on.
-            among: kernels that are remembered.
-            pick: finds the kernel, if none is known for this device and these versions.
+            call: everything that determines a kernel's speed.
+            among: kernels that may be remembered.
+            pick: times the kernels, if none is stored for this device and these versions.
         """
         place = describe_place(device)
         known = self._known.get(place, {}).get(call)
@@ -71,12 +71,12 @@ class KernelChoices:
     def _remember(self, place: str, call: str, picked: str) -> str:
         chosen = self._world.first(f"{place}: {call}", picked)
         self._known = merge_choices(self._known, {place: {call: chosen}})
-        if self._path is not None and chosen == picked:  # otherwise the process that was first has written it
+        if self._path is not None and chosen == picked:  # otherwise the first process has written it
             write_json(self._path, merge_choices(read_choices(self._path) or {}, self._known), durable=False)
         return chosen
 
     def _collect(self, earlier: list[Path]) -> Choices:
-        """What is known; the file then holds all of it."""
+        """All choices, after they were written to the file."""
         own = None if self._path is None else read_choices(self._path)
         found = merge_choices(own or {}, *(read_choices(path) or {} for path in earlier))
         if self._path is not None and found != own and (found or self._path.exists()):
@@ -106,7 +106,7 @@ def merge_choices(*parts: Choices) -> Choices:
 
 @functools.cache
 def describe_place(device: torch.device) -> str:
-    """A device, and the versions of what computes on it."""
+    """A device, and the versions of the libraries that compute on it."""
     on_gpu = device.type == "cuda"
     parts = [torch.cuda.get_device_name(device) if on_gpu else device.type, f"torch {torch.__version__}"]
     parts += [f"cuDNN {torch.backends.cudnn.version()}"] if on_gpu else []

@@ -17,8 +17,8 @@ from simpletuner.headers import EXPONENTS, LENGTH_BYTES, METADATA, header_end, n
 from simpletuner.models.lora_targets import Targets, matching_modules
 from simpletuner.models.source import HUB_ID, WeightsError, tensor_shapes, weights_header
 
-STEP_NOTE = "simpletuner.step"  # note in a result: the step it belongs to
-LORA_FILE = "pytorch_lora_weights.safetensors"  # what `load_lora_weights` of diffusers looks for
+STEP_NOTE = "simpletuner.step"  # metadata of a result: its step
+LORA_FILE = "pytorch_lora_weights.safetensors"  # the name that `load_lora_weights` of diffusers expects
 OFFICIAL_FILE = "lora.safetensors"  # of Kandinsky's own LoRAs; their settings are in `config_lora.json` beside it
 METADATA_KEY = "lora_adapter_metadata"  # the adapter's settings in the header of diffusers' files
 # Prefixes of keys in LoRA files. diffusers silently loads nothing from keys with a prefix it does not expect.
@@ -39,7 +39,7 @@ ROLES = {
 
 
 def lora_file(path: Path) -> Path:
-    """The file of a LoRA that a path names: itself, or the one in a folder."""
+    """The LoRA file at a path: the path itself, or the file in that folder."""
     if not path.is_dir():
         return path
     official = path / OFFICIAL_FILE
@@ -74,7 +74,7 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
 
     Args:
         modules: the linear layers of the transformer; empty if it is not on this machine.
-        targets: selection of those that are trained.
+        targets: selection of the trained layers.
     """
     key, path = "init_lora", lora_file(Path(config.init_lora or "").expanduser())
     if config.init_lora is None:
@@ -112,7 +112,7 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
 
 
 def read_shapes(key: str, path: Path, problems: list[Problem]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in the LoRA file that a key names; empty with a problem if it cannot be used."""
+    """Names and shapes in the LoRA file of a key; empty, with a problem, if it cannot be used."""
     try:
         shapes = tensor_shapes(path) if path.is_file() else {}
         fault = "holds no weights" if path.is_file() else "does not exist"
@@ -128,9 +128,9 @@ def read_shapes(key: str, path: Path, problems: list[Problem]) -> dict[str, tupl
 
 @lru_cache(maxsize=64)
 def _fault(path: Path, size: int, mtime_ns: int) -> str:
-    """Why the weights or settings in a LoRA file cannot be used, to follow its name; empty if they can.
+    """The fault of a LoRA file's weights or settings, to follow its name; empty if there is none.
 
-    Cached by size and modification time, since all of the file is read.
+    Cached by size and modification time, since it reads the whole file.
     """
     header = weights_header(path)
     entries = {name: entry for name, entry in header.items() if name != METADATA}
@@ -213,7 +213,7 @@ def find_lora(location: str, *, fetch: bool = False) -> Path | None:
 
 
 def check_lora_file(key: str, path: Path, modules: Mapping[str, tuple[int, int]], family: str) -> Iterator[Problem]:
-    """Whether a whole LoRA file can be applied to a model, found from its header.
+    """Problems of applying a whole LoRA file to a model, from its header.
 
     Args:
         modules: (out, in) features of the model's linear layers; empty if it is not on this machine.
@@ -249,6 +249,6 @@ def check_lora_file(key: str, path: Path, modules: Mapping[str, tuple[int, int]]
 
 
 def family_in_header(path: Path) -> str:
-    """The family that a LoRA of this program was trained on according to its header; empty if that says nothing."""
+    """The family in the header of a LoRA that this program trained; empty if the header has none."""
     notes = read_header(path).get(METADATA, {})
     return str(notes.get("modelspec.architecture", "")).partition("/")[0] if STEP_NOTE in notes else ""

@@ -55,14 +55,14 @@ def check_targets(modules: Iterable[str], targets: Targets) -> list[Problem]:
 
 
 def weights_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Shapes of weights of two dimensions or more by their layers, among parameters with these shapes."""
+    """Shapes of weights with at least two dimensions, by layer, among parameters with these shapes."""
     return {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) > 1}
 
 
 def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
     """Linear layers and pointwise convolutions by name, with (out, in) features, among parameters with these shapes.
 
-    A two-dimensional weight is taken for that of a linear layer, even of an embedding.
+    Every two-dimensional weight, even of an embedding, counts as a linear layer.
     """
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])

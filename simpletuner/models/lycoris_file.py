@@ -29,19 +29,19 @@ REFUSED_ALGOS = {
     **dict.fromkeys(("glora", "diag-oft", "boft", "ia3"), MULTIPLIES),
     "tlora": "its files need pipelines of their own; stock pipelines spoil the picture",
     "full": "it trains whole weights; use model_type full",
-    "dylora": "each call draws another rank, which recomputed blocks and resumed runs do not repeat",
+    "dylora": "each call draws another rank, which recomputed blocks and resumed runs cannot repeat",
 }
 REFUSED_KEYS = {
     "train_norm": "a LoRA cannot hold norms",
     **dict.fromkeys(("rank_dropout", "module_dropout"), "its random numbers would not be repeated after a resume"),
 }
-# Of convolutions with a kernel and of refused algorithms; linear layers do not read them.
+# Settings of convolutions with a kernel and of refused algorithms, which linear layers ignore.
 UNUSED = ("conv_dim", "conv_alpha", "use_tucker", "block_size", "constraint", "rescaled")
 # Settings of a layer, with the library's defaults.
 DEFAULTS = {"linear_dim": 4, "linear_alpha": 1, "factor": -1, "dropout": 0.0, "full_matrix": False,
             "decompose_both": False, "unbalanced_factorization": False, "use_scalar": False, "dora_wd": False,
             "wd_on_output": True}  # fmt: skip
-# The range of each number; some are whole, and some never 0.
+# The range of every number; some are integers, some are never 0.
 RANGES = {"linear_dim": (0, 1e6), "dim": (1, 1e6), "factor": (-1, 1e6), "linear_alpha": (0, 1e6), "alpha": (0, 1e6),
           "dropout": (0, 0.999), "multiplier": (-1e3, 1e3)}  # fmt: skip
 WHOLE_NUMBERS, NEVER_ZERO = ("linear_dim", "dim", "factor"), ("factor", "multiplier")
@@ -73,7 +73,7 @@ class LycorisFile:
         return {name: settings for name, settings in found.items() if settings is not None}
 
     def matches(self, target: str, layer: str) -> bool:
-        """Whether a name pattern of the file means a layer."""
+        """Whether a name pattern of the file matches a layer."""
         if self.preset.get("use_fnmatch", False):
             return fnmatch.fnmatch(layer, target)
         return layer == target or re.match(target, layer) is not None
@@ -108,7 +108,9 @@ class LycorisFile:
 def resolve_lycoris(
     path: str | None, spec: FamilySpec, shapes: Mapping[str, Shape], problems: list[Problem], *, quantised: bool
 ) -> list[str]:
-    """The layers that a settings file chooses; empty with a problem. Arguments as for `check_lycoris`."""
+    """The layers that a settings file selects; empty, with a problem, if it is invalid. Arguments as for
+    `check_lycoris`.
+    """
     found = list(check_installed(LYCORIS, "lora_type", "lycoris"))
     file = read_lycoris(path, spec, found)
     if file is not None:
@@ -124,13 +126,13 @@ def read_lycoris(path: str | None, spec: FamilySpec, problems: list[Problem]) ->
         return None
     content = read_json(Path(path).expanduser(), problems)
     wrong = _malformed(content)
-    if wrong and content is not None:  # otherwise read_json has said why
+    if wrong and content is not None:  # otherwise read_json has reported the reason
         problems.append(Problem(KEY, f"{path!r}: {wrong}."))
     return None if wrong else LycorisFile(content, spec)
 
 
 def _malformed(content: Any) -> str:
-    """What keeps the content of a file from being read; empty if nothing does."""
+    """The fault that makes the content of a file unreadable; empty if there is none."""
     preset = (content.get("apply_preset") or {}) if isinstance(content, dict) else None
     if not isinstance(preset, dict):
         return "it holds no JSON object with the settings, or apply_preset is none"
@@ -202,7 +204,7 @@ def _check_settings(settings: Mapping[str, Any], quantised: bool) -> Iterator[Pr
 
 
 def _why_not(key: str, value: Any) -> str:
-    """What a setting may be instead of a value; empty if the value is right."""
+    """The allowed values of a setting; empty if the value is allowed."""
     if key in ("bypass_mode", *(name for name, usual in DEFAULTS.items() if isinstance(usual, bool))):
         return "" if isinstance(value, bool) else "true or false"
     if key not in RANGES:

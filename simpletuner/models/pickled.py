@@ -1,4 +1,4 @@
-"""Names and shapes of weights in `.bin` files, as torch.save writes them. Free of torch; runs nothing in them."""
+"""Names and shapes of weights in `.bin` files of torch.save. Free of torch; executes no code from them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def _shapes(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[int, ...]]:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             with archive.open(name) as file:
                 weights = _Shapes(file).load()
-    except Exception:  # noqa: BLE001 - damaged archives and opcodes raise anything; loading tells what is wrong
+    except Exception:  # noqa: BLE001 - damaged archives and opcodes raise anything; loading reports the fault
         return {}
     return dict(weights) if isinstance(weights, dict) and all(map(_is_shape, weights.values())) else {}
 
 
 class _StateDict(dict[str, Any]):
-    """Unlike a dict it takes attributes: `state_dict()` of a module has its versions in one."""
+    """A dict that takes attributes, in which `state_dict()` of a module keeps its versions."""
 
 
 class _Shapes(pickle.Unpickler):
-    """Reads the shape of a tensor instead of the tensor, and refuses whatever a file of weights does not need."""
+    """Reads shapes instead of tensors, and refuses everything that weights do not need."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name.endswith("Storage"):
@@ -49,7 +49,7 @@ class _Shapes(pickle.Unpickler):
 
 
 def _shape_of(storage: None, offset: int, shape: tuple[int, ...], *rest: Any) -> tuple[int, ...]:
-    """What torch rebuilds a tensor from, reduced to its shape."""
+    """torch's arguments for rebuilding a tensor, reduced to the shape."""
     return shape
 
 

@@ -1,7 +1,7 @@
-"""Prefix caching: the words that all prompts begin with are encoded once.
+"""Prefix caching: the common start of all prompts is encoded once.
 
-In a causal model the states of the words before the caption are the same for all captions. Later tokens need only
-their keys and values in each layer; these are kept here with the hidden states, and only the caption is computed.
+In a causal model the states of the tokens before the caption are the same for all captions, and later tokens only need
+their keys and values. These are cached with the hidden states, so only the caption is computed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-# Matrix products with very few rows use other kernels, which round differently from those of the whole prompt.
+# Matrix products with very few rows use other kernels, which round differently.
 FEWEST_TO_READ = 8
 
 
@@ -20,10 +20,10 @@ class PromptStart:
     """Keys, values and hidden states of the tokens that all prompts begin with.
 
     Args:
-        tokens: ids that every prompt is likely to begin with. Each batch is compared with them, because the tokenizer
-            may merge the start of a caption with the last letters before it.
-        length: of the row in which they are read, at least theirs. Some attention kernels round depending on it, so
-            it must not depend on a prompt.
+        tokens: ids that prompts usually begin with. Every batch is compared with them, because the tokenizer may merge
+            the start of a caption with the last letters before it.
+        length: of the padded row in which they are encoded. Attention kernels may round differently by length, so it
+            must not depend on a prompt.
     """
 
     def __init__(self, tokens: Sequence[int], length: int) -> None:
@@ -32,7 +32,7 @@ class PromptStart:
         self._hidden: Tensor | None = None  # 1 S D
 
     def read(self, decoder: nn.Module, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Last hidden states `B L D` of whole prompts; they differ from the decoder's own by rounding alone.
+        """Last hidden states `B L D` of whole prompts, equal to the decoder's up to rounding.
 
         Args:
             decoder: a causal language model of transformers without its head, the same one in every call.
@@ -44,13 +44,13 @@ class PromptStart:
         shared = self._shared(ids)
         hidden = self._hidden.new_empty(*ids.shape, self._hidden.shape[-1])
         for count in shared.unique().tolist():
-            # All rows each time, since kernels round by their number: no prompt is read differently beside another.
+            # All rows, since kernels round differently by their number: a prompt's states must not depend on its batch.
             rows = shared == count
             hidden[rows] = self._read_rest(decoder, ids, mask, count)[rows]
         return hidden
 
     def _read_rest(self, decoder: nn.Module, ids: Tensor, mask: Tensor | None, shared: int) -> Tensor:
-        """Hidden states of prompts whose first `shared` tokens are those of the start."""
+        """Hidden states of prompts that share their first `shared` tokens with the start."""
         assert self._hidden is not None
         cache = DynamicCache()  # a new one for each batch: the decoder appends to it
         for index, states in enumerate(self._layers):
@@ -59,7 +59,7 @@ class PromptStart:
         return torch.cat([self._hidden[:, :shared].expand(len(ids), -1, -1), rest], dim=1)
 
     def _shared(self, ids: Tensor) -> Tensor:
-        """How many tokens each prompt shares with the start, leaving at least `FEWEST_TO_READ` of it."""
+        """Number of tokens, per prompt, shared with the start; at least `FEWEST_TO_READ` remain to compute."""
         most = max(0, min(len(self.tokens), ids.shape[1] - FEWEST_TO_READ))
         return (ids[:, :most] == self.tokens[:most].to(ids.device)).int().cumprod(1).sum(1)
 
@@ -74,5 +74,5 @@ class PromptStart:
 
 
 def lengthen(rows: Tensor, length: int) -> Tensor:
-    """Rows `B L` of at least `length` tokens, by repeating the last one. No earlier token sees those after it."""
+    """Rows `B L` padded to at least `length` tokens by repeating the last one, which no earlier token attends to."""
     return torch.cat([rows, rows[:, -1:].expand(-1, max(0, length - rows.shape[1]))], dim=1)

@@ -68,7 +68,7 @@ def _header(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
 
 
 def find_fault(folder: Path) -> str | None:
-    """What is wrong with a model folder that has a config.json; None if its weights are complete."""
+    """The fault of a model folder that has a config.json; None if its weights are complete."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -135,7 +135,7 @@ class Part:
         return base / self.folder if base is not None and _fault(base / self.folder) is None else None
 
     def fault(self) -> str | None:
-        """What is wrong with this part in a local folder, or None."""
+        """The fault of this part in a local folder, or None."""
         folder = Path(self.location).expanduser() / self.folder
         return _fault(folder) or _unreadable(folder) or self._fault_of_variant(folder)
 
@@ -193,7 +193,7 @@ class Part:
 
     @property
     def _wanted(self) -> list[str]:
-        """Its files in the repository. One that holds a single model has it in older formats, too."""
+        """Its files in the repository, without the older formats that single-model repositories also contain."""
         return [f"{self.folder}/*"] if self.folder else ["*.json", "*.safetensors"]
 
     def _snapshot(self) -> Path | None:
@@ -267,7 +267,7 @@ class ModelSource:
         return self[role].read_config()
 
     def problems(self) -> list[Problem]:
-        """Problems of local folders and malformed hub ids; whether a repository exists shows at the download."""
+        """Problems of local folders and malformed hub ids; a missing repository shows at the download."""
         found = []
         by_location: dict[str, list[Part]] = {}
         for part in self.parts.values():
@@ -294,14 +294,14 @@ def looks_like_path(location: str) -> bool:
 
 
 def _fault(folder: Path) -> str | None:
-    """What is wrong with the folder of a component, as far as its files show; None if nothing."""
+    """The fault of a component's folder, as far as its files show; None if there is none."""
     if not any((folder / marker).is_file() for marker in MARKERS):
         return "it is not there"
     return find_fault(folder) if (folder / MARKERS[0]).is_file() else None
 
 
 def _unreadable(folder: Path) -> str | None:
-    """What is wrong with the settings files beside a model, or None."""
+    """The fault of the settings files beside a model, or None."""
     for path in filter(Path.is_file, (folder / name for name in SETTINGS)):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -315,14 +315,14 @@ def _unreadable(folder: Path) -> str | None:
 
 
 def _is_tokenizer(content: Mapping[str, Any]) -> bool:
-    """Whether the content of a tokenizer.json has the entries without which it cannot be loaded."""
+    """Whether the content of a tokenizer.json has the entries that loading needs."""
     model, added = content.get("model"), content.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     return isinstance(vocabulary, dict | list) and len(vocabulary) > 0 and isinstance(added, list)
 
 
 def encoder_fault(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tokens: int | None) -> str | None:
-    """How the weights of a text encoder differ from its config or its tokenizer; None if they do not.
+    """The mismatch of a text encoder's weights with its config or tokenizer, or None.
 
     Args:
         tokens: of its tokenizer, if known. Embeddings have a few more rows, padded to a round number.
@@ -351,7 +351,7 @@ SMALLEST_SCALE, LARGEST_SCALE = 1e-3, 1e3  # far beyond published VAEs, 0.13 to 
 
 
 def vae_fault(config: Mapping[str, Any]) -> str | None:
-    """Which value of a VAE's config would spoil all latents; None if none would. What is absent is the class's own."""
+    """A value in a VAE's config that would spoil all latents, or None. Absent values are the class's defaults."""
     for key in (key for key in (*SCALES, *SHIFTS) if key in config):
         value, lowest = config[key], SMALLEST_SCALE if key in SCALES else -LARGEST_SCALE
         is_list = key.startswith("latents_")
@@ -375,7 +375,7 @@ def blocks_of(group: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, di
 
 
 def differing_weights(group: str, blocks: Mapping[int, Mapping[str, tuple[int, ...]]]) -> list[str]:
-    """Weights that a block lacks while others have them, or whose shape differs from most."""
+    """Weights that a block lacks but others have, or whose shape differs from the majority."""
     everything = {name for block in blocks.values() for name in block}
     usual = {name: Counter(block[name] for block in blocks.values() if name in block) for name in everything}
     return sorted(

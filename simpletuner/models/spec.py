@@ -32,12 +32,12 @@ class Flavour:
     Attributes:
         name: value of `model_flavour`.
         repository: hub id of the diffusers checkpoint.
-        task: what goes in and what comes out.
-        needs: what a user must provide besides captions, for the wizard; empty if nothing.
-        dataset_task: what the same checkpoint does instead when a dataset asks for it (`video.is_i2v`), or None.
+        task: input and output.
+        needs: required data besides captions, for the wizard; may be empty.
+        dataset_task: the task of this checkpoint on datasets that ask for it (`video.is_i2v`), or None.
         defaults: defaults of config keys that differ from the family's.
         changes: fields of the family's `FamilySpec` that differ for this checkpoint.
-        distilled: it samples without guidance, in the way it was distilled for.
+        distilled: it was distilled to sample without guidance.
     """
 
     name: str
@@ -57,8 +57,8 @@ class Component:
     Attributes:
         folder: its folder in the checkpoint.
         override: the config key that can replace it, if any.
-        kinds: the classes it can be: `_class_name` of its settings, or `model_type` of a text encoder's; empty if
-            the family checks it.
+        kinds: accepted classes: `_class_name` in its config, or `model_type` of a text encoder; empty if the family
+            checks it.
     """
 
     folder: str
@@ -82,7 +82,7 @@ class AutoShift:
 
 @dataclass(frozen=True)
 class FamilySpec:
-    """Everything about a family that is known without loading it.
+    """Everything about a family that needs no loading.
 
     Attributes:
         name: value of `model_family`.
@@ -198,7 +198,7 @@ class FamilySpec:
         return self.flavours[0] if name is None else {each.name: each for each in self.flavours}[name]
 
     def for_flavour(self, name: str | None) -> FamilySpec:
-        """This family as a flavour has it; an unknown name changes nothing."""
+        """This family with the changes of a flavour; an unknown name changes nothing."""
         if name is not None and name not in self.flavour_names:
             return self
         flavour = self.flavour(name)

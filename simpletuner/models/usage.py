@@ -45,7 +45,7 @@ class Usage:
 
 
 EULER = "FlowMatchEulerDiscreteScheduler"
-# diffusers' schedulers by the values of `validation_noise_scheduler`, and what makes the last two sample flow models.
+# diffusers' schedulers by value of `validation_noise_scheduler`; the last two need arguments to sample flow models.
 SOLVERS = {"euler": EULER, "unipc": "UniPCMultistepScheduler", "dpm++": "DPMSolverMultistepScheduler"}
 FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 

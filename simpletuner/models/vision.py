@@ -1,4 +1,4 @@
-"""DINOv2 vision encoders by name, folder or hub id: where they are and what they cost. Free of torch."""
+"""DINOv2 vision encoders by name, folder or hub id: location and cost. Free of torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class VisionEncoder:
 
     @cached_property
     def known(self) -> str | None:
-        """The published model that the name means; None for a folder or another hub id."""
+        """The published model of that name; None for a folder or another hub id."""
         return None if Path(self.name).expanduser().is_dir() else canonical_encoder(self.name)
 
     @cached_property
@@ -67,7 +67,7 @@ class VisionEncoder:
 
     @property
     def parameters(self) -> int:
-        """About how many weights it has: twelve matrices of its width in each layer."""
+        """Approximate number of weights: twelve matrices of its width per layer."""
         return 12 * int(self.settings()["num_hidden_layers"]) * self.width**2
 
     def problems(self) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Reads the weights of a transformer some modules at a time, so that they are never in memory together."""
+"""Reads the weights of a transformer module by module, so that memory never holds all of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from simpletuner.models.source import Part
 class HollowWeights:
     """The weights that a hollow transformer lacks, with the values and dtypes of `from_pretrained`.
 
-    A weight whose dtype is that of the file becomes a view of the mapped file. It is no memory of the process: its
-    pages are cache, which the system drops when it needs room, and they are unmapped with the last view.
+    A weight with the dtype of the file becomes a view of the mapped file. Its pages are page cache, which the system
+    drops when it needs memory, and they are unmapped with the last view.
 
     Args:
-        transformer: from `load_transformer(dtype, hollow=True)`. If its parameters have values, it lacks none.
-        part: where the weights are. Other formats than safetensors are loaded as a whole.
+        transformer: from `load_transformer(dtype, hollow=True)`; parameters with values are left unchanged.
+        part: location of the weights. Formats other than safetensors are loaded as a whole.
 
     Raises:
         UserError: the files lack a weight.
@@ -39,7 +39,7 @@ class HollowWeights:
         refuse_missing(part, set(self._lacking) - self._files.keys() - self._whole.keys())
 
     def fill(self, modules: Sequence[nn.Module]) -> None:
-        """Give these modules the weights that they lack.
+        """Load the missing weights of these modules.
 
         Raises:
             UserError: a file cannot be read, or a weight has another shape.

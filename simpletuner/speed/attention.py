@@ -25,10 +25,10 @@ ORDERS = {
     "flash": (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *REST),
     "cuDNN": (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *REST),
 }
-# Kernels round differently, so one after the first must be clearly faster to be chosen.
+# Kernels round differently, so a later one must be clearly faster to replace the first.
 MARGIN = 0.97
 
-# Packages that can take the place of torch's flash attention, by torch's name for them.
+# Packages that can replace torch's flash attention, by torch's names.
 NEWER_FLASH = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
 OWN_FLASH, FLASH_CALL = "torch's", "flash attention"
 
@@ -38,7 +38,7 @@ Choose = Callable[[Tensor, Tensor, Tensor], AttentionKernel]
 
 
 def kernel_chooser(mechanism: str, device: torch.device, dtype: torch.dtype) -> Choose | None:
-    """How to choose the kernel of a call; None leaves the choice to torch, as on a CPU.
+    """The function that chooses the kernel of a call; None leaves the choice to torch, as on a CPU.
 
     Raises:
         ConfigError: the mechanism needs a CUDA GPU and 16-bit numbers.
@@ -49,8 +49,8 @@ def kernel_chooser(mechanism: str, device: torch.device, dtype: torch.dtype) -> 
             raise ConfigError([Problem("attention_mechanism", message)])
         kernel = load_kernel(mechanism)
         return lambda query, key, value: kernel
-    # Neither flash nor cuDNN supports float32. With `deterministic` timing decides nothing: torch's order begins with
-    # flash, whose backward pass then sums in a fixed order, and has no cuDNN, which is switched off by default.
+    # Neither flash nor cuDNN supports float32. With `deterministic` nothing is timed: torch then prefers flash, whose
+    # backward pass sums in a fixed order, and never uses cuDNN, which is switched off by default.
     times = device.type == "cuda" and dtype != torch.float32 and not torch.are_deterministic_algorithms_enabled()
     return MeasuredChoice() if times else None
 
@@ -73,8 +73,8 @@ def load_kernel(mechanism: str) -> AttentionKernel:
 class MeasuredChoice:
     """The fastest kernel for every shape: torch's flash or cuDNN's, timed with the backward pass where there is one.
 
-    An installed FlashAttention 3 or 4 that is faster at the first shape with a backward pass takes the place of torch's
-    flash in the whole process. Every choice is remembered.
+    If FlashAttention 3 or 4 is installed and faster at the first shape with a backward pass, it replaces torch's flash
+    in the whole process. Choices are stored.
     """
 
     def __init__(self, choices: KernelChoices = KERNELS) -> None:
@@ -112,13 +112,13 @@ def attend_in_order(backends: Sequence[SDPBackend], query: Tensor, key: Tensor, 
 
 
 def fastest_kernel(*inputs: Tensor) -> str:
-    """cuDNN's where it is clearly faster."""
+    """cuDNN's kernel if it is clearly faster."""
     flash, cudnn = (measure(each, *inputs) for each in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION))
     return "cuDNN" if cudnn < MARGIN * flash else "flash"
 
 
 def fastest_flash(among: Sequence[str], *inputs: Tensor) -> str:
-    """One of a package where it is clearly faster than those before it."""
+    """A package's kernel if it is clearly faster than the previous ones."""
     best, chosen = math.inf, among[0]
     for name in among:
         taken = measure(SDPBackend.FLASH_ATTENTION, *inputs) if serve(name) else math.inf
@@ -135,9 +135,9 @@ def installed_flash() -> list[str]:
 
 
 def serve(name: str) -> bool:
-    """Let an installed flash attention, or torch's own, serve all flash attention of the process.
+    """Use an installed flash attention, or torch's own, for all flash attention of the process.
 
-    torch then runs it under the names of its own operations, so its results are kept by checkpointing like theirs.
+    torch runs it under the names of its own operations, so checkpointing keeps its results as well.
 
     Returns:
         Whether it works.

@@ -25,8 +25,8 @@ from simpletuner.speed.recomputation import checkpointed, outside_checkpoints
 # wrong ones by more than 1.
 TOLERANCE = 0.05
 
-# torch stops recompiling a function after eight versions by default. With and without padding and gradients, empty
-# captions of one token, and Sana's timesteps per clip or per token multiply to as many.
+# torch stops recompiling a function after eight versions by default. Padding, gradients, empty captions of one token,
+# and Sana's timesteps per clip or token multiply to that many.
 VERSIONS = 16
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class CompiledPiece:
         sampling: also run compiled code in calls without gradients, that is, in previews.
         strict: raise the compiler's errors instead of falling back.
         ones_are_sizes: see `settle_compiler`.
-        sizes: which of them its inputs have had.
+        sizes: the dynamic sizes of its inputs so far.
     """
 
     eager: Callable[..., Any]
@@ -52,7 +52,7 @@ class CompiledPiece:
 
     def __call__(self, block: nn.Module, hidden: Tensor, *others: Tensor | None) -> Any:
         training = torch.is_grad_enabled()
-        # A single token, that of an empty caption, would need a graph of its own and is not worth it.
+        # A single token, as of an empty caption, is not worth another graph.
         if (not training and not self.sampling) or hidden.shape[1] == 1:
             return self.eager(block, hidden, *others)
         settle_compiler(ones_are_sizes=self.ones_are_sizes)
@@ -119,7 +119,7 @@ def compile_blocks(
     sampling: bool,
     recomputing: bool = False,
 ) -> None:
-    """Compile the functions of fast blocks; for other families each block's forward, with verification.
+    """Compile the functions of fast blocks; in other families the forward of blocks, with verification.
 
     Args:
         sampling: also compile previews, which run without gradients.
@@ -152,8 +152,9 @@ def compile_blocks(
 
 
 def sizes_of(tensor: Tensor) -> list[int]:
-    """Dimensions that differ from batch to batch: samples, and tokens. Vectors of samples, `B C`, have no tokens, and
-    with a width that is a symbol products and loops are slower."""
+    """Dimensions that vary between batches: samples and tokens. Per-sample vectors, `B C`, have no tokens, and a
+    symbolic width would slow products and loops down.
+    """
     return [0, 1] if tensor.ndim > 2 or tensor.dtype == torch.bool else [0]
 
 
@@ -161,8 +162,8 @@ def settle_compiler(*, ones_are_sizes: bool) -> None:
     """Configure the compiler for this thread: its settings are per thread, and on a GPU autograd recomputes checkpoints
     in its own threads.
 
-    If the recompile limit were reached there only, the recomputation would not match the forward pass. The backward
-    pass is compiled together with the forward pass, where a failure can still fall back to the uncompiled function.
+    If only those threads reached the recompile limit, recomputation would not match the forward pass. The backward pass
+    is compiled with the forward pass, where a failure can still fall back to the uncompiled function.
 
     Args:
         ones_are_sizes: compile for any size where it is 1 at first, too; else batches of one are compiled apart.
@@ -171,7 +172,7 @@ def settle_compiler(*, ones_are_sizes: bool) -> None:
         torch._dynamo.config.recompile_limit = VERSIONS
     if not torch._functorch.config.force_non_lazy_backward_lowering:
         torch._functorch.config.force_non_lazy_backward_lowering = True
-    # Would split compiled functions where DDP's buckets end; they end with every block anyway.
+    # It would split compiled functions at DDP's buckets; they end with every block anyway.
     if torch._dynamo.config.optimize_ddp:
         torch._dynamo.config.optimize_ddp = False
     shapes: Any = torch.fx.experimental._config
@@ -219,7 +220,7 @@ def _reason(error: Exception) -> str:
 
 
 def _shape(value: Any) -> object:
-    """What compiled code is specialised for: shape, strides and dtype of a tensor, or any other value itself."""
+    """The guard of compiled code: shape, strides and dtype of a tensor, or the value itself."""
     return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 

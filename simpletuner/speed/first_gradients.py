@@ -1,4 +1,4 @@
-"""Tells how far gradients are off when a quantised base multiplies in its own bits."""
+"""Measures the gradient error of products in the type of a quantised base."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ logger = logging.getLogger(__name__)
 class FirstGradients:
     """`forward` of a block that logs the error of its gradients in the first training call.
 
-    The run's own batch decides: what the products lose depends on outliers, which random inputs lack. Gradients with
-    products of the unpacked weights are the reference, so the rounding of the weights themselves is not in it. Both
-    run uncompiled, and with equal dropout.
+    It uses the run's batch, because the error depends on outliers, which random inputs lack. The reference multiplies
+    the unpacked weights, so rounding of the weights does not count. Both run uncompiled, with equal dropout.
 
     Args:
         name: of the products, in the log.
@@ -36,7 +35,7 @@ class FirstGradients:
         self.is_pending = True
 
     def install(self) -> None:
-        """Take the place of `forward`; the block may have been compiled since the construction."""
+        """Replace `forward`; the block may have been compiled since the construction."""
         self.forward = self.block.forward
         self.block.forward = self
 

@@ -29,13 +29,13 @@ def enable_checkpointing(
     block_inputs: BlockInputs | None = None,
     keep: SelfAttention | None = None,
 ) -> None:
-    """Checkpoint the blocks that the config says.
+    """Checkpoint blocks as configured.
 
     Args:
         dropout: blocks draw random numbers, so the generator's state is restored for the recomputation.
         block_inputs: keeps the hidden states of checkpointed blocks in host memory.
-        keep: the attention whose result is kept instead of recomputed: one more tensor of the hidden states' size per
-            block saves the part of the recomputation that is quadratic in tokens.
+        keep: the attention whose result is kept: one tensor of the hidden states' size per block saves the part of the
+            recomputation that is quadratic in tokens.
     """
     if not config.gradient_checkpointing:
         return
@@ -57,16 +57,16 @@ def enable_checkpointing(
 
 
 def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `FastBlocks.pieces` with a checkpoint of its own.
+    """A function of `FastBlocks.pieces` with its own checkpoint.
 
-    To be compiled: the compiler recomputes only what the backward pass reads, so for instance not the last layer.
+    Meant for compilation: the compiler only recomputes what the backward pass reads, so not the last layer.
     """
 
     def run(block: nn.Module, *inputs: Tensor | None) -> Any:
         return checkpoint(partial(function, block), *inputs, use_reentrant=False, preserve_rng_state=False)
 
-    # torch remembers sizes by code object: if all functions shared one, a size that differs between two of them would
-    # become a symbol, even 1, which torch 2.11 cannot broadcast.
+    # torch tracks sizes by code object: with a shared one, a size that differs between two functions would become a
+    # symbol, even 1, which torch 2.11 cannot broadcast.
     run.__code__ = run.__code__.replace(co_name=function.__name__)
     return wraps(function)(run)
 
@@ -74,13 +74,14 @@ def checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
 def outside_checkpoints() -> saved_tensors_hooks:
     """Isolate a separate autograd graph inside a block.
 
-    These no-op hooks shadow those of a surrounding checkpoint, which would take the graph's saved tensors for its own.
+    These no-op hooks shadow the hooks of a surrounding checkpoint, which would otherwise claim the graph's saved
+    tensors.
     """
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def keeping_contexts(keep: SelfAttention) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts for a block's forward pass and recomputation, which keep the attention's result between them."""
+    """Contexts of a block's forward pass and recomputation, which pass the attention's result on."""
     kept = KeptAttention()
     return keep.through(kept), keep.through(kept)
 
@@ -88,8 +89,8 @@ def keeping_contexts(keep: SelfAttention) -> tuple[AbstractContextManager[Any], 
 class KeptAttention:
     """The self-attention of one checkpointed block.
 
-    Its result is kept, with what the kernel needs of it for the gradient. Queries, keys and values are not: they are
-    those of the recomputation, which then ends here or goes on with the result.
+    It keeps the result and the kernel's other outputs for the gradient. Queries, keys and values come from the
+    recomputation, which ends here or continues with the result.
     """
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ class KeptAttention:
 
 
 class Recomputed(torch.autograd.Function):
-    """Passes tensors on, and saves them within the block's checkpoint, which will recompute them."""
+    """The identity, which saves its tensors within the block's checkpoint, to be recomputed."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -130,7 +131,7 @@ class RecomputedView:
 
 
 class LeftToRecomputation(saved_tensors_hooks):
-    """Hooks that save views of results of `Recomputed` by their place; all else is saved as usual."""
+    """Hooks that save views of results of `Recomputed` by index, and all other tensors as usual."""
 
     def __init__(self, passed: Sequence[Tensor]) -> None:
         places = {each.untyped_storage()._cdata: index for index, each in enumerate(passed)}
@@ -146,7 +147,7 @@ class LeftToRecomputation(saved_tensors_hooks):
         def unpack(saved: Tensor | RecomputedView) -> Tensor:
             if isinstance(saved, Tensor):
                 return saved
-            if not again:  # a checkpoint gives each tensor once
+            if not again:  # a checkpoint returns every tensor only once
                 again.extend(node.saved_tensors)
             return torch.as_strided(again[saved.index], saved.size, saved.stride, saved.offset)
 

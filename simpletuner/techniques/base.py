@@ -1,9 +1,8 @@
 """The interface of techniques, which change the mathematics of a step.
 
-A micro-step calls every technique in turn: `before_forward`, the forward pass, `extra_losses`, `weigh`, the backward
-pass, all of it while it is `acting`; then `extra_passes`. At its neutral setting a technique equals plain training.
-What the plan needs to know about it is in its `spec.TechniqueSpec`, which is free of torch. Code that only observes is
-a callback (`training.loop`).
+A micro-step calls `before_forward` of every technique, the forward pass, `extra_losses`, `weigh` and the backward pass,
+all within `acting`; then `extra_passes`. At its neutral setting a technique equals plain training. The plan reads its
+`spec.TechniqueSpec`, which is free of torch. Code that only observes is a callback (`training.loop`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from simpletuner.techniques.hidden_states import HiddenStates
 
 # The model's current velocity prediction. Techniques do not act on such a forward pass.
 Predict = Callable[[NoisyBatch], Tensor]
-# A forward pass of its own, with gradients, through the function it gets; returns losses by their logged names.
+# An extra forward pass, with gradients, through the given function; returns losses by their logged names.
 ExtraPass = Callable[[Predict], Mapping[str, Tensor]]
 
 
@@ -61,14 +60,14 @@ class Technique:
         """Receive the module as wrapped for several processes; the technique must call this one from now on."""
 
     def acting(self, batch: Batch) -> AbstractContextManager[None]:
-        """A context around forward and backward of a micro-batch; what it changes must be undone at its end."""
+        """A context around forward and backward of a micro-batch; undoes its changes on exit."""
         return nullcontext()
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         """Replace the transformer's input or its target; `predict` runs the model without gradients.
 
-        With several processes, whether there are losses or metrics must be decided alike: for all samples of a
-        micro-step together. With sharded weights, so must the number of forward passes.
+        All processes must decide alike whether to return losses or metrics: for all samples of a micro-step together.
+        With sharded weights, they must also run equally many forward passes.
         """
         return noisy
 
@@ -85,9 +84,9 @@ class Technique:
         return {}
 
     def extra_passes(self, noisy: NoisyBatch) -> Sequence[ExtraPass]:
-        """Further passes of this micro-batch, the same number in all processes.
+        """Extra passes of this micro-batch, the same number in all processes.
 
-        They run after the micro-batch's own backward pass, when its graph is gone and no technique is `acting`.
+        They run after the micro-batch's main backward pass, when its graph is freed and no technique is `acting`.
         """
         return ()
 
@@ -96,11 +95,11 @@ class Technique:
         return {}
 
     def summary(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Numbers to log that follow from the metrics of a step, which are means over processes and micro-steps."""
+        """Derived numbers to log, from the metrics of a step averaged over processes and micro-steps."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What an exact resume needs besides the module."""
+        """State for an exact resume besides the module."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -109,14 +108,14 @@ class Technique:
 
 @dataclass(frozen=True)
 class Site:
-    """What a technique gets in `attach`.
+    """The argument of `attach`.
 
     Attributes:
         transformer: with its LoRA, checkpointing and compilation; not yet on the device.
         device: on which steps run.
         dtype: of the transformer's hidden states.
         others: all techniques of the run, including this one, in the order in which they are called.
-        disabled: context in which the model is as it was before training.
+        disabled: context in which the model predicts as before training.
         hidden: hidden states of visual blocks in the forward pass of each micro-step.
         load_latent_encoder: loads the VAE onto the device, in the dtype of the run.
         world: the processes that train together.

@@ -41,7 +41,7 @@ class Grid:
 
     Attributes:
         values: `B F h w D`; zeros where there is no token.
-        there: 1 where there is a token, else 0; `B F h w`.
+        there: 1 at positions with a token, else 0; `B F h w`.
     """
 
     values: Tensor
@@ -69,12 +69,12 @@ class Grid:
 
 @dataclass(frozen=True)
 class Alignment:
-    """How well the frames of a batch are aligned, each `B F`.
+    """Alignment of the frames of a batch; tensors `B F`.
 
     Attributes:
         total: similarity to the frame's own features and to its neighbours', weighted and added up.
         weights: the sum of these weights; 0 for a frame without tokens.
-        own: similarity to the frame's own features alone.
+        own: similarity to the same frame's features only.
     """
 
     total: Tensor
@@ -92,7 +92,7 @@ class Alignment:
 
 
 def align(student: Grid, teacher: Grid, neighbours: Mapping[int, float]) -> Alignment:
-    """Compare unit tokens of a student with those of a teacher.
+    """Compare unit tokens of a student and a teacher.
 
     Args:
         neighbours: weight of the frame this far after a frame; 0 is the frame itself.
@@ -106,7 +106,7 @@ def align(student: Grid, teacher: Grid, neighbours: Mapping[int, float]) -> Alig
 
 
 def similarity(student: Grid, teacher: Grid, shift: int) -> tuple[Tensor, Tensor]:
-    """The mean cosine of each frame with the teacher's frame `shift` later, and whether there is one; each `B F`."""
+    """The mean cosine of a frame with the teacher's frame `shift` later, and whether that exists; both `B F`."""
     frames, before, after = student.values.shape[1], max(-shift, 0), max(shift, 0)
     mine, theirs = slice(before, frames - after), slice(after, frames - before)
     both = student.there[:, mine] * teacher.there[:, theirs]
@@ -191,7 +191,9 @@ class Crepa(Technique):
 
     @property
     def _measures(self) -> bool:
-        """Whether this micro-step is compared: with a weight, or to see whether the similarity has fallen again."""
+        """Whether to compute the similarity in this micro-step: for the loss, or because it may fall below the
+        threshold.
+        """
         return self._scheduled > 0 and (not self._is_off or self.config.crepa_threshold_mode == "recoverable")
 
     def extra_losses(self, noisy: NoisyBatch, prediction: Tensor) -> Mapping[str, Tensor]:
@@ -238,10 +240,10 @@ class Crepa(Technique):
         return -(found.mean(score) if config.crepa_normalize_by_frames else score.sum(1).mean())
 
     def _record(self, found: Alignment) -> None:
-        """Update the average, and note what is logged."""
+        """Update the moving average and the logged metrics."""
         score, decay = found.mean(found.score.detach()), self.config.crepa_similarity_ema_decay
         world = self._site.world
-        if world.size > 1 and self.config.crepa_similarity_threshold is not None:  # all must decide alike
+        if world.size > 1 and self.config.crepa_similarity_threshold is not None:  # all processes must decide alike
             score = score.new_tensor(world.mean([score.item()])[0])
         self._average = score if self._average is None else decay * self._average + (1 - decay) * score
         self._log |= {

@@ -17,9 +17,8 @@ from simpletuner.models.adapter import BlockLayout
 
 
 class HiddenStates:
-    """The tokens that watched visual blocks return.
-
-    Compilation and streaming replace a block's `forward`; hooks run outside of it and need no knowledge of either.
+    """The output tokens of watched visual blocks. Compilation and streaming replace a block's `forward`; hooks run
+    outside it, independent of both.
     """
 
     def __init__(self, layout: BlockLayout) -> None:
@@ -39,12 +38,12 @@ class HiddenStates:
             raise ValueError(f"block {block} is not one of the model's {len(blocks)} blocks, 0 to {len(blocks) - 1}")
         if block not in self._watched:
             self._watched.add(block)
-            # Before other hooks: the block's own output, before TREAD puts skipped tokens back.
+            # First of all hooks, to record the output before TREAD merges skipped tokens.
             blocks[block].register_forward_hook(partial(self._keep, block), prepend=True)
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Record within this context; it spans the forward pass and everything that reads its hidden states."""
+        """Record within this context, which must span the forward pass and all reads of its hidden states."""
         self._is_open = True
         try:
             yield

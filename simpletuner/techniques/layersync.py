@@ -1,8 +1,8 @@
 """LayerSync: the tokens of a shallow block are aligned with those of a deeper block of the same model.
 
 Haghighi et al., "LayerSync: Self-aligning Intermediate Layers", arXiv 2510.12581. The loss is minus the cosine
-similarity of each token at the student block and, without gradient, at the teacher block. Unlike with CREPA there is no
-encoder and no projector: the step has no further forward pass.
+similarity of each token at the student block and, without gradient, at the teacher block. Unlike CREPA, it has no
+encoder, no projector and no further forward pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class LayerSync(Technique):
 
     Args:
         student, teacher: visual blocks, counted from 0.
-        skipped: ids of datasets that are trained without it, since their target is the base model.
+        skipped: ids of datasets without it, since their target is the base model.
     """
 
     def __init__(self, student: int, teacher: int, weight: float, skipped: frozenset[str] = frozenset()) -> None:
@@ -40,7 +40,7 @@ class LayerSync(Technique):
         return {"layersync_loss": -self._weight * cosine_similarity(student.float(), teacher.float(), dim=-1).mean()}
 
     def _tokens(self, block: int, other: int) -> Tensor:
-        """The tokens of a block, `B S D`, without those that skip the other one."""
+        """The tokens of a block, `B S D`, that also pass through the other block."""
         hidden, kept = self._site.hidden[block], self._site.kept_tokens(other)
         if kept is None or self._site.kept_tokens(block) is not None:  # the plan allows at most one route
             return hidden

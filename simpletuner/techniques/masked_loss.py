@@ -1,10 +1,10 @@
 """Masked loss: white areas of a mask are learned, black ones are not, grey ones in proportion.
 
-The mask of a batch is in latent positions already (`data.masks`), and `diffusion.loss` multiplies by it. Here it is
-turned into weights: it counts in a share of the batches, black may keep a weight (the floor), and the weights may be
-divided by their mean. The tokens that it shows are protected from being dropped.
+The mask of a batch is in latent positions already (`data.masks`), and `diffusion.loss` multiplies by it. Here it
+becomes weights: they apply to a share of the batches, black may keep a weight (the floor), and the weights may be
+divided by their mean. Tokens under white areas are never dropped.
 
-The prior adds `w (1 - m) (v - v_base)^2` with the prediction of the base model: what is not learned stays as it was.
+The prior adds `w (1 - m) (v - v_base)^2` with the prediction of the base model, so masked areas stay as before.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.loss import elementwise_loss
 from simpletuner.techniques.base import Predict, Site, Technique
 
-# Divided by less, a sample with a tiny mask would have a huge gradient.
+# Lower bound of the divisor: a tiny mask would otherwise give a huge gradient.
 SMALLEST_MEAN = 0.05
 
 
 class MaskedLoss(Technique):
-    """Decides in which batches masks count, and how much."""
+    """Turns masks into loss weights, in a share of the batches."""
 
     def __init__(self, config: MaskedLossConfig) -> None:
         self._config = config

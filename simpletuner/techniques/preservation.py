@@ -1,9 +1,9 @@
 """Preservation without data: the LoRA must not change what the model predicts for other captions.
 
-In a share of the micro-batches the same noisy latents are predicted a second time, with the empty caption or with the
-class word in place of the trained one. Added is w mean |v - v_base|^2, where v_base is the prediction without the LoRA.
-This is the prior preservation of DreamBooth (Ruiz et al., arXiv 2208.12242) with the base model's predictions instead
-of generated pictures.
+In a share of the micro-batches the model predicts the same noisy latents again, with the empty caption or with the
+class word in place of the trained one. The loss grows by w mean |v - v_base|^2, where v_base is the prediction without
+the LoRA. This is the prior preservation of DreamBooth (Ruiz et al., arXiv 2208.12242) with the base model's predictions
+instead of generated pictures.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Preservation(Technique):
         return (partial(self._change, replace(noisy, batch=replace(noisy.batch, embeds=others))),)
 
     def _change(self, other: NoisyBatch, forward: Predict) -> Mapping[str, Tensor]:
-        """`preservation_loss`, the mean over all latent positions but a given first frame."""
+        """`preservation_loss`, the mean over all latent positions except a given first frame."""
         with torch.no_grad(), self._disabled():
             base = forward(other)
         change = (forward(other) - base)[:, :, other.given_frames :]

@@ -1,9 +1,9 @@
-"""Scheduled sampling: some inputs are sampled by the model itself, so that it learns from its own errors.
+"""Scheduled sampling: some inputs are rollouts of the model, so that it learns from its own errors.
 
-A plain input is the exact mix of data and noise, which no sampler ever reaches: its states drift, and the model has
-never seen such states (exposure bias). Here a sample starts some steps of the sampler noisier, with the same noise, and
-the model takes these steps down to the noise level that was drawn, without gradients, routes, guidance or dropout.
-The step then trains on where it arrived.
+A plain input is the exact mix of data and noise, but a sampler's states drift from it, and the model has never seen
+drifted states (exposure bias). Here a sample starts some sampler steps noisier, with the same noise, and the model
+takes these steps down to the drawn noise level, without gradients, routes, guidance or dropout. The step then trains on
+the resulting state.
 
 The loss of such samples is that of ReflexFlow, Huang et al., arXiv 2512.04904: the prediction must point from the data
 to the drifted input (anti-drift rectification), and counts more where sampling lost content (frequency compensation).
@@ -38,18 +38,18 @@ FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 UNFINISHED = {"lower_order_final": False, "final_sigmas_type": "sigma_min"}
 # Below 1, where the logarithms of these solvers end.
 LARGEST_SIGMA = 1 - 1e-6
-# A run in which the direction outweighs the loss itself this much, for so many steps, learns little else.
+# If the rectification outweighs the loss this much for this many steps, the run learns little else.
 DOMINANT, PATIENCE = 5.0, 100
 ADR, FLOW_LOSS = "reflexflow_adr", "reflexflow_flow_loss"
 
 
 class ScheduledSampling(Technique):
-    """Replaces inputs by states that the model has sampled.
+    """Replaces inputs by rollouts of the model.
 
     Args:
-        steps: of the sampler of previews, whose grid of noise levels the steps here follow.
+        steps: of the previews' sampler, whose grid of noise levels the rollouts follow.
         shift: of its scheduler, if it replaces the checkpoint's.
-        skipped: ids of datasets that are trained without it, since their target is the base model.
+        skipped: ids of datasets without it, since their target is the base model.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ScheduledSampling(Technique):
         paths = self._paths(noisy, offsets[place.slots.start : place.slots.stop])
         states = self._sample(noisy, paths, predict)
         clean = self._clean(noisy, paths, predict) if self._config.compares_clean else noisy.target
-        if self._is_sharded:  # so the others' passes need this process, whatever it predicts
+        if self._is_sharded:  # so passes of the other processes need this one, whatever it predicts
             for _ in range(self._passes(max(offsets)) - self._passes(max(map(len, paths)) - 1)):
                 predict(noisy.of([0]))
         drawn = upload(torch.tensor([bool(path) for path in paths]), states.device)
@@ -111,14 +111,14 @@ class ScheduledSampling(Technique):
         return torch.where(_spread(sampled.usable), weighed, loss)
 
     def metrics(self) -> Mapping[str, Tensor]:
-        """The loss of the sampled inputs as the rectification is counted: over all samples, the plain ones with 0."""
+        """The loss of the rollouts, averaged like the rectification: over all samples, with 0 for plain ones."""
         sampled = self._sampled
         if sampled is None or sampled.rectification is None or sampled.losses is None:
             return {}
         return {FLOW_LOSS: sampled.losses.mean()}
 
     def summary(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """The rectification's share of both."""
+        """The rectification's share of the sum of both."""
         both = metrics.get(ADR, 0.0) + metrics.get(FLOW_LOSS, 0.0)
         return {"reflexflow_adr_share": metrics[ADR] / both} if both else {}
 
@@ -129,7 +129,7 @@ class ScheduledSampling(Technique):
         self._watch = _Watch(**state)
 
     def _offsets(self, place: Place) -> list[int]:
-        """The steps drawn for the samples of all processes, so that each process knows what the others do."""
+        """The rollout lengths of the samples of all processes, so that all can run equally many passes."""
         chance = self._config.probability_at(place.global_step)
         offsets = []
         for generator in place.of_all.generators("scheduled sampling"):
@@ -138,19 +138,19 @@ class ScheduledSampling(Technique):
         return offsets
 
     def _paths(self, noisy: NoisyBatch, offsets: Sequence[int]) -> list[list[float]]:
-        """The noise levels that each sample passes; empty if it is trained plainly."""
+        """The noise levels of the rollout of each sample; empty if it is trained plainly."""
         grid = self._grids[noisy.given_frames > 0]
         drawn = zip(noisy.host_sigmas, offsets, strict=True)
         return [path_to(sigma, offset, grid) if offset else [] for sigma, offset in drawn]
 
     def _passes(self, steps: int) -> int:
-        """Forward passes of samples that take so many steps, with that of their plain inputs."""
+        """Forward passes for rollouts of these lengths, including the pass of their plain inputs."""
         return steps + self._config.compares_clean if steps > 0 else 0
 
     def _sample(self, noisy: NoisyBatch, paths: Sequence[Sequence[float]], predict: Predict) -> Tensor:
         """The states at the ends of the paths, `B C F H W`; samples without a path are unchanged.
 
-        All samples arrive at the same time, so that there are no more forward passes than the longest path has steps.
+        All samples finish in the last pass, so the longest path determines the number of passes.
         """
         states, solvers = list(noisy.noisy_latents), {row: self._solver(path) for row, path in enumerate(paths) if path}
         for row in solvers:
@@ -165,7 +165,7 @@ class ScheduledSampling(Technique):
         return torch.stack(states)
 
     def _clean(self, noisy: NoisyBatch, paths: Sequence[Sequence[float]], predict: Predict) -> Tensor:
-        """Predictions from the plain inputs of samples with a path; of the others the target, which is not used."""
+        """Predictions from the plain inputs of samples with a path; for the rest the target, as an unused filler."""
         rows = [row for row, path in enumerate(paths) if path]
         found = dict(zip(rows, predict(noisy.of(rows)), strict=True)) if rows else {}
         return torch.stack([found.get(row, target) for row, target in enumerate(noisy.target)])
@@ -193,7 +193,7 @@ def build(config: RunConfig, skipped: frozenset[str]) -> ScheduledSampling:
 
 @dataclass
 class _Sampled:
-    """What a micro-step sampled.
+    """The rollouts of a micro-step.
 
     Attributes:
         usable: samples with a sampled input, bool, `B`.
@@ -213,7 +213,7 @@ class _Sampled:
 class _Watch:
     """Warns if predictions are not finite, or if the rectification dominates.
 
-    The numbers of a step stay on the device until the next one, which begins after the host has waited for them.
+    The numbers of a step stay on the device until the next step, when reading them no longer waits.
 
     Args:
         lost: samples whose sampled input was not finite.
@@ -225,13 +225,13 @@ class _Watch:
         self._step, self._numbers = 0, list[Tensor]()
 
     def begin(self, step: int) -> None:
-        """Read the numbers of the step before this one."""
+        """Read the numbers of the previous step."""
         if step != self._step:
             self._settle()
         self._step = step
 
     def add(self, sampled: _Sampled, losses: Tensor) -> None:
-        """Take note of a micro-step and the losses of its sampled inputs, `B`."""
+        """Record a micro-step and the losses of its rollouts, `B`."""
         adr = losses.new_zeros(()) if sampled.rectification is None else sampled.rectification.detach().sum()
         self._numbers.append(torch.stack([sampled.lost, adr, losses.sum()]))
 
@@ -248,7 +248,7 @@ class _Watch:
             self._lost += int(lost)
             message = "Step %d: %d sampled inputs were not finite; the plain ones were used (%d so far)."
             logger.warning(message, self._step + 1, lost, self._lost)
-        if loss:  # else this process has sampled nothing
+        if loss:  # otherwise this process had no rollout
             self._dominated = self._dominated + 1 if rectification > DOMINANT * loss else 0
         if self._dominated == PATIENCE:
             message = "reflexflow_adr has been above %g times the loss of the same samples for %d steps; a smaller "
@@ -259,7 +259,7 @@ class _Watch:
 def path_to(sigma: float, offset: int, grid: np.ndarray) -> list[float]:
     """Noise levels from `offset` steps above `sigma` down to it, one step of the sampler's grid each.
 
-    A level between two of the grid's is followed by levels between its neighbours. The way starts at pure noise at the
+    Levels between two grid points keep their relative position between neighbours. The path starts at pure noise at the
     latest, with a shorter first step. Empty if there is no noisier level.
 
     Args:
@@ -287,7 +287,8 @@ def content_weights(lost: Tensor, coverage: Tensor | None, alpha: float) -> Tens
 
 
 def misdirections(noisy: NoisyBatch, prediction: Tensor) -> Tensor:
-    """Squared distances of two unit vectors, the prediction and the way from the data to the input; in [0, 4], `B`.
+    """Squared distances of two unit vectors, the prediction and the direction from the data to the input; in [0, 4],
+    `B`.
 
     Only positions that the loss covers count; a given first frame has no direction.
     """

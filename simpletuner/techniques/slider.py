@@ -1,8 +1,8 @@
 """Sliders: a LoRA whose strength runs from one end of a property to the other.
 
-Datasets with a `slider_strength` show the two ends. While a batch of one is trained, the LoRA acts with its strength
-multiplied by that number, so a negative one trains the opposite direction. Gandikota et al., "Concept Sliders",
-arXiv 2311.12092, train such a LoRA on pairs.
+Datasets with a `slider_strength` show the two ends. In a step on such a dataset, that number multiplies the LoRA's
+strength, so a negative number trains the opposite direction. Gandikota et al., "Concept Sliders", arXiv 2311.12092,
+train such a LoRA on pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Slider(Technique):
     """Multiplies the scale of the LoRA in micro-steps of given datasets.
 
     Args:
-        strengths: by dataset id; with other datasets the LoRA acts as it is.
+        strengths: by dataset id; for all other datasets, 1.
     """
 
     def __init__(self, strengths: Mapping[str, float]) -> None:
@@ -31,7 +31,7 @@ class Slider(Technique):
 
     @contextmanager
     def acting(self, batch: Batch) -> Iterator[None]:
-        """Also during the backward pass, which computes checkpointed blocks again."""
+        """Also during the backward pass, which recomputes checkpointed blocks."""
         usual = [dict(layer.scaling) for layer in self._layers]
         strength = self.strengths.get(batch.dataset_id, 1.0)
         try:

@@ -1,4 +1,4 @@
-"""What the plan needs to know about techniques, as plain data without torch."""
+"""Techniques as the plan sees them: plain data without torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FINENESS = 1000  # points at which means are computed
 
 @dataclass(frozen=True)
 class TechniqueCost:
-    """What a technique adds to one micro-batch.
+    """The cost of a technique per micro-batch.
 
     Attributes:
         parameters: number of weights in its module, all trained in float32.
@@ -57,13 +57,13 @@ def constantly(cost: TechniqueCost) -> CostOf:
 
 @dataclass(frozen=True)
 class TechniqueSpec:
-    """A technique that a configuration switches on.
+    """A technique that a configuration enables.
 
     Attributes:
         build: creates the technique; imports torch.
         routes: ranges of blocks that some tokens skip.
-        features: what it needs for every trained sample, cached beside the latents or computed in every step.
-        cost: what it adds to a micro-batch.
+        features: data per trained sample, cached beside the latents or computed in every step.
+        cost: of a micro-batch.
     """
 
     build: Callable[[], Technique]
@@ -79,7 +79,7 @@ def chosen_techniques(
     strengths: Mapping[str, float] | None = None,
     masked: float = 0.0,
 ) -> tuple[TechniqueSpec, ...]:
-    """The techniques that a configuration switches on, in the order in which they are called.
+    """The techniques that a configuration enables, in calling order.
 
     Args:
         regularised: datasets with regularisation data: their share of the micro-batches, by id.
@@ -89,7 +89,7 @@ def chosen_techniques(
     """
     ids, others = frozenset(regularised), 1 - sum(regularised.values())
     specs = []
-    # First: all forward passes have the strength, and whatever happens to a sampled input happens to a rolled-out one.
+    # First, so that all forward passes have the strength, those of rollouts included.
     if strengths:
         specs.append(TechniqueSpec(lambda: _load("slider:Slider")(strengths)))
     if config.scheduled_sampling.is_on:
@@ -100,7 +100,7 @@ def chosen_techniques(
         specs.append(TechniqueSpec(lambda: _load("regularisation:Regularisation")(ids), cost=constantly(forwards)))
     if config.crepa.crepa_enabled:
         specs.append(_crepa(config.crepa, ids, total_steps))
-    if masked:  # after what changes the input, before TREAD, which keeps the tokens that masks show
+    if masked:  # after techniques that change the input, before TREAD, which keeps the tokens of masks
         masks = config.masked_loss
         extra = TechniqueCost(forwards=masked * masks.masked_loss_probability if masks.masked_loss_prior else 0.0)
         specs.append(TechniqueSpec(lambda: _load("masked_loss:MaskedLoss")(masks), cost=constantly(extra)))
@@ -124,13 +124,13 @@ def _crepa(crepa: CrepaConfig, regularised: frozenset[str], total_steps: int) ->
     """CREPA, with its projector and the activations from the block's tokens to the loss, all in float32."""
     encoder = VisionEncoder(crepa.crepa_encoder)
     kinds = (_teacher(crepa, encoder, regularised),) if crepa.needs_encoder else ()
-    planned = encoder.width  # certain only once the encoder is on this machine, so it is asked again
+    planned = encoder.width  # known only once the encoder is on this machine, so it is recomputed
 
     def cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
         inner, outer = transformer.hidden, transformer.hidden if crepa.from_backbone else planned
         side, norm = (int(crepa.irepa_projector_kernel_size), 0) if crepa.irepa_enabled else (1, 2 * inner)
         tokens, weights = load.samples * load.tokens, inner * outer * side**2
-        numbers = 2 * inner + 3 * outer  # tokens on the grid and normalised; projected, unit, and the teacher's
+        numbers = 2 * inner + 3 * outer  # tokens on the grid and normalised; projected, unit length, and the teacher's
         return TechniqueCost(weights + outer + norm, 4.0 * tokens * numbers, 6.0 * tokens * weights)
 
     def build() -> Technique:
@@ -147,7 +147,7 @@ def _teacher(crepa: CrepaConfig, encoder: VisionEncoder, regularised: frozenset[
     def cost(frames: int, rows: int, columns: int) -> FeatureCost:
         patches = frames * math.prod(crepa.patches(rows, columns))
         at_once = patches * min(max(crepa.crepa_encoder_frames_batch_size, 0) or frames, frames) / frames
-        # In memory: bf16 weights, and in the widest layer about eight numbers for each one of a token.
+        # In memory: bf16 weights, and in the widest layer about eight numbers per number of a token.
         return FeatureCost(
             2.0 * frames * rows * columns * width, 2.0 * weights * patches, 2 * (weights + 8 * width * at_once)
         )

@@ -1,4 +1,4 @@
-"""The teacher of CREPA: a frozen DINOv2 (Oquab et al., arXiv 2304.07193) that looks at the decoded frames of a clip."""
+"""The teacher of CREPA: a frozen DINOv2 (Oquab et al., arXiv 2304.07193) applied to the decoded frames of a clip."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ RENAMED = {
 
 
 class FrameTeacher:
-    """Features of the pixel frames that meet latent frames: 0, 4, 8 and so on."""
+    """Features of the pixel frames at latent frames: 0, 4, 8 and so on."""
 
     def __init__(self, model: Any, decoder: LatentEncoder, config: CrepaConfig, patch_size: int) -> None:
         self.model, self.decoder, self.config, self.patch_size = model, decoder, config, patch_size
-        self.skipped = 1 + model.config.to_dict().get("num_register_tokens", 0)  # before the patches' tokens
+        self.skipped = 1 + model.config.to_dict().get("num_register_tokens", 0)  # preceding the patches' tokens
 
     @torch.no_grad()
     def encode(self, latents: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from simpletuner.techniques.base import Predict, Site, Technique
 
 
 class Tread(Technique):
-    """Lets tokens skip the ranges of blocks that the routes name."""
+    """Lets tokens skip the blocks of the configured routes."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._routes = tuple(routes)
@@ -46,7 +46,7 @@ class Tread(Technique):
 
     @contextmanager
     def acting(self, batch: Batch) -> Iterator[None]:
-        """Nothing is routed after the backward pass."""
+        """Stop routing after the backward pass."""
         try:
             yield
         finally:
@@ -59,9 +59,9 @@ class Tread(Technique):
             raise ValueError("TREAD draws random numbers, so the batch needs its place in the run")
         protected = self._protected(noisy)
         units = self._spec.tokens(*noisy.noisy_latents.shape[2:]) // self._unit
-        # One number in all steps, so that compiled blocks see one shape, unless a sample has more to protect.
+        # Constant over steps, so that compiled blocks see one shape, unless a sample has more protected tokens.
         most = 0 if protected is None else int(protected.sum(1).max())
-        if noisy.batch.loss_mask is not None:  # by which samples differ, those of other processes too
+        if noisy.batch.loss_mask is not None:  # distinguishes samples, across processes too
             most = max(self._world.gather(most))
         for number, window in enumerate(self._windows):
             generators = noisy.place.generators(f"tread {number}")
@@ -73,7 +73,7 @@ class Tread(Technique):
     def kept_tokens(self, block: int) -> Tensor | None:
         """The tokens that pass through a block, in ascending order, on the device of the batch.
 
-        `HiddenStates` records a block's own output, so even at the last block of a window only these are there.
+        `HiddenStates` records the output of the block itself, so the last block of a window also has only these.
         """
         windows = (each for each in self._windows if each.route.first <= block <= each.route.last)
         return next((each.kept for each in windows), None)
@@ -113,7 +113,7 @@ class _Window:
         cut = list(inputs)
         if opens:
             self._all_tokens = inputs[0]
-            if not self._tables:  # a recomputation reuses those of the forward pass
+            if not self._tables:  # recomputation reuses the forward pass's tensors
                 self._tables = {place: take(inputs[place], self.kept) for place, take in self.routing.tables.items()}
             cut[0] = inputs[0].gather(1, _rows(self.kept, inputs[0]))
         for place, table in self._tables.items():
@@ -124,7 +124,7 @@ class _Window:
         if self.kept is None or self._all_tokens is None or not torch.is_grad_enabled():
             return None
         together = self._all_tokens.scatter(1, _rows(self.kept, output), output)
-        # A recomputation of this block needs the shape only; the graph would keep activations of earlier blocks alive.
+        # Recomputing this block only needs the shape; the graph would keep activations of earlier blocks alive.
         self._all_tokens = self._all_tokens.detach()
         return together
 

@@ -1,4 +1,4 @@
-"""Further LoRAs that previews and samples are rendered with. Free of torch."""
+"""Further LoRAs for previews and samples. Free of torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = "validation_adapter_path"
 
 @dataclass(frozen=True)
 class AdapterRun:
-    """LoRA files with their strengths, rendered together; without any, the model as it is.
+    """LoRA files with strengths, rendered together; without files, the plain model.
 
     Attributes:
         name: added to the names of preview files.
@@ -35,7 +35,7 @@ class AdapterRun:
 
 
 def adapter_runs(config: RunConfig, *, fetch: bool = False) -> list[AdapterRun]:
-    """The runs that each round of previews renders, without LoRAs that are not on this machine unless `fetch`.
+    """The adapter runs of a round of previews; LoRAs that are not on this machine are skipped unless `fetch`.
 
     Raises:
         UserError: a file could not be downloaded.
@@ -52,7 +52,7 @@ def adapter_runs(config: RunConfig, *, fetch: bool = False) -> list[AdapterRun]:
 def check_adapters(
     config: RunConfig, family: str, source: ModelSource, prompts: Sequence[ValidationPrompt]
 ) -> Iterator[Problem]:
-    """Whether the files that are on this machine fit the model, and whether anything uses the settings."""
+    """Problems of the files on this machine with the model, and of settings without effect."""
     yield from check_listed(config.validation_adapters)
     modules = linear_modules(source["transformer"].weight_shapes())
     files = dict.fromkeys(path for run in adapter_runs(config) for path, _ in run.loras)
@@ -71,7 +71,7 @@ def check_adapters(
 
 
 def fetched_runs(config: RunConfig, family: str, source: ModelSource) -> list[AdapterRun]:
-    """The runs of a session that starts, with files of the hub downloaded and checked.
+    """The adapter runs of a new session, after downloading and checking files of the hub.
 
     Raises:
         ConfigError: a downloaded file does not fit.

@@ -1,8 +1,7 @@
 """The loss on held-out data, with fixed noise at fixed noise levels.
 
-The training loss is noisy, because every step draws other noise at other levels. Here both are fixed for each sample,
-so two values differ only by what was learned in between. Training is not affected: there are no gradients, and the
-random states are restored.
+The training loss is noisy, because every step draws other noise at other levels. Here both are fixed per sample, so two
+values differ only by the training in between. Training is unaffected: no gradients, and the random states are restored.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class EvaluationLoss:
         seed: of the run; the noise depends on it and on the sample's name.
         steps_per_epoch: optimizer steps, may be a fraction.
         ema_validation: which weights to evaluate; see `EmaConfig`.
-        lacking: whether the record lacks the evaluation of the step that the session resumes from.
+        lacking: the record lacks the evaluation of the step from which the session resumes.
     """
 
     config: EvaluationConfig
@@ -81,9 +80,9 @@ class EvaluationLoss:
         )
 
     def evaluate(self, assembly: Assembly, step: int) -> dict[str, float]:
-        """The mean loss of each dataset by its metric's name, with the weights that `ema_validation` selects.
+        """The mean loss of the datasets by metric name, with the weights that `ema_validation` selects.
 
-        The processes measure a part of the samples each; the means are those of one process, bit for bit.
+        The processes split the samples; the means equal those of one process, bit for bit.
         """
         weights = weights_to_use(self.ema, self.ema_validation)
         samples = [(use_ema, sample) for use_ema in weights for each in self.datasets.values() for sample in each]

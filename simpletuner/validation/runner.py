@@ -1,8 +1,8 @@
 """Previews, rendered with the family's stock pipeline and cached embeddings.
 
-They are rendered between steps, without gradients, and do not affect training: each step seeds its own random numbers,
-and weights that the moving average replaces are restored bit for bit. Where the VAE and the transformer do not fit
-together, they take turns on the device.
+They are rendered between steps, without gradients, and do not affect training: a step seeds its random numbers, and
+weights that the moving average replaces are restored bit for bit. If VAE and transformer do not fit together, they take
+turns on the device.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Subject:
 
 @dataclass
 class Renderer:
-    """Keeps the stock pipeline between two renderings, and writes what it renders.
+    """Keeps the stock pipeline between renderings, and writes previews.
 
     Attributes:
         frame_rate: of clips; None for families of pictures.
@@ -92,7 +92,7 @@ class Renderer:
         return self._pipeline
 
     def release(self) -> None:
-        """Free the VAE on a GPU, where memory is scarce; on a CPU it is kept for the next previews.
+        """Free the VAE on a GPU, where memory is scarce; a CPU keeps it for the next previews.
 
         No other reference to the pipeline may exist at this point, or its memory would not be freed.
         """
@@ -102,7 +102,7 @@ class Renderer:
             torch.cuda.empty_cache()
 
     def request(self, subject: Subject, size: Size, seed: int) -> PreviewRequest:
-        """What to sample for a subject at a size."""
+        """The preview request of a subject at a size."""
         validation = self.config.validation
         on_gpu = validation.validation_seed_source == "gpu" and torch.cuda.is_available()
         return PreviewRequest(
@@ -120,7 +120,7 @@ class Renderer:
 
     @property
     def suffix(self) -> str:
-        """Of the files that are written."""
+        """File suffix of previews."""
         return (
             ".mp4" if self.frame_rate is not None else f".{FORMATS[self.config.validation.validation_image_format][1]}"
         )
@@ -210,7 +210,7 @@ class Shot:
         return [(path, strength if own is None else own) for path, strength in self.adapters.loras]
 
     def record(self, step: int, path: str = "") -> MediaRecord:
-        """How it is recorded."""
+        """Its record."""
         prompt = self.subject.prompt.prompt
         return MediaRecord(step, self.name, prompt, path, self.width, self.height, self.seed, self.ema, self.index)
 
@@ -223,8 +223,8 @@ class ValidationRunner:
         seed: of the run; used if `validation_seed` is unset.
         frame_rate: of preview clips; None for families of pictures.
         adapters: the further LoRAs to render with; the first run usually has none.
-        recorded: previews of the step that the session resumes from; they are not rendered again.
-        lacking: whether previews were due at that step; those lost to a kill are rendered at the start.
+        recorded: previews of the step from which the session resumes; not rendered again.
+        lacking: previews were due at that step; if a kill lost them, they are rendered at the start.
     """
 
     config: RunConfig
@@ -311,10 +311,10 @@ class ValidationRunner:
         bar: ProgressBar,
         keep: Keep[MediaRecord],
     ) -> None:
-        """Render shots and pass on their records."""
+        """Render shots and emit their records."""
         with quiet(assembly):
             stop_if_result_not_finite(assembly, self.ema)
-            # Grouped, because each change to the average and back copies all weights.
+            # Grouped, because switching to the average and back copies all weights.
             for (use_ema, loras), group in itertools.groupby(shots, key=lambda each: (each[1].ema, each[1].loras)):
                 averaged = self.ema.applied() if use_ema and self.ema else nullcontext()
                 with averaged, self._applied(assembly, loras):
@@ -357,7 +357,7 @@ class ValidationRunner:
         return replace(record, width=frames[0].width, height=frames[0].height)
 
     def _growing(self, assembly: Assembly, shot: Shot, step: int, request: PreviewRequest) -> GrowingPreview:
-        """What writes a preview while it is sampled."""
+        """The writer of a preview while it is sampled."""
         if self._colours is None:
             self._colours = ColourMap.fit(self._pipeline(assembly).encoder, assembly.adapter.spec)
         every, total = self.config.validation.validation_preview_steps, request.num_inference_steps
@@ -385,18 +385,18 @@ class ValidationRunner:
 
 
 def weights_to_use(ema: Ema | None, ema_validation: str) -> list[bool]:
-    """For each set of weights to validate with, whether it is the moving average."""
+    """The weights to validate with: True is the moving average."""
     if ema is None:
         return [False]
     return {"none": [False], "ema_only": [True], "comparison": [False, True]}[ema_validation]
 
 
-# Pieces of work with their places among those of all processes.
+# Pieces of work with their indices among those of all processes.
 Placed = Sequence[tuple[int, Item]]
 
 
 def own_share(assembly: Assembly, items: Sequence[Item]) -> Placed[Item]:
-    """What this process does of some work with the model: all of it if the processes compute everything together."""
+    """This process's part of some work with the model: all of it if the processes compute everything together."""
     placed = list(enumerate(items))
     return placed if assembly.is_sharded else assembly.world.share(placed)
 

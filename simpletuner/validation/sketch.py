@@ -1,8 +1,8 @@
 """Pictures of previews that are still being sampled (`validation_preview`).
 
 Decoding with the VAE at every sampling step would cost more than the step, so one linear map turns the channels of a
-latent position into its colour. It is fitted to the checkpoint's own VAE when it is first needed, by least squares on a
-few small latents that the VAE decodes.
+latent position into its colour. On first use it is fitted to the checkpoint's VAE by least squares, on a few small
+decoded latents.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from simpletuner.reporting.events import PreviewGrew
 from simpletuner.reporting.metrics import MediaRecord
 
 IN_PROGRESS = "validation_images/in_progress"
-CELLS = 12  # latent positions per side of what the map is fitted to
+CELLS = 12  # latent positions per side of the fitted samples
 
 
 class ColourMap:
@@ -35,7 +35,7 @@ class ColourMap:
     @classmethod
     @torch.no_grad()
     def fit(cls, encoder: LatentEncoder, spec: FamilySpec) -> ColourMap:
-        """Fit the map to what a VAE decodes: a chart of colours, and random latents around it at several scales."""
+        """Fit the map to a VAE's decodings of a colour chart, and of random latents around it at several scales."""
         frames = 1 if spec.media == "image" else 2
         colours = smooth_noise(3, 1, CELLS // 3).clamp(-1, 1)
         pixels = interpolate(colours[:, :, 0], scale_factor=spec.vae_stride, mode="bicubic").clamp(-1, 1).unsqueeze(2)
@@ -54,7 +54,7 @@ class ColourMap:
 
 
 def smooth_noise(channels: int, frames: int, details: int) -> Tensor:
-    """Noise of unit variance, `1 channels frames CELLS CELLS`, with so many details per side; always the same."""
+    """Noise of unit variance, `1 channels frames CELLS CELLS`, with `details` details per side; always the same."""
     draw = torch.Generator().manual_seed(details)
     noise = torch.randn(frames, channels, details, details, generator=draw)
     noise = interpolate(noise, size=(CELLS, CELLS), mode="bicubic")
@@ -62,7 +62,7 @@ def smooth_noise(channels: int, frames: int, details: int) -> Tensor:
 
 
 def _colours(pixels: Tensor, frames: int) -> Tensor:
-    """The mean colour in [0, 1] that each latent position decodes to: `frames*CELLS*CELLS 3`.
+    """The mean decoded colour of latent positions, in [0, 1]: `frames*CELLS*CELLS 3`.
 
     The first latent frame stands for one frame, each further one for the same number.
     """
@@ -79,7 +79,7 @@ def _inputs(z: Tensor) -> Tensor:
 
 @dataclass
 class GrowingPreview:
-    """Writes what a preview will look like while it is sampled; called after every sampling step.
+    """Writes sketches of a preview while it is sampled; called after every sampling step.
 
     Attributes:
         every: pictures are written at the multiples of this many sampling steps.
@@ -109,7 +109,7 @@ class GrowingPreview:
             self.publish(PreviewGrew(media, done, self.total, timestep))
 
     def _clean(self, sigma: float, z: Tensor) -> Tensor:
-        """The clean latents that the last step points to.
+        """The clean latents predicted by the last step.
 
         On the path (1 - sigma) clean + sigma noise, the velocity is dz/dsigma, and clean = z - sigma velocity.
         """

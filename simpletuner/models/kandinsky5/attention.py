@@ -1,7 +1,7 @@
 """Attention that masks padded text, for batches of captions of different lengths.
 
 The stock transformer has no text mask, because its pipelines never pad. Training batches need padding, so the attention
-processors of the text blocks and of the cross-attention mask padding keys. All else is the stock computation.
+processors of the text blocks and of the cross-attention mask padding keys. The rest is the stock computation.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ CHAT = (
     "<|im_start|>user\n<|vision_start|>{}<|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n"
 )
 END = "<|im_end|>"
-# Pixels of a picture, and of each frame of a clip: about 1280 and 320 tokens. Small print needs the former.
+# Pixels of a picture (about 1280 tokens, which small print needs), and of a clip's frame (about 320).
 PICTURE_PIXELS, FRAME_PIXELS = 1280 * 28**2, 320 * 28**2
 REPETITION_PENALTY = 1.05  # as published with Qwen2.5-VL; greedy decoding may repeat itself without
 IMAGE, VIDEO = 1, 2  # token types, from which positions are computed
@@ -69,7 +69,7 @@ class QwenCaptioner:
         """Describe each request by greedy decoding, in at most `most` tokens."""
         tokenizer = self.processor.tokenizer
         rows = [self._prepare(request) for request in requests]
-        start = int(rows[0]["input_ids"][0])  # in every prompt: transformers 5.17 takes padding for words already used
+        start = int(rows[0]["input_ids"][0])  # in every prompt: transformers 5.17 counts padding as repetition
         fillers = {"input_ids": start, "attention_mask": 0, "mm_token_type_ids": 0}
         inputs = {name: _left_padded([row[name] for row in rows], filler) for name, filler in fillers.items()}
         visual = {name: [row[name] for row in rows if name in row] for row in rows for name in row.keys() - inputs}
@@ -118,7 +118,7 @@ class QwenCaptioner:
         return {**inputs, "pixel_values_videos": patches, "video_grid_thw": grid, "second_per_grid_ts": between}
 
     def _paired(self, patches: Tensor, frames: int) -> Tensor:
-        """Patches of two frames each, from patches in which every frame is its own successor."""
+        """Patches of two successive frames, from patches in which the processor has doubled every frame."""
         depth = self.processor.image_processor.temporal_patch_size
         side = self.processor.image_processor.patch_size
         single = patches.unflatten(1, (3, depth, side, side)).unflatten(0, (frames // 2, 2, -1))[:, :, :, :, 0]
@@ -126,12 +126,12 @@ class QwenCaptioner:
 
 
 def _left_padded(rows: list[Tensor], filler: int) -> Tensor:
-    """Rows of one length, filled before their beginning, which the attention mask hides."""
+    """Rows padded on the left to one length; the attention mask hides the padding."""
     return pad_sequence(rows, batch_first=True, padding_value=filler, padding_side="left")
 
 
 def _shrunk(picture: Image, most: int) -> Image:
-    """The picture with at most so many pixels."""
+    """The picture, reduced to at most that many pixels."""
     scale = math.sqrt(most / (picture.width * picture.height))
     if scale >= 1:
         return picture

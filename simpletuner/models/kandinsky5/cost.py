@@ -89,7 +89,7 @@ def video_vae_encode(settings: Mapping[str, object], load: VaeLoad) -> float:
 def video_vae_decode(settings: Mapping[str, object], load: VaeLoad) -> float:
     """Measured likewise: nine maps per frame plus three; sliced, 6.75 plus eleven; in strips, 3.1 plus a half.
 
-    The clip's pixels come twice, in whole strips once.
+    The clip's pixels are held twice, in strips once.
     """
     frames = _frames_at_once(load)
     maps = 6.75 * frames + 11 if load.sliced and frames > 1 else 9 * frames + 3

@@ -37,8 +37,8 @@ class RotaryCache:
         """Cosines and sines of the matrices `B S 1 D/2 2 2` (B may be 1), each `samples S 1 D/2`."""
         tables: RotaryTables | None = self._known.get(rope)
         if tables is None:
-            # Copies, not views: torch.compile would recompile for every layout of a view's base. With rows for all
-            # samples, TREAD, whose tokens differ from sample to sample, needs no graphs of its own.
+            # Copies, not views: torch.compile would recompile for every layout of a view's base. Rows for all samples
+            # let TREAD, whose tokens differ by sample, share the graphs.
             cos, sin = (rope[..., place, 0].expand(samples, -1, -1, -1) for place in (0, 1))
             tables = RotaryTables(*(each.clone(memory_format=torch.contiguous_format) for each in (cos, sin)))
             self._known[rope] = tables

@@ -41,7 +41,7 @@ class FluxLatentEncoder:
         return pixels.unsqueeze(2)
 
     def use_less_memory(self) -> bool:
-        """There is no such setting: slicing in time does not apply to pictures."""
+        """False: slicing in time does not apply to pictures."""
         return False
 
 
@@ -72,7 +72,7 @@ class Kandinsky5ImageAdapter(Kandinsky5Adapter):
         return self.velocity(transformer, noisy, channels, ROPE_SCALE)
 
     def _source_channels(self, noisy: NoisyBatch) -> tuple[Tensor, Tensor]:
-        """The source picture's latents, and a channel of ones that marks them as given."""
+        """The source picture's latents, and a mask channel of ones."""
         if noisy.batch.condition is None:
             raise RuntimeError("an i2i batch needs the latents of its source pictures")
         source = channels_last(noisy.batch.condition)

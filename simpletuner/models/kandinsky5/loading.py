@@ -55,7 +55,7 @@ class StockPipeline:
         self.encoder = encoder
 
     def z_of(self, latents: Tensor) -> Tensor:
-        """z `B C F H W` out of the pipeline's `B F H W C'`, which may hold conditions after the channels of z."""
+        """z `B C F H W` from the pipeline's `B F H W C'`, which may have condition channels after z."""
         return latents[..., : self.pipeline.transformer.config.out_visual_dim].movedim(-1, 1)
 
     def inputs(self, request: PreviewRequest) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from simpletuner.models.kernels import KERNELS
 logger = logging.getLogger(__name__)
 
 TIMED = 128  # tiles per side when two implementations are timed
-HEADS = 2  # heads in the self-test, unless the model's number is known
+HEADS = 2  # heads in the self-test if the model's number is unknown
 
 # (query, key, value, each `B S H D`; visible tiles, bool `B H N N`) -> `B S H D`.
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -78,9 +78,8 @@ def paired_blocks(tiles: Tensor) -> BlockMask:
 
 @contextmanager
 def exempt() -> Iterator[None]:
-    """Outside of torch's deterministic mode, which refuses sums along rows and writes out lists of places.
-
-    Here it need not: one thread block sums a row, in a fixed order, and no place is written twice.
+    """Leave torch's deterministic mode, which refuses row sums and expands indices of scatters. Neither is needed here:
+    one thread block sums a row in a fixed order, and no index is written twice.
     """
     is_on = torch.are_deterministic_algorithms_enabled()
     if is_on:
@@ -95,8 +94,7 @@ def exempt() -> Iterator[None]:
 @exempt()
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """The number of visible key blocks per query block, int32 `B H N`, and all key blocks, visible first, `B H N N`.
-
-    `BlockMask.from_kv_blocks` sorts for the same lists; counting what comes before each block gives its place, too.
+    `BlockMask.from_kv_blocks` sorts for the same lists; a cumulative sum gives the positions as well.
     """
     seen = blocks.contiguous().cumsum(-1, dtype=torch.int32)
     count, numbers = seen[..., -1:], torch.arange(blocks.shape[-1], dtype=torch.int32, device=blocks.device)
@@ -108,8 +106,8 @@ def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def dividing(offered: list[Any]) -> list[Any]:
     """The compiler's configurations of the backward pass whose blocks divide a tile, or else one with blocks of a tile.
 
-    The default for H100 and B200 has sides of 128, which the compiler then refuses for tiles of 64; nothing but a
-    search of minutes would be left.
+    The default for H100 and B200 has sides of 128, which the compiler refuses for tiles of 64; the only alternative
+    would be a search of minutes.
     """
     sides = ("block_m1", "block_n1", "block_m2", "block_n2")
     fitting = [each for each in offered if all(TILE % vars(each)[side] == 0 for side in sides)]
@@ -119,8 +117,8 @@ def dividing(offered: list[Any]) -> list[Any]:
 
 @functools.cache
 def dividing_choices() -> Any:
-    """What lets the compiler choose only `dividing` blocks."""
-    # Takes half a second, for which a start without NABLA need not wait.
+    """A context in which the compiler only chooses `dividing` blocks."""
+    # Imported here: it takes half a second, which starts without NABLA save.
     from torch._inductor.choices import InductorChoices
 
     class Choices(InductorChoices):
@@ -145,7 +143,7 @@ def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], comp
 
     def attend(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
         heads_first = (x.transpose(1, 2).contiguous() for x in (query, key, value))
-        # The backward pass is compiled with the forward pass: autograd's thread would make choices of its own.
+        # Compile the backward pass with the forward pass: autograd's thread has separate compiler settings.
         with V.set_choices_handler(dividing_choices()), config.patch(force_non_lazy_backward_lowering=True):
             out: Tensor = run(*heads_first, block_mask=blocks(tiles), kernel_options=kernel or None)
         return out.transpose(1, 2)
@@ -160,7 +158,7 @@ IMPLEMENTATIONS: dict[str, Callable[[], Attend]] = {
     "blocks of 64, searched": lambda: compiled(tile_blocks, {}, {"max_autotune": True}),
     "blocks of 128": lambda: compiled(paired_blocks, {}, {}),
 }
-# FlashAttention 4 through flex attention, an alternative to whichever of the others works.
+# FlashAttention 4 through flex attention, an alternative to the first implementation that works.
 FLASH: tuple[str, Callable[[], Attend]] = (
     "FlashAttention 4, blocks of 128", lambda: compiled(paired_blocks, {"BACKEND": "FLASH"}, {}),
 )  # fmt: skip
@@ -169,8 +167,9 @@ FLASH_MODULE = "flash_attn.cute"
 
 @functools.cache
 def choose_attend(device: torch.device, dtype: torch.dtype, head_dim: int, heads: int = HEADS) -> Attend:
-    """The implementation that was chosen for this device before; or else the first with correct results and gradients,
-    or an installed FlashAttention 4 if it is correct and faster; or else dense, with a warning."""
+    """The implementation stored for this device; else the first with correct results and gradients, or an installed
+    FlashAttention 4 if it is correct and faster; else dense, with a warning.
+    """
     if device.type == "cpu":
         return attend_masked  # flex attention has no backward pass there
     ways, tried = {**IMPLEMENTATIONS, FLASH[0]: FLASH[1]}, dict[str, Attend]()
@@ -208,7 +207,7 @@ def _faster(
     present: tuple[str, Attend], other: tuple[str, Callable[[], Attend]],
     device: torch.device, dtype: torch.dtype, head_dim: int, heads: int,
 ) -> tuple[str, Attend]:  # fmt: skip
-    """The faster of two implementations in forward plus backward, of which the second may be wrong."""
+    """The faster of two implementations in forward plus backward; the second is only used if it is correct."""
     name, attend = other[0], other[1]()
     fault = find_fault(attend, device, dtype, head_dim, heads)
     if fault is not None:
@@ -223,7 +222,7 @@ def _faster(
 
 
 def _seconds(attend: Attend, draws: list[Tensor], tiles: Tensor) -> float:
-    """Of a forward and backward pass on a CUDA device."""
+    """Time of a forward and backward pass on a CUDA device."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     _results(attend, draws, tiles, backward=True)
@@ -243,7 +242,7 @@ def find_fault(
     """Compare an implementation with `attend_masked` on the CPU in float64; returns what is wrong, or None.
 
     Args:
-        heads: those of the model: a size that changes between calls makes the compiler recompile it as dynamic.
+        heads: of the model, since the compiler recompiles a size that changes between calls as dynamic.
         backward: also compare gradients.
     """
     generator = torch.Generator().manual_seed(0)
@@ -256,7 +255,7 @@ def find_fault(
         found = _results(attend, [each.to(device) for each in draws], tiles.to(device), backward)
     except DEVICE_FAILURES:
         raise
-    except (RuntimeError, ValueError, AssertionError) as error:  # as compilers and kernels refuse
+    except (RuntimeError, ValueError, AssertionError) as error:  # compilers and kernels refuse with any error
         return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     distance = max(_distance(one, other) for one, other in zip(found, wanted, strict=True))
     limit = tolerance(device, dtype)
@@ -291,7 +290,7 @@ def tolerance(device: torch.device, dtype: torch.dtype) -> float:
 def window_mask(
     frames: int, rows: int, columns: int, config: dict[str, Any], device: torch.device | None = None
 ) -> Tensor:
-    """Which tiles see each other by their distance in time, height and width: bool, `1 1 N N` with N tiles.
+    """The window of visible tiles by distance in time, height and width: bool, `1 1 N N` with N tiles.
 
     Args:
         rows, columns: tiles per frame: latent height and width divided by 16.
@@ -311,7 +310,7 @@ def window_mask(
 
 
 def sparse_params(latents_shape: tuple[int, ...], config: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """What the stock pipelines pass as `sparse_params` for latents of shape `B F H W C`."""
+    """The `sparse_params` of the stock pipelines for latents of shape `B F H W C`."""
     _, frames, height, width, _ = latents_shape
     rows, columns = height // 2, width // 2
     return {
@@ -349,7 +348,7 @@ class TileAttention:
         self._attend: Attend | None = None
 
     def settle(self, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> None:
-        """Choose an implementation now, outside of any block: compilation and checkpointing must not see the test."""
+        """Choose an implementation now, outside all blocks: compilation and checkpointing must not trace the test."""
         self._attend = choose_attend(device, dtype, head_dim, heads)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, params: dict[str, Any]) -> Tensor:

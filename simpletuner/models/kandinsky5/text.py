@@ -5,7 +5,7 @@ caption alone into one pooled vector. Embeddings are not padded.
 
 Two parts of the pipelines' computation are skipped, which changes only rounding: the language head, whose logits are
 unused, and the template before the caption, which is encoded once for all captions (`prompt_start`). The head never
-gets to the device, nor does the vision tower where prompts hold no pictures; transformers maps the files, so that their
+moves to the device, nor does the vision tower if prompts contain no pictures; transformers maps the files, so their
 pages are not even read.
 """
 
@@ -31,9 +31,9 @@ from simpletuner.models.source import ModelSource
 
 CLIP_LENGTH = 77
 POSITIONS = 1024  # text tokens in the transformer's position table
-# Prompts are padded to a multiple of so many tokens, and those of one length share a batch: attention kernels round
-# depending on the length. So what a caption becomes depends on the number of rows in its batch at most, not on its
-# neighbours. A GPU computes padding while it waits for weights.
+# Prompts are padded to a multiple of this, and a batch has prompts of one length: attention kernels round differently
+# by length. So embeddings depend on the batch size at most, not on the rest of the batch. On a GPU, which waits for
+# weights, padding is free.
 STEP, CPU_STEP = 32, 8
 PROMPT_PICTURE_SCALE = 2  # Qwen gets the source picture at half its size, as in the pipeline
 # Linear layers that can be quantised. The vision tower, embeddings and the pooled projection keep their dtype.
@@ -118,12 +118,12 @@ class Kandinsky5TextEncoder:
         return [{"prompt_embeds": hidden, "pooled_prompt_embeds": one.clone()} for hidden, one in rows]
 
     def padded_length(self, request: TextRequest) -> int:
-        """Tokens of a prompt with its padding, and one token for its picture."""
+        """Padded length of a prompt in tokens, counting its picture as one."""
         text = self.template.format(self._fit(clean_caption(request.caption)))
         return self._length_for(len(self.processor.tokenizer(text)["input_ids"]))
 
     def truncated(self, caption: str) -> str | None:
-        """The end of a caption that does not fit, or None."""
+        """The truncated end of a caption, or None."""
         cleaned = clean_caption(caption)
         kept = self._fit(cleaned)
         return None if kept == cleaned else cleaned.removeprefix(kept)
@@ -166,7 +166,7 @@ class Kandinsky5TextEncoder:
         return [hidden[index] for index in range(len(inputs))]
 
     def _padded(self, one: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs of a prompt with what belongs to its tokens lengthened to its padded length."""
+        """The inputs of a prompt, with per-token tensors padded to its padded length."""
         shape, token = one["input_ids"].shape, self.qwen.config.image_token_id
         more = max(0, int((one["input_ids"] == token).sum()) - 1)  # tokens of its picture after the first
         length = self._length_for(shape[1] - more) + more
@@ -183,7 +183,8 @@ class Kandinsky5TextEncoder:
     def _encode_pictured(self, batch: dict[str, Tensor]) -> Tensor:
         """Hidden states `B L D` of prompts with pictures.
 
-        Encoded without `prompt_start`: the words before the caption are only a tenth, most of the rest is the picture.
+        Encoded without `prompt_start`: the tokens before the caption are only a tenth; the picture takes most of the
+            rest.
         """
         hidden: Tensor = self.qwen.model(**batch, use_cache=False).last_hidden_state
         return hidden
@@ -202,7 +203,7 @@ def _load(model_class: Any, source: ModelSource, role: str, dtype: torch.dtype) 
 
 
 def _batches(inputs: list[dict[str, Tensor]]) -> list[list[int]]:
-    """Indices of prompts to encode together: those of one shape."""
+    """Indices of prompts to encode together, grouped by shape."""
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, one in enumerate(inputs):
         groups[tuple((name, tuple(tensor.shape)) for name, tensor in one.items())].append(index)

@@ -36,7 +36,7 @@ def token_timesteps(timesteps: Tensor, latents: Tensor, patch: int) -> Tensor:
 class DistinctTimesteps:
     """In training, embeds each distinct timestep of a batch once instead of once per token.
 
-    A clip has two of them, of the given frame and of the others (`token_timesteps`), and an embedding is six times as
+    A clip has two, one for the given frame and one for the rest (`token_timesteps`), and an embedding is six times as
     wide as a token. Hooks before and after the embedding module reduce its input to those and expand its output.
     """
 
@@ -54,7 +54,7 @@ class DistinctTimesteps:
         (timesteps,) = inputs
         if not torch.is_grad_enabled() or timesteps.numel() <= settings["batch_size"]:
             return None
-        tokens = timesteps.view(settings["batch_size"], -1)  # `unique` would wait for the device
+        tokens = timesteps.view(settings["batch_size"], -1)  # `unique` would synchronise with the device
         given, others = tokens[:, 0], tokens[:, -1]
         clips = torch.arange(len(tokens), device=tokens.device)[:, None]
         self._places = (2 * clips + (tokens != given[:, None])).flatten()
@@ -69,10 +69,9 @@ class DistinctTimesteps:
 def on_grid(
     block: nn.Module, hidden: Tensor, text: Tensor, mask: Tensor, timestep: Tensor, rotary: Sequence[Tensor]
 ) -> Tensor:
-    """`forward` of a block with tokens, timesteps and rotary tables as `B T H W C`, where it finds the grid's sizes.
-
-    Given apart, with tokens as `B S C`, each size would be a constant of the compiled code, or, as a symbol, give
-    quotients such as S / (T H), on which inductor fails.
+    """`forward` of a block with tokens, timesteps and rotary tables as `B T H W C`, whose shape gives the grid. With
+    tokens as `B S C` and separate sizes, compiled code would specialise on the sizes, or contain symbolic quotients
+    such as S / (T H), on which inductor fails.
     """
     for each in (text, mask, timestep):
         torch._check(len(each) == len(hidden))  # else the batch would have a symbol in each of them
@@ -141,7 +140,7 @@ class WanLatentEncoder:
         return pixels
 
     def use_less_memory(self) -> bool:
-        """There is no such setting: the Wan VAE processes four frames at a time anyway."""
+        """False: the Wan VAE always processes four frames at a time."""
         return False
 
 
