@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from simpletuner.distributed import sharding
-from simpletuner.distributed.world import World, connect, settle_meeting
+from simpletuner.distributed.joining import connect, settle_meeting
+from simpletuner.distributed.world import World
 from simpletuner.training import assemble, step
 from tests.distributed.sharded_run import Case, Run
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from simpletuner.distributed.world import World, connect
+from simpletuner.distributed.joining import connect
+from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from simpletuner.memory.offload import image
 from tests.processes import run_together
