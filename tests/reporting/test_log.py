@@ -163,7 +163,7 @@ def test_settings_are_hidden_by_name_and_by_content() -> None:
 
 
 def test_reporting_imports_without_torch() -> None:
-    modules = "curves environment events html log metrics pace previews progress report requests terminal trackers"
+    modules = "curves environment events html log metrics pace previews progress report terminal trackers"
     code = (
         "import importlib, sys\n"
         f"for name in {modules.split()!r}: importlib.import_module('simpletuner.reporting.' + name)\n"
