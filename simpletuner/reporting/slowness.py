@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from simpletuner.reporting.events import StepReport
 from simpletuner.reporting.metrics import COMPUTE, DATA, WEIGHTS
 from simpletuner.reporting.pace import pace_text
 
@@ -73,24 +74,22 @@ class SlowSteps:
         self._ended: float | None = None
         self._skip = 0
 
-    def add(self, shape: Hashable, seconds: float, data_seconds: float, weights_seconds: float | None) -> str | None:
-        """Add a step; returns a notice when an episode of slow steps begins.
-
-        Args:
-            shape: of the step's latents, and whatever else makes a step slower by design.
-        """
-        if self._follows_a_pause(seconds):
+    def add(self, report: StepReport) -> str | None:
+        """Add a step; returns a notice when an episode of slow steps begins."""
+        if self._follows_a_pause(report.seconds):
             return None
-        history = self._histories.setdefault(shape, _ShapeHistory())
-        waits = {WEIGHTS: weights_seconds or 0.0, DATA: data_seconds}
-        history.add({COMPUTE: max(0.0, seconds - sum(waits.values())), **waits})
+        # Techniques run further passes in some steps only: those are slower by design, like larger shapes.
+        kind = report.shapes, report.passes
+        history = self._histories.setdefault(kind, _ShapeHistory())
+        waits = {WEIGHTS: report.weights_seconds or 0.0, DATA: report.data_seconds}
+        history.add({COMPUTE: max(0.0, report.seconds - sum(waits.values())), **waits})
         slowdown = history.slowdown()
         if slowdown < RECOVERED:
-            self._slow.discard(shape)
+            self._slow.discard(kind)
         if slowdown < SLOWER:
             return None
         begins = not self._slow
-        self._slow.add(shape)
+        self._slow.add(kind)
         return self._notice(history) if begins else None
 
     def _follows_a_pause(self, seconds: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -15,56 +15,53 @@ from torch import nn
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.cost import NO_ADAPTERS, STOCK, Adapters, BatchShape, Shape
 from simpletuner.models.cost_table import FamilyCost
+from simpletuner.reporting.events import StepReport
 from simpletuner.techniques.base import Technique
 from simpletuner.training.state import Assembly, SampleFlops
 
 
 class StepMeter:
-    """Measures a step from its creation on.
-
-    Attributes:
-        data_seconds: time spent waiting for batches so far.
-    """
+    """Measures a step from its creation on."""
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._started = time.perf_counter()
         self._flops = 0.0
         self._shapes: list[tuple[int, ...]] = []
-        self.data_seconds = 0.0
+        self._data_seconds, self._passes = 0.0, assembly.passes
         if assembly.streamer is not None:
             assembly.streamer.waited()  # discard what previews waited for since the last step
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Add the duration of this context to `data_seconds`."""
+        """The duration of this context was spent waiting for data."""
         started = time.perf_counter()
         yield
-        self.data_seconds += time.perf_counter() - started
+        self._data_seconds += time.perf_counter() - started
 
     def count(self, batch: Batch) -> None:
         """Count a micro-batch."""
         self._shapes.append(tuple(batch.latents.shape))
         self._flops += batch_flops(self._assembly, batch)
 
-    @property
-    def seconds(self) -> float:
-        """Time since creation."""
-        return time.perf_counter() - self._started
-
-    @property
-    def flops(self) -> float | None:
-        """Model FLOPs of the batches so far; None if the family's cost is unknown."""
-        return self._flops or None
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Latent shape of each micro-batch, smallest first."""
-        return tuple(sorted(self._shapes))
-
-    def read_weights_seconds(self) -> float | None:
-        """Time spent waiting for streamed weights since the last call; None if none are streamed."""
-        return None if self._assembly.streamer is None else self._assembly.streamer.waited()
+    def report(
+        self, step: int, epoch: int, epochs_done: int, metrics: Mapping[str, float], timesteps: Sequence[float]
+    ) -> StepReport:
+        """The report of the step, which ends now."""
+        assembly = self._assembly
+        return StepReport(
+            step=step,
+            epoch=epoch,
+            metrics=metrics,
+            seconds=time.perf_counter() - self._started,
+            data_seconds=self._data_seconds,
+            weights_seconds=None if assembly.streamer is None else assembly.streamer.waited(),
+            timesteps=timesteps,
+            epochs_done=epochs_done,
+            flops=self._flops or None,
+            shapes=tuple(sorted(self._shapes)),
+            passes=assembly.passes - self._passes,
+        )
 
 
 def batch_flops(assembly: Assembly, batch: Batch) -> float:

@@ -52,10 +52,7 @@ class Recorder:
                 epochs=self.epochs,
             )
         )
-        # Techniques run further passes in some steps only: those are slower by design, like larger shapes.
-        kind = report.shapes, report.passes
-        notice = self.slow_steps.add(kind, report.seconds, report.data_seconds, report.weights_seconds)
-        if notice is not None:
+        if notice := self.slow_steps.add(report):
             self.events.say(notice)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:

@@ -48,9 +48,8 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
             released.
     """
     settings, accelerator = assembly.settings, assembly.accelerator
-    meter, passes = StepMeter(assembly), assembly.passes
+    meter, losses = StepMeter(assembly), Losses()
     rate = _prepare_groups(assembly, global_step)
-    losses = Losses()
     for micro_step in range(settings.accumulation):
         with meter.waiting_for_data():
             batch = next(loader).to(accelerator.device, non_blocking=True)
@@ -80,19 +79,9 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     stop_if_gradients_not_finite(sizes, model | modules, assembly.scaler, everyone.names, is_halfway=is_halfway)
     assembly.scaler.update()
     assembly.optimizer.zero_grad(set_to_none=True)
-    return StepReport(
-        step=global_step + 1,
-        epoch=loader.epoch,
-        epochs_done=loader.epochs_done,
-        metrics=everyone.means(assembly.techniques) | size | {"learning_rate": rate, "epoch": loader.epoch},
-        timesteps=[*chain.from_iterable(everyone.timesteps)],
-        seconds=meter.seconds,  # last: reading the losses has waited for the device
-        data_seconds=meter.data_seconds,
-        weights_seconds=meter.read_weights_seconds(),
-        flops=meter.flops,
-        shapes=meter.shapes,
-        passes=assembly.passes - passes,
-    )
+    metrics = everyone.means(assembly.techniques) | size | {"learning_rate": rate, "epoch": loader.epoch}
+    timesteps = [*chain.from_iterable(everyone.timesteps)]
+    return meter.report(global_step + 1, loader.epoch, loader.epochs_done, metrics, timesteps)
 
 
 def _update(assembly: Assembly, size: Mapping[str, float], module_size: Mapping[str, float]) -> None:

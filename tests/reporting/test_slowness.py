@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from simpletuner.reporting.events import StepReport
 from simpletuner.reporting.slowness import ENOUGH, RECENT, SlowSteps
 
 SMALL, LARGE = ((1, 16, 1, 8, 8),), ((1, 16, 1, 16, 16),)
@@ -24,13 +25,13 @@ class Run:
         *,
         data: float = 0.01,
         weights: float | None = None,
-        shape: object = SMALL,
+        shape: tuple[tuple[int, ...], ...] = SMALL,
         pause: float = 0.0,
     ) -> None:
         """So many steps, with a pause between each and the one before it."""
         for _ in range(count):
             self.time += pause + seconds
-            notice = self.watcher.add(shape, seconds, data, weights)
+            notice = self.watcher.add(StepReport(1, 1, {}, seconds, data, weights, shapes=shape))
             self.notices += [notice] if notice else []
 
 
