@@ -137,12 +137,8 @@ def _hide_in(text: str, secrets: list[str]) -> str:
 
 def _secrets() -> list[str]:
     """All known secrets, the longest first: one may be a part of another."""
-    return sorted(_known_secrets | (_passing_secrets.get() or set()) | _environment_secrets(), key=len, reverse=True)
-
-
-def _environment_secrets() -> set[str]:
-    values = (os.environ[name] for name in os.environ if _is_secret_name(name))
-    return set(filter(is_worth_hiding, values))
+    values = filter(is_worth_hiding, (os.environ[name] for name in os.environ if _is_secret_name(name)))
+    return sorted(_known_secrets | (_passing_secrets.get() or set()) | {*values}, key=len, reverse=True)
 
 
 @cache  # each payload and log line asks for every environment variable

@@ -124,7 +124,7 @@ def test_a_file_in_place_of_a_cache_folder(workspace: Workspace, capsys: Capture
 
 def test_texts_are_redacted_under_any_name_and_secrets_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered: list[int] = []
-    monkeypatch.setattr("simpletuner.redaction._environment_secrets", lambda: gathered.append(1) or {SECRET})
+    monkeypatch.setattr("simpletuner.redaction._secrets", lambda: gathered.append(1) or [SECRET])
     values = {"key": "init_vae_cache", "number": 1.5, "deep": [{"token": f"see {SECRET}"}, None], "pair": ("a", SECRET)}
     assert redact_texts(values) == {
         "key": "init_vae_cache",

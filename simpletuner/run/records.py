@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.data.dataset import ledger_rows
@@ -58,7 +57,18 @@ from simpletuner.run.publish import find_result
 
 logger = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the record has of the step that a session resumes from.
+
+    Attributes:
+        evaluated: whether it has its evaluation loss.
+        previews: its previews.
+    """
+
+    evaluated: bool
+    previews: list[MediaRecord]
 
 
 class RunRecord:
@@ -68,15 +78,14 @@ class RunRecord:
         step: from which the session resumes; records of later steps are dropped.
 
     Attributes:
-        evaluated: whether that step has its evaluation loss.
-        previews: the recorded previews of that step.
+        recorded: what there is of that step.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
         self._metrics, self._media = MetricsFile(folder / METRICS_FILE, step), MediaFile(folder / MEDIA_FILE, step)
         here = [row for row in read_rows(folder / METRICS_FILE) if row["step"] == step]
-        self.evaluated = any(name.startswith(EVALUATED) for row in here for name in row)
-        self.previews: list[MediaRecord] = [each for each in read_media(folder / MEDIA_FILE) if each.step == step]
+        previews = [record for record in read_media(folder / MEDIA_FILE) if record.step == step]
+        self.recorded = Recorded(any(name.startswith(EVALUATED) for row in here for name in row), previews)
         self._step = step
         self._losses: Mapping[str, float] = {}
 
@@ -187,19 +196,6 @@ def _thumbnail(sample: Sample) -> str:
         return ""
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """What the record has of the step that a session resumes from.
-
-    Attributes:
-        evaluated: whether it has its evaluation loss.
-        previews: its previews.
-    """
-
-    evaluated: bool
-    previews: list[MediaRecord]
-
-
 def keep_records(plan: Plan, events: EventStream, step: int, world: World) -> Recorded:
     """Keep the records of a session that resumes from a step, in the main process."""
     return world.on_main(lambda: _subscribe(plan, events, step))
@@ -219,4 +215,4 @@ def _subscribe(plan: Plan, events: EventStream, step: int) -> Recorded:
         tracker.start(config.flat())
         events.subscribe(tracker)
     events.subscribe(RunReport(plan))
-    return Recorded(record.evaluated, record.previews)
+    return record.recorded

@@ -17,15 +17,6 @@ from simpletuner.training.finite import not_finite
 LOWEST_SCALE = 1.0
 
 
-def loss_divisor(counts: Sequence[int], accumulation: int) -> float:
-    """The divisor for the loss of the last micro-batch; `accumulation` if it has as many samples as the first one.
-
-    The number of samples in the window is unknown before its last batch, so this assumes batches like the first;
-    `equalise_samples` corrects the sum afterwards.
-    """
-    return accumulation * counts[0] / counts[-1]
-
-
 def equalise_samples(parameters: Iterable[nn.Parameter], counts: Sequence[int]) -> None:
     """Rescale gradients summed with `loss_divisor` to those of the mean over all samples."""
     factor = len(counts) * counts[0] / sum(counts)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from statistics import fmean
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from simpletuner.diffusion.batch import NoisyBatch, upload
 from simpletuner.techniques.base import Technique
 from simpletuner.training.finite import stop_if_losses_not_finite
 
-Item = TypeVar("Item")
+joined = chain.from_iterable
 
 
 @dataclass
@@ -80,13 +79,13 @@ class HostLosses:
         return cls(
             total=_averaged(part.total for part in parts),
             diffusion=_averaged(part.diffusion for part in parts),
-            per_sample=[_joined(micro) for micro in zip(*(part.per_sample for part in parts), strict=True)],
-            timesteps=[_joined(micro) for micro in zip(*(part.timesteps for part in parts), strict=True)],
+            per_sample=[[*joined(micro)] for micro in zip(*(part.per_sample for part in parts), strict=True)],
+            timesteps=[[*joined(micro)] for micro in zip(*(part.timesteps for part in parts), strict=True)],
             extra=[
                 {name: fmean(values) for name, values in _by_name(micro).items()}
                 for micro in zip(*(part.extra for part in parts), strict=True)
             ],
-            names=[_joined(micro) for micro in zip(*(part.names for part in parts), strict=True)],
+            names=[[*joined(micro)] for micro in zip(*(part.names for part in parts), strict=True)],
         )
 
     def means(self, techniques: Iterable[Technique]) -> dict[str, float]:
@@ -94,7 +93,7 @@ class HostLosses:
         counts = torch.tensor([len(names) for names in self.names], dtype=torch.float32)
         shares = counts / counts.mean()  # all 1 if the batches are of one size
         means = {
-            "train_loss": torch.tensor(_joined(self.per_sample)).mean().item(),
+            "train_loss": torch.tensor([*joined(self.per_sample)]).mean().item(),
             "optimization_loss": (torch.tensor(self.total) * shares).mean().item(),
         }
         if any(self.extra):
@@ -103,10 +102,6 @@ class HostLosses:
         for technique in techniques:
             means |= technique.summary(means)
         return means
-
-
-def _joined(lists: Iterable[list[Item]]) -> list[Item]:
-    return [*chain.from_iterable(lists)]
 
 
 def _averaged(columns: Iterable[list[float]]) -> list[float]:
@@ -119,3 +114,12 @@ def _by_name(extras: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
     for name, value in (pair for extra in extras for pair in extra.items()):
         found.setdefault(name, []).append(value)
     return found
+
+
+def loss_divisor(counts: Sequence[int], accumulation: int) -> float:
+    """The divisor for the loss of the last micro-batch; `accumulation` if it has as many samples as the first one.
+
+    The number of samples in the window is unknown before its last batch, so this assumes batches like the first;
+    `equalise_samples` corrects the sum afterwards.
+    """
+    return accumulation * counts[0] / counts[-1]
