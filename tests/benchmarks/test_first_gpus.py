@@ -25,6 +25,7 @@ from tests.processes import free_port, run_together
 SHARDED = "Lite full, FSDP2"
 
 
+@pytest.mark.slow
 def test_two_processes_in_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
