@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("mutations.toml")
+LIMIT_SECONDS = 900  # for the tests of all mutations, too
 PASSED, FAILED = int(pytest.ExitCode.OK), int(pytest.ExitCode.TESTS_FAILED)
 
 
@@ -70,6 +72,7 @@ def run_tests(tree: Path, tests: Sequence[str], log: Path, *options: str) -> int
         os.environ["PYTHONPATH"] = sys.path[0] = str(tree)
         for name in [each for each in sys.modules if each.partition(".")[0] in ("simpletuner", "tests")]:
             del sys.modules[name]
+        signal.alarm(LIMIT_SECONDS)  # which ends this process
         names = [f"tests/{each}" for each in tests]
         os._exit(pytest.main(["-n", "0", "-q", "-p", "no:cacheprovider", *options, *names]))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -82,10 +85,10 @@ def judge(mutations: Sequence[Mutation], tree: Path, log: Path) -> Iterator[tupl
         original = path.read_text(encoding="utf-8")
         path.write_text(original.replace(mutation.old, mutation.new), encoding="utf-8")
         os.utime(path, (number, number))  # compiled files are told apart by it
-        code = run_tests(tree, mutation.tests, log, "-x")
+        signs = {FAILED: "killed", PASSED: "SURVIVED", -signal.SIGALRM: "HUNG"}
+        outcome = signs.get(run_tests(tree, mutation.tests, log, "-x"), "BROKEN")
         path.write_text(original, encoding="utf-8")
         os.utime(path, (0, 0))
-        outcome = {FAILED: "killed", PASSED: "SURVIVED"}.get(code, f"BROKEN ({code})")
         yield mutation, outcome, time.monotonic() - start
 
 

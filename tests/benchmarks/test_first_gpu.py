@@ -41,6 +41,7 @@ def test_all_sections_fit_into_the_time() -> None:
     assert sum(limit for _, limit in SECTIONS.values()) <= 60 * first_gpu.MINUTES
 
 
+@pytest.mark.slow
 def test_everything_in_one_command(
     tmp_path: Path,
 ) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -17,15 +19,24 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import first_gpus
 from benchmarks.first_gpu import cause
 from benchmarks.scaling import CASES, Sent
-from tests.processes import PATIENCE
+from simpletuner.distributed.world import World
+from tests.processes import free_port, run_together
 
 SHARDED = "Lite full, FSDP2"
 
 
+@pytest.mark.slow
 def test_two_processes_in_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(first_gpus, "LIMIT", PATIENCE)
+    """Without torchrun and the time in which two new processes would import torch."""
+
+    def run(words: list[str], limit: float) -> tuple[int, str, str]:
+        assert words[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        run_together(2, work, words[words.index("benchmarks.first_gpus") :], tmp_path, free_port())
+        return 0, (tmp_path / "0.txt").read_text(), ""
+
+    monkeypatch.setattr(first_gpus, "run_process", run)
     options = argparse.Namespace(
         device="cpu", size="tiny", processes=[2], only=[SHARDED], json=tmp_path / "results" / "2xcpu.json", minutes=30.0
     )
@@ -39,6 +50,15 @@ def test_two_processes_in_one_command(
     assert all(line["value"] > 0 for line in lines.values())
     shown = capsys.readouterr().out
     assert all(name in shown for name in lines)
+
+
+def work(place: World, words: list[str], folder: Path, port: int) -> None:
+    """One process of several; what it prints is in a file."""
+    environment = {"RANK": place.rank, "WORLD_SIZE": place.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in environment.items()}
+    sys.argv = words
+    with (folder / f"{place.rank}.txt").open("w") as out, redirect_stdout(out):
+        first_gpus.main()
 
 
 @pytest.fixture

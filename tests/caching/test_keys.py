@@ -90,9 +90,7 @@ def test_equal_keys_are_equal_however_they_are_made() -> None:
 
 
 def test_the_posterior_seed_belongs_to_the_entry() -> None:
-    assert LATENT.seed() == int("ee012cfdf052f27b", 16) // 2 < 2**63, (
-        "the start of its key, so a draw stays what it was"
-    )
+    assert LATENT.seed() == int("ee012cfdf052f27b", 16) // 2 < 2**63, "the start of its key, so draws stay"
     assert LATENT.seed() != dataclasses.replace(LATENT, crop=(0, 0)).seed()
 
 

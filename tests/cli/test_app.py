@@ -13,6 +13,7 @@ import pytest
 
 from simpletuner.cli import app
 from simpletuner.cli.app import main
+from simpletuner.cli.help import settings_help
 from simpletuner.config.schema import all_options
 from simpletuner.errors import DiskFullError, Interrupted, NonFiniteError, UserError
 
@@ -74,8 +75,7 @@ def test_gpus_are_counted_as_the_plan_counts_them(
 
 def test_help_of_a_key_has_choices_default_and_what_a_family_sets(capsys: Capture) -> None:
     for name, option in all_options().items():
-        assert main(["help", name]) == 0
-        shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+        shown = re.sub(r"\s+", " ", " ".join(settings_help(name)))
         assert all(choice in shown for choice in option.choices)
         assert "Default: " in shown
     assert main(["help", "validation-guidance"]) == 0

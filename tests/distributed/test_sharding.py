@@ -15,6 +15,8 @@ from tests.distributed.sharded_run import BATCH_FILE, CASES, LEG, RELAYED, Run, 
 from tests.processes import run_together
 from tests.training.assembly import make_batch
 
+pytestmark = pytest.mark.slow
+
 CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 SIZES = [2, 1, 4, 2]  # of the legs of the relay
 CASES_OF = [list(CASES), [], ["full-accumulated"], []]  # that the same processes train

@@ -23,6 +23,8 @@ from simpletuner.training import step
 from tests import processes
 from tests.workspace import DATASETS, Workspace
 
+pytestmark = pytest.mark.slow
+
 SETTINGS: dict[str, Any] = {
     "max_train_steps": 8,
     "checkpoint_step_interval": 2,

@@ -25,6 +25,8 @@ from tests.pictures import photograph
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 PICTURES = "datasets/pictures"
 

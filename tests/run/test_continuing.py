@@ -20,6 +20,8 @@ from tests.fidelity.family import make_adapter
 from tests.tiny import PIPELINES, make_checkpoint
 from tests.workspace import DATASETS, Workspace
 
+pytestmark = pytest.mark.slow
+
 LORA = "output/pytorch_lora_weights.safetensors"
 SHORT: dict[str, Any] = {"max_train_steps": 2, "lr_scheduler": "constant"}
 

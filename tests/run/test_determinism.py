@@ -12,6 +12,8 @@ import torch
 from simpletuner.run.train import CUBLAS_KEY, fix_order
 from tests.workspace import DATASETS, Workspace
 
+pytestmark = pytest.mark.slow
+
 LORA = "output/pytorch_lora_weights.safetensors"
 
 

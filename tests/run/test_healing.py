@@ -17,6 +17,8 @@ from tests.run.test_resume import RESULT
 from tests.validation.test_eval_loss import EVAL
 from tests.workspace import Workspace
 
+pytestmark = pytest.mark.slow
+
 SETTINGS: dict[str, Any] = {
     "max_train_steps": 2, "checkpoint_step_interval": 1, "eval_steps_interval": 1, "validation_disable": False,
     "validation_step_interval": 2, "disable_benchmark": True, "eval_timesteps": 2, "lora_type": "lokr",

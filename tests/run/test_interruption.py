@@ -44,6 +44,8 @@ from tests.tiny import make_checkpoint
 from tests.validation.test_eval_loss import EVAL
 from tests.workspace import DATASETS, Workspace
 
+pytestmark = pytest.mark.slow
+
 MEDIA = "output/validation_media.jsonl"
 PREVIEWED: dict[str, Any] = {
     "validation_disable": False,
@@ -251,7 +253,6 @@ MOMENTS: dict[str, Callable[[Event], bool]] = {
 }
 
 
-@pytest.mark.slow
 def test_killed_runs_lack_no_line_no_preview_and_repeat_none(tmp_path: Path, filled: Workspace) -> None:
     settings = {**PREVIEWED, "disable_benchmark": False, "eval_steps_interval": 2, "eval_timesteps": 1}
     straight, killed = (filled.copy(tmp_path / name, **settings) for name in ("one", "two"))

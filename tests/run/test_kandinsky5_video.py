@@ -16,6 +16,8 @@ from tests.complaints import warnings
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
 
+pytestmark = pytest.mark.slow
+
 CLIPS: dict[str, Any] = {
     **DATASETS[0],
     "dataset_type": "video",

@@ -15,6 +15,8 @@ from simpletuner.speed.attention import MeasuredChoice
 from simpletuner.training import assemble
 from tests.workspace import Workspace
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:

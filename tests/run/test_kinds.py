@@ -16,6 +16,8 @@ from tests.complaints import complaint
 from tests.run.test_resume import assert_same_run
 from tests.workspace import Workspace
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {"max_train_steps": 6, "checkpoint_step_interval": 3, "use_ema": True, "caption_dropout_probability": 0.3}
 KINDS: dict[str, dict[str, Any]] = {
     "lokr": {"lora_type": "lokr", "lora_rank": 2, "optimizer": "optimi-adamw"},

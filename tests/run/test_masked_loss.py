@@ -15,6 +15,8 @@ from tests.complaints import complaint, warnings
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
 
+pytestmark = pytest.mark.slow
+
 RESULT = "output/pytorch_lora_weights.safetensors"
 MASKS = {"id": "masks", "dataset_type": "conditioning", "conditioning_type": "mask", "instance_data_dir": "left"}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -20,6 +20,8 @@ from tests.tiny import TOKENIZERS, build_kandinsky, build_qwen, fill_zeros
 from tests.tiny_sana import build_sana
 from tests.workspace import Workspace
 
+pytestmark = pytest.mark.slow
+
 RUN: dict[str, Any] = {
     "max_train_steps": 6,
     "checkpoint_step_interval": 3,

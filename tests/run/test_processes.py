@@ -31,6 +31,8 @@ from tests.processes import PATIENCE, finish, free_port, printed, run_into, run_
 from tests.run.test_resume import assert_equal, training_state
 from tests.workspace import DATASETS, Workspace
 
+pytestmark = pytest.mark.slow
+
 LOSS = 1e-6  # relative; what sums in another order may change
 RESULT = "output/pytorch_lora_weights.safetensors"
 # Steps that are proportional to the gradient: Adam would divide rounding by rounding where a gradient is nearly 0.
@@ -286,7 +288,6 @@ def test_the_first_process_has_time_after_a_stop(tmp_path: Path, monkeypatch: py
     assert Path("finished").exists()
 
 
-@pytest.mark.slow
 def test_one_command_starts_all_processes(workspace: Workspace) -> None:
     """`simpletuner train` with num_processes: one terminal, one record, one exit code, one Ctrl-C."""
     log = workspace.path("log.txt")

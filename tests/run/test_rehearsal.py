@@ -20,6 +20,8 @@ from simpletuner.training import step as steps
 from tests.training.assembly import make_assembly
 from tests.workspace import DATASETS, Workspace
 
+pytestmark = pytest.mark.slow
+
 LORA = "output/pytorch_lora_weights.safetensors"
 
 

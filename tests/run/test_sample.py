@@ -17,6 +17,8 @@ from simpletuner.reporting.metrics import Columns, MediaRecord
 from simpletuner.reporting.sheet import Sheet
 from tests.workspace import DATASETS, Workspace
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 LORA = "output/pytorch_lora_weights.safetensors"
 PROMPT = ("--prompt", "a red square")

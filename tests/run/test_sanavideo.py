@@ -18,6 +18,8 @@ from tests.fidelity.family import CPU
 from tests.fidelity.sana import make_sana_adapter
 from tests.workspace import DATASETS, Workspace
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def sana_workspace(tmp_path: Path, sana_checkpoint: Path) -> Workspace:

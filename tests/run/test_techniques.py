@@ -10,6 +10,8 @@ import pytest
 from tests.run.test_resume import assert_same_run
 from tests.workspace import Workspace
 
+pytestmark = pytest.mark.slow
+
 STEADY: dict[str, Any] = {"max_train_steps": 6, "checkpoint_step_interval": 3, "lr_scheduler": "constant"}
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "mixflow": {"mixflow_enabled": True},

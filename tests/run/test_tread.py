@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
 from tests.run.test_kandinsky5_video import CLIPS, make_workspace
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
+
+pytestmark = pytest.mark.slow
 
 ROUTES: dict[str, Any] = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}]}
 RESULT = "output/pytorch_lora_weights.safetensors"

@@ -28,6 +28,8 @@ from tests.hub import GUEST, OWNER, READ, FakeHub, Repository, used_hub
 from tests.processes import PATIENCE
 from tests.workspace import Workspace
 
+pytestmark = pytest.mark.slow
+
 IDENTITY = Identity("kandinsky5-image", "t2i-lite-sft", "lora", 1, 0, "", {})
 NO_REPORT: Any = None
 Capture = pytest.CaptureFixture[str]

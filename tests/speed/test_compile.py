@@ -33,6 +33,8 @@ from tests.speed.test_speed import loss_and_gradients
 from tests.tiny import WIDTH, build_kandinsky
 from tests.training.assembly import make_assembly
 
+pytestmark = pytest.mark.slow
+
 # Latent height and width, and tokens of the caption; one has as many of the one as of the other.
 BUCKETS = [(4, 4, 4), (4, 8, 6), (8, 4, 4), (8, 8, 9), (6, 10, 16), (12, 4, 5), (10, 10, 25)]
 
