@@ -320,14 +320,14 @@ def _read_entry(
         return None
     name = entry.get("id") or entry.get("--id")
     where = f"{path.name}: {name}" if isinstance(name, str | int) and name else where
-    found: list[Problem] = []
+    invalid: list[Problem] = []
     inner = entry.get("huggingface")
     if isinstance(inner, dict):
         entry = {**{key: value for key, value in entry.items() if key != "huggingface"}, **inner}
-    keys = _canonical_keys(entry, DatasetConfig, where, found)
+    keys = _canonical_keys(entry, DatasetConfig, where, invalid)
     if _is_disabled(keys):
         return DatasetConfig(id=where, disabled=True)
-    problems.extend(found)
+    problems.extend(invalid)
     for part, group in PARTS.items():
         if isinstance(keys.get(part), dict):
             keys[part] = _canonical_keys(keys[part], group, f"{where}.{part}", problems)

@@ -103,9 +103,9 @@ def check_source(name: str, source: str, keys: Mapping[str, Any]) -> Iterator[Pr
     for key in REQUIRED.get(source, ()):
         if not keys.get(key):
             yield Problem(f"{name}.{key}", f"is required with type {source}.")
-    for other, group in SOURCES.items():
-        for key in sorted(group.model_fields.keys() & keys.keys() if other != source else ()):
-            yield Problem(f"{name}.{key}", f"needs type {other}; the type is {source}.")
+    for foreign, group in SOURCES.items():
+        for key in sorted(group.model_fields.keys() & keys.keys() if foreign != source else ()):
+            yield Problem(f"{name}.{key}", f"needs type {foreign}; the type is {source}.")
     if source != "local" and keys.get("instance_data_dir"):
         yield Problem(f"{name}.instance_data_dir", f"is for type local; with type {source} files are downloaded.")
     if keys.get("streaming"):

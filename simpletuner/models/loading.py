@@ -90,13 +90,13 @@ def check_shapes(part: Part) -> None:
     Raises:
         UserError: a weight is missing, or has another shape than the config says.
     """
-    found, settings = part.weight_shapes(), part.read_config()
-    if not found or settings is None:
+    stored, settings = part.weight_shapes(), part.read_config()
+    if not stored or settings is None:
         return  # unknown formats are checked when they are loaded
     with told_plainly(part), torch.device("meta"):
         model = getattr(diffusers, settings["_class_name"]).from_config(settings)
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    wrong = [f"{name} {list(shape)}" for name, shape in own.items() if found.get(name) != shape]
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wrong = [f"{name} {list(shape)}" for name, shape in expected.items() if stored.get(name) != shape]
     if wrong:
         where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
         raise UserError(f"{where} does not fit its config.json: its files lack {shorten(wrong)}.")

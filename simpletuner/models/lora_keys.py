@@ -98,13 +98,13 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
         first = next(iter(shapes), "no key")
         yield Problem(key, f"no key of {str(path)!r} belongs to this model (the first is {first!r}).")
         return
-    found = {module: rank for module, rank in ranks.items() if module in wanted or not wanted}
-    others = sorted({rank for rank in found.values() if rank != config.lora_rank})
+    held = {module: rank for module, rank in ranks.items() if module in wanted or not wanted}
+    others = sorted({rank for rank in held.values() if rank != config.lora_rank})
     if others:
         shown = ", ".join(map(str, others))
         yield Problem(key, f"{str(path)!r} has rank {shown}, lora_rank is {config.lora_rank}.")
     if wanted and (absent := sorted(wanted - ranks.keys())):
-        message = f"holds {len(found)} of {len(wanted)} trained layers; the others start untrained ({shorten(absent)})."
+        message = f"holds {len(held)} of {len(wanted)} trained layers; the others start untrained ({shorten(absent)})."
         yield Problem(key, f"{str(path)!r} {message}", fatal=False)
     if wanted and (surplus := sorted((ranks.keys() & set(modules)) - wanted)):
         message = f"{len(surplus)} layers of {str(path)!r} are not trained and are dropped ({shorten(surplus)})."
@@ -180,8 +180,8 @@ def lora_settings(path: Path) -> dict[str, Any]:
         text = beside.read_text(encoding="utf-8", errors="replace")
     try:
         settings = {without_prefix(key): value for key, value in json.loads(text or "{}").items()}
-        own = settings["alpha_pattern"] = settings.get("alpha_pattern") or {}
-        for layer, alpha in {"": settings.get("lora_alpha", 1), **own}.items():
+        alphas = settings["alpha_pattern"] = settings.get("alpha_pattern") or {}
+        for layer, alpha in {"": settings.get("lora_alpha", 1), **alphas}.items():
             if not math.isfinite(alpha) or not re.compile(layer):
                 raise ValueError
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, re.error):
