@@ -44,7 +44,7 @@ def _plain(store: Any) -> Any:
     plain = {KEYS.get(key, key): each for key, each in store.items()}
     provider, region = plain.get("provider"), plain.get("region")
     if provider in ELSEWHERE:
-        raise ValueError(f"names {provider!r}, which is not built; use post_upload_script, for example with rclone")
+        raise ValueError(f"names {provider!r}, which is not built in; use post_upload_script, for example with rclone")
     plain["provider"] = PROVIDERS.get(str(provider), provider)
     if plain["provider"] == "backblaze_b2" and not plain.get("endpoint_url"):
         if not region:

@@ -196,8 +196,8 @@ def _first_correct(device: torch.device, dtype: torch.dtype, head_dim: int, head
             return name, attend
         faults.append(f"{name}: {fault}")
     logger.warning(
-        "This checkpoint was trained with block-sparse attention (NABLA), and on %s no way to compute it passed its "
-        "test (%s). It is trained with dense attention instead: slower, and not what is sampled elsewhere.",
+        "This checkpoint was trained with block-sparse attention (NABLA), but on %s every implementation failed its "
+        "test (%s). Training uses dense attention instead: slower, and different from sampling elsewhere.",
         device, "; ".join(faults),
     )  # fmt: skip
     return "dense", attend_dense
