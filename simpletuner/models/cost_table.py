@@ -177,7 +177,7 @@ def transformer_cost(
         sparse: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
         compiled: blocks with adapters are compiled.
     """
-    counts = {group: len({each.split(".")[1] for each in shapes if each.startswith(f"{group}.")})
+    counts = {group: len({name.split(".")[1] for name in shapes if name.startswith(f"{group}.")})
               for group in table.groups}  # fmt: skip
     blocks = [f"{group}.{index}." for group, count in counts.items() for index in range(count)]
     large = counts[table.groups[-1]]
@@ -193,8 +193,8 @@ def transformer_cost(
     def attention(load: BatchShape) -> Work:
         numbers = {"width": block.hidden, "head": head, "text": load.text}
         small = _attention(table.flops["small"], {**numbers, "token": load.tokens}).times(len(blocks) - large)
-        each = (_attention(table.flops["large"], {**numbers, "token": one.tokens}) for one in load.in_blocks(large))
-        return sum(each, small).times(load.samples)
+        works = (_attention(table.flops["large"], {**numbers, "token": one.tokens}) for one in load.in_blocks(large))
+        return sum(works, small).times(load.samples)
 
     @cache
     def starts(module: str, full: bool) -> bool:

@@ -134,10 +134,10 @@ def _fault(path: Path, size: int, mtime_ns: int) -> str:
     """
     header = weights_header(path)
     entries = {name: entry for name, entry in header.items() if name != METADATA}
-    kinds = {name: each["dtype"] for name, each in entries.items() if role_of(name) not in (None, "alpha")}
+    kinds = {name: fields["dtype"] for name, fields in entries.items() if role_of(name) not in (None, "alpha")}
     if wrong := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in EXPONENTS]:
         return f"holds weights that are no floating-point numbers: {shorten(wrong, 3)}"
-    if wrong := _unpaired({name: tuple(each["shape"]) for name, each in entries.items()}):
+    if wrong := _unpaired({name: tuple(fields["shape"]) for name, fields in entries.items()}):
         return f"holds matrices without a product: {shorten(wrong, 3)}"
     try:
         lora_settings(path)
