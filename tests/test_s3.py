@@ -126,7 +126,7 @@ def test_publish_finds_the_keys_where_the_run_had_them(
 @pytest.mark.parametrize(
     ("keys", "complaint"),
     [
-        ({"provider": "azure"}, "names 'azure', which is not built; use post_upload_script"),
+        ({"provider": "azure"}, "names 'azure', which is not built in; use post_upload_script"),
         ({"provider": "ftp"}, "'ftp' is not one of: s3, backblaze_b2."),
         (
             {"provider": "b2", "region": None, "endpoint_url": None},

@@ -291,10 +291,10 @@ def _driver() -> tuple[str | None, str]:
 
 
 def _ask_about(program: str | None, chosen: str, what: str, *, of: str = "gpu") -> list[str]:
-    """What nvidia-smi says of a GPU, or of the programs on it.
+    """The answer of nvidia-smi about a GPU, or about the programs on it.
 
     Raises:
-        OSError, SubprocessError, ValueError: it says nothing.
+        OSError, SubprocessError, ValueError: there is no answer.
     """
     if program is None:
         raise ValueError("no GPU")

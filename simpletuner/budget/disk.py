@@ -40,7 +40,7 @@ def find_writings(plan: Plan, budget: Budget) -> list[Writing]:
     average = AVERAGE + setup.trained_bytes if setup.averaged else 0.0  # saved as state, and as weights
     one = trained_numbers(cost, setup) * (copies * setup.trained_bytes + setup.state_bytes + average)
     saves = -(-plan.length.total_steps // limits.checkpoint_step_interval)
-    kept = min(saves, limits.checkpoints_total_limit or saves) + 1  # a new one is written before the oldest goes
+    kept = min(saves, limits.checkpoints_total_limit or saves) + 1  # a new one is written before the oldest is removed
     kept += limits.checkpoints_rolling_total_limit if limits.checkpointing_rolling_steps else 0
     checkpoints = Writing("checkpoints", plan.output_dir, (kept + 1) * one, 2 * one)
     return [checkpoints, *_cache_writings(plan, budget), *_offloaded(plan, budget)]
@@ -76,7 +76,7 @@ def _cache_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
 
 
 def feature_costs(spec: FamilySpec, listing: Listing | None) -> FeatureCost:
-    """What the features that are not cached yet take together."""
+    """Total cost of the features to compute."""
     costs = []
     for entry in listing.features.missing if listing else ():
         sample = entry.latents.sample
@@ -91,7 +91,7 @@ def latent_bytes(spec: FamilySpec, width: int, height: int, frames: int) -> floa
 
 
 def check_disk(plan: Plan, writings: Sequence[Writing]) -> Iterator[Problem]:
-    """Problems of disks that are too small: fatal if `at_once` does not fit, a warning if `total` may not."""
+    """Problems of small disks: fatal if `at_once` does not fit, a warning if `total` may not."""
     by_disk: dict[int, list[Writing]] = {}
     for writing in writings:
         by_disk.setdefault(existing(writing.folder).stat().st_dev, []).append(writing)

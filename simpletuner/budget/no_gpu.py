@@ -1,4 +1,4 @@
-"""A published model on a CPU is rarely meant: how long it takes, and why no GPU is used. Free of torch."""
+"""Training a published model on a CPU is rarely intended: its duration, and why no GPU is used. Free of torch."""
 
 from __future__ import annotations
 

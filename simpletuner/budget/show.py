@@ -22,9 +22,9 @@ from simpletuner.redaction import redact_settings
 from simpletuner.reporting.progress import in_red
 
 logger = logging.getLogger(__name__)
-# A longer ledger is shown only by its counts and rejected files.
+# Of longer ledgers, only counts and rejected files are shown.
 LONGEST_LEDGER = 60
-MISSING_GPU = "device"  # what a warning about a missing GPU names; it comes first
+MISSING_GPU = "device"  # `where` of the warning about a missing GPU, which is shown first
 
 
 def log_plan(plan: Plan, budget: Budget) -> None:
@@ -35,7 +35,7 @@ def log_plan(plan: Plan, budget: Budget) -> None:
 
 
 def show_plan(plan: Plan, budget: Budget, stream: TextIO) -> None:
-    """Write the whole plan as text; what comes first is red on a terminal."""
+    """Write the whole plan as text; a missing GPU is red on a terminal."""
     urgent = {str(warning) for warning in plan.warnings if warning.where == MISSING_GPU}
     for line in plan_lines(plan, budget):
         print(in_red(line, stream) if line in urgent else line, file=stream)
@@ -54,7 +54,7 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield ""
     yield from _length_lines(plan)
     yield ""
-    yield "Settings and who set them (what is left at its default is not shown):"
+    yield "Settings and their origins (without defaults):"
     yield from _setting_lines(plan)
     for dataset in plan.datasets:
         yield ""
@@ -133,7 +133,7 @@ def _fate(entry: LedgerEntry) -> str:
 def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     listing = budget.listing
     if listing is None:
-        yield "Caches: the checkpoint is not on this machine yet; it will be downloaded, then everything encoded once."
+        yield "Caches: the checkpoint will be downloaded first; then everything is encoded once."
         return
     for what, absent, total in (
         ("captions and prompts", len(listing.texts.missing), len(listing.texts)),
@@ -189,7 +189,7 @@ def budget_lines(plan: Plan, budget: Budget, writings: Sequence[Writing]) -> Ite
 
 
 def _process_lines(budget: Budget) -> Iterator[str]:
-    """How the processes of a run train together; nothing for one."""
+    """How the processes of a run train together; no lines for one process."""
     launch = budget.config.launch
     if launch.num_processes > 1:
         where = _count(launch.num_machines, "machine")
@@ -213,7 +213,7 @@ def _way_lines(budget: Budget) -> Iterator[str]:
 
 
 def _phase_lines(budget: Budget) -> Iterator[str]:
-    """Peaks of the phases; for training that of the largest bucket."""
+    """Peaks of the phases; for training, of the largest bucket."""
     training = [phase for phase in budget.phases if phase.name.startswith("training")]
     worst = max(training, key=lambda phase: phase.device, default=None)
     shown = [phase for phase in budget.phases if phase not in training or phase is worst]
@@ -249,7 +249,7 @@ def _cells(budget: Budget, each: BucketCost) -> Iterator[str]:
 
 def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if plan.is_finished:
-        yield "  no step is left: this run is trained"
+        yield "  no steps remain: this run is finished"
         return
     training, previews = remaining_seconds(plan, budget)
     beside = f", and {duration(previews)} for previews" if previews else ""
@@ -258,7 +258,7 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
 
 
 def _technique_lines(budget: Budget) -> Iterator[str]:
-    """Forward passes that techniques add; they are part of the estimates above."""
+    """Extra forward passes of techniques, which the estimates above include."""
     load = budget.parts.load(budget.buckets[0].bucket)
     added = technique_cost(budget.parts.transformer, budget.setup, load)
     for count, kind in ((added.forwards, "forward"), (added.passes, "forward and backward")):
@@ -293,7 +293,7 @@ def fit_line(budget: Budget) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration as text, with two digits at most: estimates are no more precise."""
+    """A duration with at most two digits: estimates are no more precise."""
     if seconds < 10:
         return f"{seconds:.2g} s"
     for unit, size, end in (("s", 1, 100), ("min", 60, 6000), ("h", 3600, 360_000)):

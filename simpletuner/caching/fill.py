@@ -226,7 +226,7 @@ def stop_if_not_finite(
         UserError: a tensor holds NaN or infinity.
     """
     pairs = zip(names, encoded, strict=True)
-    bad = [name for name, tensors in pairs if not all(bool(each.isfinite().all()) for each in tensors.values())]
+    bad = [name for name, tensors in pairs if not all(bool(tensor.isfinite().all()) for tensor in tensors.values())]
     if bad:
         raise UserError(f"The {encoder}'s output is not finite for {shorten(bad)}; try {remedy}.")
 

@@ -67,13 +67,13 @@ def parse_arguments(tokens: Sequence[str], problems: list[Problem], extra: str |
             continue
         following = everything[position] if position < len(everything) else None
         if equals:
-            found: object = value
+            given: object = value
         elif following is not None and _is_value(following, key):
-            found = following
+            given = following
             position += 1
         else:
-            found = True
-        _keep(arguments, key, found, problems)
+            given = True
+        _keep(arguments, key, given, problems)
     return arguments
 
 

@@ -57,17 +57,21 @@ class CrepaConfig(Group):
         0.5, "Weight of the alignment in the loss; 0 is plain training.", ge=0, label="Weight"
     )
     crepa_adjacent_distance: Integer = common(
-        1, "Frames are also aligned with those this far before and after, in latent frames; 0: only their own.", ge=0
+        1,
+        "Also align a frame with frames at this distance before and after, in latent frames; 0: only with itself.",
+        ge=0,
     )
     crepa_adjacent_tau: Number = common(
-        1.0, "A frame at distance d counts exp(-d / tau).", gt=0, label="Temporal Decay"
+        1.0, "A frame at distance d has the weight exp(-d / tau).", gt=0, label="Temporal Decay"
     )
-    crepa_cumulative_neighbors: Flag = option(False, "Every distance up to crepa_adjacent_distance, not only that one.")
+    crepa_cumulative_neighbors: Flag = option(
+        False, "Use all distances up to crepa_adjacent_distance, not only that one."
+    )
     crepa_normalize_by_frames: Flag = option(True, "Average over the frames instead of adding them up.")
     crepa_normalize_neighbour_sum: Flag = option(False, "Divide each frame's sum by the sum of its weights.")
-    crepa_spatial_align: Flag = option(True, "Compare position by position; false compares the means of whole frames.")
+    crepa_spatial_align: Flag = option(True, "Compare position by position; false: compare the means of frames.")
     crepa_feature_source: Source = option(
-        "encoder", "Where the teacher's features come from: a vision encoder, or a later block of the model itself."
+        "encoder", "Source of the teacher's features: a vision encoder, or a later block of the model."
     )
     crepa_use_backbone_features: Flag = option(False, "The same as crepa_feature_source backbone.")
     crepa_teacher_block_index: Integer | None = option(
@@ -96,7 +100,7 @@ class CrepaConfig(Group):
         "aspect",
         "square: frames are stretched to a square; aspect: they keep their proportions, with no more patches.",
     )
-    crepa_encoder_frames_batch_size: Integer = option(-1, "Frames it takes at a time; -1 is a whole clip.", ge=-1)
+    crepa_encoder_frames_batch_size: Integer = option(-1, "Frames per batch of the encoder; -1 is a whole clip.", ge=-1)
     crepa_cache: Literal["auto", "disk", "off"] = option(
         "auto",
         "disk: features are stored beside the latents, so that neither encoder nor VAE is loaded in training; off: "
@@ -106,10 +110,10 @@ class CrepaConfig(Group):
         False, "Drop the encoder half of the VAE that decodes for the teacher, which saves memory."
     )
     crepa_scheduler: Literal["constant", "linear", "cosine", "polynomial"] = option(
-        "constant", "How the weight goes from crepa_lambda to crepa_lambda_end."
+        "constant", "Decay of the weight from crepa_lambda to crepa_lambda_end."
     )
-    crepa_warmup_steps: Integer = option(0, "The weight first rises linearly from 0, in this many steps.", ge=0)
-    crepa_decay_steps: Integer = option(0, "The step at which the decay ends; 0: that of the run.", ge=0)
+    crepa_warmup_steps: Integer = option(0, "Steps of a linear warm-up of the weight from 0.", ge=0)
+    crepa_decay_steps: Integer = option(0, "Last step of the decay; 0: the last step of the run.", ge=0)
     crepa_lambda_end: Number = option(0.0, "The weight after the decay.", ge=0, label="End Weight")
     crepa_power: Number = option(1.0, "Power of the polynomial schedule.", gt=0)
     crepa_cutoff_step: Integer = option(0, "The weight is 0 from this step on; 0: never.", ge=0)

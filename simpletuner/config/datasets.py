@@ -56,7 +56,7 @@ class ParquetConfig(Group):
 
 
 class VideoConfig(Group):
-    """Clips: how many frames, how fast, in which buckets."""
+    """Clips: frames, rate, buckets."""
 
     num_frames: Integer | None = common(None, "The first n frames are trained.", ge=1)
     min_frames: Integer | None = option(None, "Shorter clips are left out.", ge=1)
@@ -76,7 +76,7 @@ class CaptionShuffle(Group):
     enable: Flag = option(False, "Whether to shuffle at all.")
     count: Integer = option(1, "Shuffled alternatives per caption.", ge=1, le=1000)
     seed: Integer = option(0, "Seed of the orders.")
-    split_on: Literal["comma", "space", "period"] = option("comma", "What separates the parts.")
+    split_on: Literal["comma", "space", "period"] = option("comma", "Separator of the parts.")
     position_start: Integer = option(0, "Parts before this one keep their position.", ge=0)
     include_original: Flag = option(True, "Keep the original caption as an alternative.")
 
@@ -116,7 +116,7 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     type: Literal["local", "huggingface", "aws", "csv"] = option("local", "Where the files are.")
     dataset_type: Literal[
         "image", "video", "text_embeds", "conditioning", "eval", "image_embeds", "conditioning_image_embeds"
-    ] = common("image", "What the entry holds.", label="Dataset Type")  # fmt: skip
+    ] = common("image", "Content of the entry.", label="Dataset Type")  # fmt: skip
     disabled: Flag = option(False, "Skip this entry without looking at its paths.", aliases=("disable",))
     default: Flag = option(False, "The text_embeds entry for datasets that name none.")
     cache_dir: PathText | None = option(None, "Folder for text embeds.")
@@ -126,14 +126,14 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     )
     caption_strategy: CaptionStrategy | None = common(None, "Where captions come from.")
     disable_multiline_split: Flag = option(False, "The whole text file is one caption.")
-    instance_prompt: Texts | None = option(None, "Text put before captions or used instead of them.")
-    prepend_instance_prompt: Flag | None = option(None, "Put instance_prompt before each caption.")
+    instance_prompt: Texts | None = option(None, "Text to prepend to captions, or to use instead.")
+    prepend_instance_prompt: Flag | None = option(None, "Prepend instance_prompt to all captions.")
     only_instance_prompt: Flag | None = option(None, "Use instance_prompt instead of captions.")
     metadata_backend: Literal["discovery", "json", "parquet", "huggingface"] = option(
         "discovery", "Where names and sizes come from; json means discovery."
     )
     parquet: ParquetConfig | None = option(None, "The table behind metadata_backend parquet.")
-    resolution: Number | None = common(None, "Size that buckets aim for.", gt=0, le=LARGEST_SIZE)
+    resolution: Number | None = common(None, "Target size of buckets.", gt=0, le=LARGEST_SIZE)
     resolution_type: Literal["pixel", "area", "pixel_area"] | None = common(None, "What resolution measures.")
     aspect_bucket_rounding: Integer | None = option(None, "Decimals of a bucket's ratio.", ge=1, le=9)
     aspect_bucket_alignment: Alignment | None = option(None, "Pixel grid.")
@@ -149,7 +149,7 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     minimum_aspect_ratio: Number | None = option(None, "Narrower pictures are left out.", gt=0)
     maximum_aspect_ratio: Number | None = option(None, "Wider pictures are left out.", gt=0)
     max_upscale_threshold: Number | None = option(
-        None, "With closest or random: no bucket that enlarges by more than this share.", ge=0, le=1
+        None, "With closest or random: exclude buckets that enlarge by more than this share.", ge=0, le=1
     )
     repeats: Integer | None = common(
         None, "Extra passes: a sample is seen repeats + 1 times an epoch.", ge=0, le=MOST_REPEATS
@@ -157,10 +157,10 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     probability: Number = option(1.0, "Weight among the datasets.", ge=0)
     train_batch_size: Integer | None = option(None, "Batch size of this dataset.", ge=1)
     max_num_samples: Integer | None = option(None, "Use a fixed subset of this size.", ge=1)
-    start_epoch: Integer = option(1, "First epoch in which the dataset takes part.", ge=1)
-    start_step: Integer = option(0, "First step in which it takes part.", ge=0)
-    end_epoch: Integer | None = option(None, "Last epoch in which it takes part.", ge=1)
-    end_step: Integer | None = option(None, "Last step in which it takes part.", ge=1)
+    start_epoch: Integer = option(1, "First epoch that uses the dataset.", ge=1)
+    start_step: Integer = option(0, "First step that uses it.", ge=0)
+    end_epoch: Integer | None = option(None, "Last epoch that uses it.", ge=1)
+    end_step: Integer | None = option(None, "Last step that uses it.", ge=1)
     text_embeds: Text | None = option(None, "Id of the text_embeds entry to use.")
     image_embeds: Text | None = option(None, "Id of an image_embeds entry.")
     conditioning_image_embeds: Text | None = option(None, "Id of a conditioning_image_embeds entry.")
@@ -184,7 +184,7 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     is_regularisation_data: Flag = option(False, "The target is the base model's own prediction.")
     slider_strength: Number | None = option(
         None,
-        "The LoRA's strength is multiplied by this while the dataset is trained; 0 or unset is neutral.",
+        "Multiplies the LoRA's strength in steps on this dataset; 0 or unset is neutral.",
         ge=-100,
         le=100,
     )
@@ -195,11 +195,13 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     conditioning_data: TextList | None = option(None, "Ids of conditioning entries, paired one to one by path.")
     source_dataset_id: Text | None = option(None, "The dataset a conditioning entry belongs to.")
     conditioning: Json | None = option(None, "Generate a conditioning dataset.")
-    allow_private_urls: Flag = option(False, "Addresses in a table may lead into private networks.")
+    allow_private_urls: Flag = option(False, "Allow addresses in private networks.")
     huggingface: Json | None = option(None, "The keys of type huggingface inside an object.")
     video: VideoConfig = option(VideoConfig(), "Rules for clips.")
     sana_motion_score: Number | None = option(
-        None, "Motion score of its captions (Sana Video), instead of the run's. A caption that ends with one keeps it."
+        None,
+        "Motion score of its captions (Sana Video), instead of the run's. A caption that already ends with a "
+        "score keeps it.",
     )
 
     @property
@@ -320,14 +322,14 @@ def _read_entry(
         return None
     name = entry.get("id") or entry.get("--id")
     where = f"{path.name}: {name}" if isinstance(name, str | int) and name else where
-    found: list[Problem] = []
+    invalid: list[Problem] = []
     inner = entry.get("huggingface")
     if isinstance(inner, dict):
         entry = {**{key: value for key, value in entry.items() if key != "huggingface"}, **inner}
-    keys = _canonical_keys(entry, DatasetConfig, where, found)
+    keys = _canonical_keys(entry, DatasetConfig, where, invalid)
     if _is_disabled(keys):
         return DatasetConfig(id=where, disabled=True)
-    problems.extend(found)
+    problems.extend(invalid)
     for part, group in PARTS.items():
         if isinstance(keys.get(part), dict):
             keys[part] = _canonical_keys(keys[part], group, f"{where}.{part}", problems)

@@ -100,7 +100,7 @@ def expand_environment(
     """
     if isinstance(value, dict | list):
         inside = partial(expand_environment, where=where, problems=problems, secret=secret, keep_unset=keep_unset)
-        return {key: inside(each) for key, each in value.items()} if isinstance(value, dict) else [*map(inside, value)]
+        return {key: inside(item) for key, item in value.items()} if isinstance(value, dict) else [*map(inside, value)]
     if not isinstance(value, str):
         return value
 

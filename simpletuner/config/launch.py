@@ -21,10 +21,10 @@ class LaunchConfig(Group):
         1, "Processes on all machines together, one per device; a multiple of num_machines.", ge=1
     )
     num_machines: Integer = option(
-        1, "Machines; ACCELERATE_EXTRA_ARGS says which one this is and where the first one is.", ge=1
+        1, "Machines; ACCELERATE_EXTRA_ARGS gives the rank of this machine and the address of the first.", ge=1
     )
     start_timeout: Integer = option(
-        600, "Seconds to wait for all processes at start; after that, the run ends and names the missing ones.", ge=1
+        600, "Seconds to wait for all processes at the start; then the run ends and names the missing ones.", ge=1
     )
     dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = common(
         None,
@@ -41,23 +41,23 @@ class LaunchConfig(Group):
     )
     fsdp_enable: Flag = option(
         False,
-        "Each process keeps a share of weights, gradients and optimizer state (FSDP2) instead of all of them (DDP). "
-        "For what does not fit otherwise, such as full fine-tunes: docs/FSDP2.md.",
+        "Shard weights, gradients and optimizer state over the processes (FSDP2) instead of replicating them "
+        "(DDP). For runs that do not fit otherwise, such as full fine-tunes: docs/FSDP2.md.",
     )
     fsdp_version: FsdpVersion = sharded("2", "1 is deprecated and treated as 2.")
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = sharded(
         "SHARDED_STATE_DICT",
-        "SHARDED_STATE_DICT: every process writes its share of a checkpoint; FULL_STATE_DICT: one writes all of it.",
+        "SHARDED_STATE_DICT: every process writes its shard of a checkpoint; FULL_STATE_DICT: rank 0 writes all.",
     )
     fsdp_reshard_after_forward: Flag = sharded(
         True,
-        "Give up each block's gathered weights after its forward pass and gather them again for the backward pass; "
-        "false communicates less and needs the memory of all weights.",
+        "Free a block's gathered weights after its forward pass and gather them again for the backward pass; "
+        "false communicates less but needs the memory of all weights.",
     )
     fsdp_whole_gradients: Flag = option(
         False,
-        "Full fine-tunes with gradient accumulation: keep whole gradients and exchange them in the last micro-step "
-        "only, which communicates less and needs the memory of all weights.",
+        "Full fine-tunes with gradient accumulation: keep unsharded gradients and reduce them in the last "
+        "micro-step only, which communicates less but needs the memory of all weights.",
         requires=(
             when("fsdp_enable"),
             when(model_type="full", because="every process has all of a LoRA"),
@@ -76,7 +76,7 @@ class LaunchConfig(Group):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether weights are distributed over the processes; one process has nobody to share with."""
+        """Whether weights are sharded, which takes more than one process."""
         return self.fsdp_enable and self.num_processes > 1
 
     @property

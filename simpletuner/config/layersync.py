@@ -22,8 +22,8 @@ class LayerSyncConfig(Group):
     layersync_enabled: Flag = common(
         False, "Align a block with a deeper one; see docs/experimental/LAYERSYNC.md.", label="LayerSync"
     )
-    layersync_student_block: Integer | None = common(None, "The block that is aligned, counted from 0.", ge=0)
-    layersync_teacher_block: Integer | None = common(None, "The block it is aligned with.", ge=0)
+    layersync_student_block: Integer | None = common(None, "The aligned block, counted from 0.", ge=0)
+    layersync_teacher_block: Integer | None = common(None, "The deeper block to align with.", ge=0)
     layersync_lambda: Number | None = option(
         None, "Weight of the loss.", ge=0, default_note="0.002 for a LoRA, 0.2 for full", label="Weight"
     )

@@ -153,10 +153,10 @@ def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig:
             values[name], origins[name] = value, layer.label
             if value is None:
                 _forget(name, layers[0], values, origins)
-    found: list[Problem] = []
-    groups = {attribute: _pick(group, values, found) for attribute, group in schema.GROUPS.items()}
-    family = FamilyOptions({group: _pick(group, values, found) for group in schema.family_groups()})
-    problems.extend(_with_origin(problem, origins) for problem in found)
+    invalid: list[Problem] = []
+    groups = {attribute: _pick(group, values, invalid) for attribute, group in schema.GROUPS.items()}
+    family = FamilyOptions({group: _pick(group, values, invalid) for group in schema.family_groups()})
+    problems.extend(_with_origin(problem, origins) for problem in invalid)
     origins = {name: origins.get(name, "default") for name in options}
     return RunConfig(**cast(Any, groups), family=family, origins=origins)
 

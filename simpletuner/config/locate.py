@@ -173,22 +173,22 @@ def expand_shell(text: str, variables: Mapping[str, str]) -> str:
     """
     result, quoted = "", False
     for match in SHELL_WORD.finditer(text.strip()):
-        kind, found = str(match.lastgroup), match[0]
+        kind, token = str(match.lastgroup), match[0]
         if kind == "quote":
             quoted = not quoted
         elif kind == "command":
-            raise ValueError(f"{found!r} would run a command; write its result instead")
+            raise ValueError(f"{token!r} would run a command; write its result instead")
         elif kind == "name":
-            result += _variable(found.strip("${}"), variables)
+            result += _variable(token.strip("${}"), variables)
         elif quoted:
-            result += found[1:] if kind == "escaped" and found[1] in '"\\$`' else found
+            result += token[1:] if kind == "escaped" and token[1] in '"\\$`' else token
         elif kind == "comment":
             result = result.rstrip()
             break
         elif kind == "open":
             raise ValueError("a quotation mark is not closed")
         else:
-            result += {"single": found[1:-1], "escaped": found[1:]}.get(kind, found)
+            result += {"single": token[1:-1], "escaped": token[1:]}.get(kind, token)
     if quoted:
         raise ValueError("a quotation mark is not closed")
     return result

@@ -1,4 +1,4 @@
-"""What an adapter is: its kind, its size, and the LoRA that it is published as. Free of torch."""
+"""The adapter: its kind, its size, and its published LoRA. Free of torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from simpletuner.config.option import Group, common, option, when
 from simpletuner.config.values import Flag, Integer, Json, Number, PathText
 
-# The kinds of adapter with a rank, and those that are published as a LoRA only after a conversion.
+# The kinds of adapter with a rank, and the kinds that must be converted to a published LoRA.
 ranked = partial(option, requires=when(lora_type=("standard", "lokr", "loha")))
 converted = partial(option, requires=when(lora_type=("lokr", "loha", "lycoris")))
 standard = partial(option, requires=when(lora_type="standard", fatal=True))
@@ -70,12 +70,12 @@ class LoraConfig(Group):
     )
     peft_lora_target_modules: Json | None = ranked(
         None,
-        "Which layers get a LoRA: a JSON list of names, a file with one, or `all-linear`.",
+        "Layers that get a LoRA: a JSON list of names, a file with one, or `all-linear`.",
         default_note="the family's attention projections",
     )
     slider_lora_target: Flag = ranked(
         False,
-        "For sliders: self-attention of the visual blocks gets the LoRA, which leaves the text paths alone.",
+        "For sliders: a LoRA on the self-attention of the visual blocks only, not on text paths.",
         excludes=when("peft_lora_target_modules", because="both choose layers"),
     )
     use_dora: Flag = option(
@@ -100,7 +100,7 @@ class LoraConfig(Group):
             ),
         ),
     )
-    init_lora_step: Integer = option(0, "The step that LoRA counts as.", ge=0)
+    init_lora_step: Integer = option(0, "Step number of that LoRA.", ge=0)
 
     @property
     def starts_from_base(self) -> bool:

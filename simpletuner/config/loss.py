@@ -1,5 +1,4 @@
-"""Terms of the loss: its distance, masks, and the captions whose predictions are preserved. Keys and rules, free of
-torch."""
+"""Terms of the loss: distance, masks, preservation. Keys and rules, free of torch."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ class LossConfig(Group):
     snr_gamma: Number | None = accepted(None, "it does not apply to flow models", ge=0)
     input_perturbation: Number = option(0.0, "Extra noise on the input only.", ge=0)
     input_perturbation_steps: Integer = option(
-        0, "Lower input_perturbation in a straight line to 0 at this step; 0 keeps it constant.", ge=0
+        0, "Decay input_perturbation linearly to 0 at this step; 0 keeps it constant.", ge=0
     )
     noise_offset: Number = option(0.0, "Offset of the noise mean per sample and channel.", ge=0)
     noise_offset_probability: Number = option(1.0, "Share of samples with noise_offset.", ge=0, le=1)
@@ -41,7 +40,7 @@ class MaskedLossConfig(Group):
     """Masked loss"""
 
     masked_loss_probability: Number = common(
-        1.0, "Share of the batches in which masks count; the others learn from the whole picture.", ge=0, le=1
+        1.0, "Share of batches that use masks; the rest learn from the whole picture.", ge=0, le=1
     )
     masked_loss_normalise: Flag = option(
         False, "Divide a sample's loss by the mean of its mask (at least 0.05), so that small masks learn as fast."
@@ -49,7 +48,7 @@ class MaskedLossConfig(Group):
     masked_loss_floor: Number = option(0.0, "Weight of black areas; white areas weigh 1.", ge=0, le=1)
     masked_loss_prior: Number = option(
         0.0,
-        "Weight of holding black areas at the base model's prediction (LoRA only, one more forward pass).",
+        "Weight of keeping black areas at the base model's prediction (LoRA only, one more forward pass).",
         ge=0,
         requires=when(model_type="lora", because="the base model is the one without the LoRA", fatal=True),
     )
@@ -62,8 +61,7 @@ class PreservationConfig(Group):
 
     preservation_weight: Number = common(
         0.0,
-        "LoRA only: keep what the model predicts for other captions, with this weight in the loss; 0 is off. See "
-        "docs/DREAMBOOTH.md.",
+        "LoRA only: weight of preserving the predictions for other captions; 0 is off. See docs/DREAMBOOTH.md.",
         ge=0,
         requires=when(
             model_type="lora",
@@ -74,17 +72,17 @@ class PreservationConfig(Group):
     )
     preservation_probability: Number = option(
         0.5,
-        "Share of the micro-batches that preserve; each runs the model twice more: without and with gradients.",
+        "Share of micro-batches with preservation, which run the model twice more: without and with gradients.",
         ge=0,
         le=1,
     )
     preservation_prompt: Text | None = preserved(
         None,
-        "The class word that takes the place of preservation_trigger, or without a trigger the whole caption.",
+        "The class word that replaces preservation_trigger or, without a trigger, the whole caption.",
         default_note="the empty caption",
         common=True,
     )
-    preservation_trigger: Text | None = preserved(None, "The words in captions that stand for what is learned.")
+    preservation_trigger: Text | None = preserved(None, "The words in captions that name the subject.")
 
     @property
     def is_on(self) -> bool:

@@ -326,7 +326,7 @@ def check_release(config: RunConfig) -> Iterator[Problem]:
     norm = "the norm of all gradients together is known only at the end. Use value, or max_grad_norm 0."
     accumulation = "a gradient that is freed at once cannot be added to others. Use train_batch_size."
     several = "processes average their gradients before they update. Use fsdp_enable, which divides them."
-    for is_set, other, reason in (
+    for is_set, conflict, reason in (
         (steps > 1, f"gradient_accumulation_steps {steps}", accumulation),
         (clips_norm, "grad_clip_method norm", norm),
         (config.precision.mixed_precision == "fp16", "mixed_precision fp16",
@@ -336,7 +336,7 @@ def check_release(config: RunConfig) -> Iterator[Problem]:
          "it is not known to update each weight by itself. Use an AdamW such as adamw_bf16."),
     ):  # fmt: skip
         if is_set:
-            yield Problem(key, f"and {other} exclude each other: {reason}")
+            yield Problem(key, f"and {conflict} exclude each other: {reason}")
 
 
 def may_change(config: RunConfig, values: Mapping[str, object]) -> bool:

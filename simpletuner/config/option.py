@@ -232,7 +232,7 @@ def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
         of_group=group.requires,
         annotation=field.annotation,
         limits=limits,
-        parsers=tuple(each.func for each in _constraints(field) if isinstance(each, BeforeValidator)),
+        parsers=tuple(rule.func for rule in _constraints(field) if isinstance(rule, BeforeValidator)),
         **extra,
     )
 

@@ -44,8 +44,8 @@ class PrecisionConfig(Group):
     )
     quantized_matmul: Flag = option(
         False,
-        "Multiply by the quantised weights of int8-quanto or fp8-quanto directly, activations and gradients rounded to "
-        "the same bits. Gradients differ by a percent or more; a run prints by how much.",
+        "Multiply with the quantised weights of int8-quanto or fp8-quanto directly; activations and gradients are "
+        "rounded to the same type. Gradients differ by a percent or more; a run prints the error.",
         requires=when(base_model_precision=("int8", "int8-quanto", "fp8", "fp8-quanto")),
     )
     text_encoder_1_precision: Precision = common(
@@ -65,7 +65,7 @@ class PrecisionConfig(Group):
     )
     quantize_via: Literal["cpu", "accelerator", "pipeline"] = option(
         "cpu",
-        "Where weights are quantised; the result is the same. accelerator moves one block at a time there, pipeline "
+        "Device of quantisation; the result is the same. accelerator moves one block at a time to it, pipeline "
         "one layer.",
     )
     gradient_checkpointing: Flag = common(
@@ -75,17 +75,17 @@ class PrecisionConfig(Group):
         None, "Recompute only every n-th block.", ge=1, default_note="all blocks"
     )
     gradient_checkpointing_kept_blocks: Integer = recomputed(
-        0, "Of the recomputed blocks, this many, evenly spaced, keep their activations instead.", ge=0
+        0, "This many of the recomputed blocks, evenly spaced, keep their activations instead.", ge=0
     )
     attention_mechanism: Literal[
         "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
     ] = common(
         "diffusers",
-        "Kernel of dense self-attention; diffusers is torch's own, on a GPU the faster of cuDNN and flash. The others "
+        "Kernel of dense self-attention; diffusers is torch's, on a GPU the faster of cuDNN and flash. The others "
         "need their package.",
     )  # fmt: skip
     disable_tf32: Flag = option(
-        False, "Use no TF32 for float32 products on a GPU. A float32 VAE and modulation never use it."
+        False, "Disable TF32 for float32 products on a GPU. A float32 VAE and modulation layers never use it."
     )
 
     @property

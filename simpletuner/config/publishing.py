@@ -44,7 +44,7 @@ def _plain(store: Any) -> Any:
     plain = {KEYS.get(key, key): each for key, each in store.items()}
     provider, region = plain.get("provider"), plain.get("region")
     if provider in ELSEWHERE:
-        raise ValueError(f"names {provider!r}, which is not built; use post_upload_script, for example with rclone")
+        raise ValueError(f"names {provider!r}, which is not built in; use post_upload_script, for example with rclone")
     plain["provider"] = PROVIDERS.get(str(provider), provider)
     if plain["provider"] == "backblaze_b2" and not plain.get("endpoint_url"):
         if not region:
@@ -79,17 +79,17 @@ class PublishConfig(Group):
         default_note="tracker_project_name",
         common=True,
     )
-    push_checkpoints_to_hub: Flag = on_hub(False, "Upload each checkpoint, too; the newest is also at the root.")
-    push_to_hub_background: Flag = uploaded(False, "Upload beside training instead of waiting for each upload.")
+    push_checkpoints_to_hub: Flag = on_hub(False, "Also upload every checkpoint; the newest is also at the root.")
+    push_to_hub_background: Flag = uploaded(False, "Upload in the background instead of waiting.")
     model_card_private: Flag = on_hub(
-        True, "Create the repository as private. An existing one stays as it is.", common=True
+        True, "Create the repository as private. An existing repository is unchanged.", common=True
     )
     model_card_safe_for_work: Flag = option(
         False, "Tag the model card as safe-for-work; otherwise it is tagged not-for-all-audiences."
     )
     model_card_note: Text | None = option(None, "A note at the top of the model card.")
     model_card_trigger: TextList | None = option(
-        None, "Words that call up what was trained, for the model card and the header of weight files."
+        None, "Trigger words of the subject, for the model card and the header of weight files."
     )
     modelspec_comment: Texts | None = option(
         None,

@@ -17,7 +17,7 @@ class TableKeys(Group):
     """type csv: a table with addresses and captions."""
 
     csv_file: PathText | None = option(None, "The table; its first line names the columns.")
-    csv_cache_dir: PathText | None = option(None, "Folder for what is downloaded.")
+    csv_cache_dir: PathText | None = option(None, "Folder for downloads.")
     csv_caption_column: Text | None = option(None, "Column of captions.")
     csv_url_column: Text = option("url", "Column of http(s) addresses, or of paths relative to the table.")
 
@@ -28,29 +28,31 @@ class BucketKeys(Group):
     aws_bucket_name: Text | None = option(None, "Name of the bucket.")
     aws_endpoint_url: Text | None = option(None, "Address of the server; unset: Amazon's own.")
     aws_region_name: Text | None = option(None, "Region; an endpoint decides it by itself.")
-    aws_access_key_id: Text | None = option(None, "Key, best as {env:NAME}; unset: boto3 looks where the AWS CLI does.")
+    aws_access_key_id: Text | None = option(
+        None, "Key, best as {env:NAME}; unset: boto3 uses the AWS CLI's credentials."
+    )
     aws_secret_access_key: Text | None = option(None, "Secret of the key, best as {env:NAME}.")
     aws_session_token: Text | None = option(None, "Token of temporary keys, best as {env:NAME}.")
     aws_data_prefix: Text | None = option(None, "Only objects whose keys start with this; like a folder.")
-    aws_max_pool_connections: Integer = option(128, "Most connections that are kept open.", ge=1)
+    aws_max_pool_connections: Integer = option(128, "Maximum number of open connections.", ge=1)
 
 
 class RowFilter(Group):
-    """Which rows of a hub dataset are downloaded."""
+    """Filter for rows of a hub dataset."""
 
     collection: TextList | None = option(None, "Only rows whose column `collection` is one of these.")
-    quality_thresholds: dict[str, Number] | None = option(None, "Smallest value of each quality metric.")
+    quality_thresholds: dict[str, Number] | None = option(None, "Minimum of every quality metric.")
     quality_column: Text = option("quality_assessment", "Column of an object with the metrics.")
     min_width: Integer | None = option(None, "Smallest width, by the column of widths.", ge=1)
     min_height: Integer | None = option(None, "Smallest height, by the column of heights.", ge=1)
 
 
 class CompositeImage(Group):
-    """Pictures that hold several side by side."""
+    """Pictures composed of several side by side."""
 
     enabled: Flag = option(False, "Whether to cut one out.")
-    image_count: Integer = option(1, "How many stand side by side.", ge=1)
-    select_index: Integer = option(0, "Which one is trained, counted from 0.", ge=0)
+    image_count: Integer = option(1, "Number of pictures side by side.", ge=1)
+    select_index: Integer = option(0, "Index of the trained picture, counted from 0.", ge=0)
 
 
 class HubKeys(Group):
@@ -68,7 +70,7 @@ class HubKeys(Group):
     height_column: Text = option("height", "Column of heights, for filter_func.")
     num_frames_column: Text | None = option(None, "Must exist; lengths are read from the clips.")
     fps_column: Text | None = option(None, "Must exist; rates are read from the clips.")
-    huggingface_cache_dir: PathText | None = option(None, "Folder for what is downloaded; cache_dir is another name.")
+    huggingface_cache_dir: PathText | None = option(None, "Folder for downloads; cache_dir is an alias.")
     num_proc: Integer = option(16, "Processes that prepare the rows, at most the machine's cores.", ge=1)
     auto_load: Flag = accepted(False, "rows are loaded when the run is planned")
     streaming: Flag = option(False, "Refused: buckets need all rows.")
@@ -103,9 +105,9 @@ def check_source(name: str, source: str, keys: Mapping[str, Any]) -> Iterator[Pr
     for key in REQUIRED.get(source, ()):
         if not keys.get(key):
             yield Problem(f"{name}.{key}", f"is required with type {source}.")
-    for other, group in SOURCES.items():
-        for key in sorted(group.model_fields.keys() & keys.keys() if other != source else ()):
-            yield Problem(f"{name}.{key}", f"needs type {other}; the type is {source}.")
+    for foreign, group in SOURCES.items():
+        for key in sorted(group.model_fields.keys() & keys.keys() if foreign != source else ()):
+            yield Problem(f"{name}.{key}", f"needs type {foreign}; the type is {source}.")
     if source != "local" and keys.get("instance_data_dir"):
         yield Problem(f"{name}.instance_data_dir", f"is for type local; with type {source} files are downloaded.")
     if keys.get("streaming"):

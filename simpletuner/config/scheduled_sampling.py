@@ -45,14 +45,16 @@ class ScheduledSamplingConfig(Group):
     scheduled_sampling_start_step: Integer = option(0, "Start of the ramp, or of a fixed probability.", ge=0)
     scheduled_sampling_ramp_shape: Literal["linear", "cosine"] = ramped("linear", "Shape of the ramp.")
     scheduled_sampling_strategy: Literal["uniform", "biased_early", "biased_late"] = option(
-        "uniform", "How many steps: all numbers equally often, mostly few, or mostly many."
+        "uniform", "Distribution of the number of steps: uniform, mostly few, or mostly many."
     )
     scheduled_sampling_sampler: Literal["unipc", "euler", "dpm"] = option("unipc", "The solver of these steps.")
     scheduled_sampling_order: Integer = option(
         2, "Order of unipc and dpm.", ge=1, le=3, requires=when(scheduled_sampling_sampler=("unipc", "dpm"))
     )
     scheduled_sampling_reflexflow: Flag = common(True, "Correct the drift of these samples in the loss (ReflexFlow).")
-    scheduled_sampling_reflexflow_alpha: Number = reflexflow(1.0, "Extra weight where sampling lost content.", ge=0)
+    scheduled_sampling_reflexflow_alpha: Number = reflexflow(
+        1.0, "Extra weight of positions where sampling lost content.", ge=0
+    )
     scheduled_sampling_reflexflow_beta1: Number = reflexflow(10.0, "Weight of the direction (reflexflow_adr).", ge=0)
     scheduled_sampling_reflexflow_beta2: Number = reflexflow(1.0, "Factor of the loss of these samples.", ge=0)
 

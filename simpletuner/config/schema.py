@@ -98,7 +98,7 @@ class ModelConfig(Group):
 class RunOptions(Group):
     """Run and paths"""
 
-    output_dir: PathText = common("simpletuner-results", "Everything a run writes goes here; created if missing.")
+    output_dir: PathText = common("simpletuner-results", "Folder for all output of a run; created if missing.")
     logging_dir: PathText = common("logs", "Folder for tracker files.")
     cache_dir: PathText | None = common(None, "Folder for all caches.", default_note="`<output_dir>/cache`")
     cache_dir_text: PathText | None = option(None, "Folder for text embeds.", default_note="`<cache_dir>/text`")
@@ -123,7 +123,7 @@ class RunOptions(Group):
         "`latest`, the name or path of a checkpoint, or `none`. Latest without a checkpoint starts a new run; none "
         "starts at step 0 and never overwrites an existing checkpoint.",
     )
-    i_know_what_i_am_doing: Flag = option(False, "Turns the safety errors that name this key into warnings.")
+    i_know_what_i_am_doing: Flag = option(False, "Turn safety errors that mention this key into warnings.")
 
 
 class TrackingConfig(Group):
@@ -149,13 +149,13 @@ class ScheduleConfig(Group):
     )
     max_train_steps: Integer | None = common(None, "Optimizer steps; 0 or unset: epochs decide.", ge=0, label="Steps")
     num_train_epochs: Integer | None = common(
-        None, "Passes over the data, if max_train_steps does not decide.", ge=0,
+        None, "Passes over the data, if max_train_steps is unset or 0.", ge=0,
         default_note="1 without max_train_steps", label="Epochs")  # fmt: skip
     ignore_final_epochs: Flag | None = option(
         None, "Continue past the computed number of epochs until max_train_steps."
     )
     strict_epoch_limit: Flag | None = option(
-        None, "The opposite of ignore_final_epochs, and stronger if both are given."
+        None, "The opposite of ignore_final_epochs; takes precedence if both are set."
     )
 
 
@@ -173,9 +173,9 @@ class CheckpointConfig(Group):
         ge=0,
     )
     checkpointing_rolling_steps: Integer = common(0, "Additional frequent saves, pruned separately; 0 is off.", ge=0)
-    checkpoints_rolling_total_limit: Integer = option(1, "How many rolling checkpoints are kept.", ge=1)
+    checkpoints_rolling_total_limit: Integer = option(1, "Number of rolling checkpoints to keep.", ge=1)
     disk_low_threshold: Gigabytes | None = option(
-        None, "Stop with a checkpoint when less than this is free in output_dir: 10G, 500M, or a number of GB.", gt=0
+        None, "Save a checkpoint and stop if less disk space is free in output_dir: 10G, 500M, or a number of GB.", gt=0
     )
     checkpointing_use_tempdir: Flag = accepted(False, "writes are always atomic")
 
@@ -240,7 +240,7 @@ class SpeedConfig(Group):
     """Speed"""
 
     speed: Literal["auto", "reference"] = option(
-        "auto", "auto: everything that is faster with the same results (docs/SPEED.md). reference: diffusers' own code."
+        "auto", "auto: all optimizations that keep the results (docs/SPEED.md). reference: unmodified diffusers code."
     )
     speed_plain_math: Flag | None = option(
         None,
@@ -260,8 +260,8 @@ class SpeedConfig(Group):
     )
     deterministic: Flag = option(
         False,
-        "Repeat a run in every bit on a GPU, too: kernels that sum in a fixed order, none chosen by timing. Slower; no "
-        "effect on a CPU, where this always holds.",
+        "Bit-identical repeats on a GPU: kernels with a fixed order of sums, none chosen by timing. Slower; no "
+        "effect on a CPU, where repeats are always identical.",
     )
 
 
@@ -272,14 +272,14 @@ class EmaConfig(Group):
 
     use_ema: Flag = common(False, "Keep an exponential moving average of the trained weights.", label="EMA")
     ema_validation: Literal["none", "ema_only", "comparison"] = common(
-        "comparison", "Which weights validation renders with."
+        "comparison", "Weights that validation renders with."
     )
     ema_update_interval: Integer = option(1, "Update when global_step is a multiple.", ge=1)
     ema_decay: Number = common(
         0.995, "Upper limit of the decay min((1+n)/(10+n), ema_decay) with n = step - 1.", ge=0, le=0.9999
     )
     ema_warmup_steps: Integer = option(0, "Before this step, the average is a copy of the weights.", ge=0)
-    ema_device: Literal["cpu", "accelerator"] = option("cpu", "Where the average is kept.")
+    ema_device: Literal["cpu", "accelerator"] = option("cpu", "Device of the average.")
     ema_cpu_only: Flag = option(False, "Keep and update the average on the CPU only.", label="EMA CPU Only")
     ema_foreach_disable: Flag = option(False, "Plain loops instead of fused updates; the result is the same.")
 
@@ -295,8 +295,8 @@ class OffloadConfig(Group):
 
     offload: Literal["manual", "auto"] = common(
         "manual",
-        "auto sets whatever is unset of offloading, gradient checkpointing and speed_keep_attention by the plan's "
-        "estimate, so that the run fits the device and uses all of it.",
+        "auto sets unset keys of offloading and gradient checkpointing, and speed_keep_attention, by the plan's "
+        "estimate: the fastest choice that fits the device.",
     )
     plan_device_memory_gb: Number | None = option(
         None,
@@ -319,22 +319,22 @@ class OffloadConfig(Group):
         ),
     )
     group_offload_type: Literal["block_level", "leaf_level"] = streamed(
-        "block_level", "What is streamed at a time; leaf_level also streams blocks."
+        "block_level", "Unit of streaming; leaf_level also streams blocks."
     )
     group_offload_blocks_per_group: Integer = streamed(
         1, "Blocks streamed together; two groups are on the device at a time.", ge=1, common=True
     )
     group_offload_resident_blocks: Integer = option(
         0,
-        "This many blocks, evenly spaced, stay on the device, in case copies are slower than the compute.",
+        "This many blocks, evenly spaced, stay on the device. Helps if copies are slower than compute.",
         ge=0,
         requires=when("enable_group_offload"),
     )
-    group_offload_use_stream: Flag = streamed(False, "Overlap copies with the compute (CUDA).", common=True)
+    group_offload_use_stream: Flag = streamed(False, "Overlap copies with compute (CUDA).", common=True)
     group_offload_to_disk_path: PathText | None = streamed(
         None, "Keep offloaded weights in this folder instead of in host memory; every step reads them twice."
     )
-    group_offload_text_encoder: Flag = option(False, "Stream the layers of text encoders, while caching.")
+    group_offload_text_encoder: Flag = option(False, "Stream the layers of text encoders while caching.")
     group_offload_vae: Flag = option(
         False,
         "Stream the blocks of the VAE, while caching and in previews; saves little, since VAEs are small.",
@@ -342,17 +342,16 @@ class OffloadConfig(Group):
     )
     offload_block_inputs: Flag = recomputed(
         False,
-        "Keep the block inputs that gradient checkpointing saves in host memory (CUDA).",
+        "Keep block inputs, which gradient checkpointing saves, in host memory (CUDA).",
         label="Offload Block Inputs",
     )
     offload_optimizer_state: Flag = option(
         False,
-        "Keep the optimizer's state in host memory and copy it to the device for the update of each weight (CUDA); "
-        "same results.",
+        "Keep optimizer state in host memory and copy it to the device for updates (CUDA); same results.",
         requires=when("optimizer_release_gradients", because="it updates one weight at a time", fatal=True),
     )
     enable_model_cpu_offload: Flag = common(
-        False, "Previews load one component at a time onto the device: the transformer leaves while the VAE decodes."
+        False, "In previews, move the transformer off the device while the VAE decodes."
     )
 
 
@@ -376,11 +375,11 @@ class CachingConfig(Group):
         False, "Run 3D convolutions of the HunyuanVideo VAE in slices of time (Kandinsky 5 Video)."
     )
     vae_enable_temporal_roll: Flag = option(
-        False, "Carry convolutions from frame to frame: Sana Video's VAE always does, the others cannot."
+        False, "Carry convolution state from frame to frame: always on in Sana Video's VAE, unavailable in the others."
     )
     keep_vae_loaded: Flag = option(False, "Keep the VAE on the device between validations.")
     vae_cache_ondemand: Flag = common(
-        False, "Encode latents when training first uses them, and cache them then; the VAE stays on the device."
+        False, "Encode and cache latents at their first use in training; the VAE stays on the device."
     )
     vae_cache_disable: Flag = option(
         False, "Encode latents at every use and cache none; the VAE stays on the device. A dataset may override it."
@@ -397,9 +396,9 @@ class CachingConfig(Group):
     write_batch_size: Integer = accepted(128, "writing needs no batches", ge=1)
     max_workers: Integer = option(32, "Decode threads, at most the machine's cores.", ge=1)
     torch_num_threads: Integer = option(8, "Compute threads on a CPU, at most the machine's cores.", ge=1)
-    dataloader_prefetch: Flag = option(False, "Read several batches ahead instead of one.")
+    dataloader_prefetch: Flag = option(False, "Prefetch several batches instead of one.")
     dataloader_prefetch_qlen: Integer = option(
-        10, "How many batches to read ahead.", ge=1, requires=when("dataloader_prefetch")
+        10, "Number of batches to prefetch.", ge=1, requires=when("dataloader_prefetch")
     )
     delete_problematic_images: Flag = option(
         False, "Move files that cannot be decoded to `<output_dir>/quarantine`; nothing is ever deleted."
@@ -407,9 +406,9 @@ class CachingConfig(Group):
     delete_unwanted_images: Flag = option(False, "Also move files outside the size or aspect limits there.")
 
     def captions_at_once(self, device: str, *, streamed: bool) -> int:
-        """How many captions are encoded together; more where each batch copies the weights to the device.
+        """Batch size for captions; larger if every batch copies the weights to the device.
 
-        A CPU is bound by arithmetic: there a batch saves nothing, and filling it up costs.
+        A CPU is bound by arithmetic: batches save nothing, and their padding costs.
         """
         return self.text_encoder_batch_size or (1 if device == "cpu" else 32 if streamed else 8)
 
@@ -422,7 +421,8 @@ class FlowConfig(Group):
 
     flow_schedule_shift: Number | None = common(
         None,
-        "Training sigmas become s·k / (1 + (k-1)·s); if set, also applies to the preview scheduler.",
+        "Training sigmas become s·k / (1 + (k-1)·s): above 1 favours composition, below 1 detail. If set, "
+        "previews use it, too.",
         gt=0,
         default_note="of the family",
     )
@@ -446,7 +446,7 @@ class FlowConfig(Group):
     )
     mixflow_enabled: Flag = option(
         False,
-        "MixFlow: train on inputs noisier than the model is told, see docs/experimental/MIXFLOW.md.",
+        "MixFlow: train on inputs noisier than their timestep, see docs/experimental/MIXFLOW.md.",
         excludes=(
             when("flow_use_uniform_schedule", because="MixFlow has a distribution of its own"),
             when("flow_use_beta_schedule", because="MixFlow has a distribution of its own"),
@@ -455,7 +455,7 @@ class FlowConfig(Group):
     )
     mixflow_gamma: Number = option(
         0.8,
-        "Largest share of the way to pure noise that they are moved; 0 moves nothing.",
+        "Maximum extra noise, as a share of the way to pure noise; 0 adds none.",
         ge=0,
         le=1,
         requires=when("mixflow_enabled"),
@@ -469,7 +469,7 @@ class TextConfig(Group):
         0.1, "Probability that a sample is trained with the empty caption.", ge=0, le=1
     )
     tokenizer_max_length: Integer | None = common(
-        None, "Longer captions are cut, with a warning.", ge=1, default_note="of the family"
+        None, "Longer captions are truncated, with a warning.", ge=1, default_note="of the family"
     )
 
 
@@ -485,7 +485,7 @@ class TreadConfig(Group):
 
     @property
     def routes(self) -> tuple[Route, ...]:
-        """The ranges of blocks that some tokens skip; none without `tread_config`."""
+        """The ranges of blocks that tokens skip; empty without `tread_config`."""
         return () if self.tread_config is None else tuple(self.tread_config.routes)
 
 
@@ -503,7 +503,7 @@ class ValidationConfig(Group):
     user_prompt_library: PathText | None = common(None, "JSON file that maps nicknames to prompts.")
     validation_prompt_library: Flag = option(False, "Also render a built-in list of prompts.")
     validation_negative_prompt: Text | None = common(
-        None, "What guidance steers away from.", default_note="of the family"
+        None, "Prompt that guidance steers away from.", default_note="of the family"
     )
     validation_seed: Integer | None = common(None, "Seed of previews.", default_note="`seed`")
     validation_randomize: Flag = option(False, "Use a new seed for every validation.")
@@ -525,13 +525,13 @@ class ValidationConfig(Group):
         None, "Frames per second of clips.", aliases=("frame_rate",), ge=1, default_note="of the family"
     )
     validation_using_datasets: Flag = option(False, "Use pictures of a dataset as conditions of previews.")
-    eval_dataset_id: TextList | None = option(None, "The dataset (or list) those pictures come from.")
+    eval_dataset_id: TextList | None = option(None, "The dataset (or list) of these pictures.")
     validation_preview: Flag = option(
         False,
-        "Show previews while they are sampled, as small pictures: in the output folder and in raw webhooks.",
+        "Write small pictures of unfinished previews to the output folder and to raw webhooks.",
         requires=unless("validation_disable"),
     )
-    validation_preview_steps: Integer = option(1, "Sampling steps between two of these pictures.", ge=1)
+    validation_preview_steps: Integer = option(1, "Sampling steps between these pictures.", ge=1)
     disable_benchmark: Flag = option(False, "Do not render the untrained model at step 0.")
     validation_disable: Flag = common(False, "No validation at all.", label="No Previews")
     validation_disable_unconditional: Flag = option(False, "Do not render the empty prompt.")
@@ -542,13 +542,13 @@ class ValidationConfig(Group):
     validation_image_format: Literal["png", "webp", "jpeg"] = option("png", "File format of previews.")
     validation_noise_scheduler: Literal["euler", "unipc", "dpm++"] | None = option(
         None,
-        "Sampler of previews, with the shift of the pipeline's own.",
+        "Sampler of previews, with the shift of the pipeline's sampler.",
         default_note="the pipeline's",
     )
     validation_decoding: Decoding = option(
         "whole",
-        "How previews are decoded: `strips` of rows take less memory and change only the rounding; `tiles` take least, "
-        "but change pixels slightly at their seams. Caches are not affected.",
+        "Decoding of previews: `strips` of rows take less memory and only change the rounding; `tiles` take "
+        "least, but slightly change pixels at their seams. Caches are unaffected.",
         default_note="`whole`; `strips` for clips that are too large for torch or the GPU",
     )
     validation_torch_compile: Flag = option(False, "Use compiled blocks in previews too, if training compiles them.")
@@ -560,7 +560,7 @@ class EvaluationConfig(Group):
     eval_steps_interval: Integer | None = common(
         None, "Compute the loss on `num_eval_images` samples of each eval dataset when global_step is a multiple.", ge=1
     )
-    eval_epoch_interval: Number | None = option(None, "The same, in epochs; 0.5 is twice an epoch.", gt=0)
+    eval_epoch_interval: Number | None = option(None, "The same in epochs; 0.5 is twice an epoch.", gt=0)
     eval_timesteps: Integer = option(28, "Number of evenly spaced timesteps in the evaluation.", ge=1, le=NOISE_LEVELS)
     eval_dataset_pooling: Flag = option(False, "Also report the mean over datasets.")
     eval_loss_disable: Flag = option(False, "No evaluation loss.")
@@ -575,10 +575,10 @@ class DatasetDefaults(Group):
     """Dataset defaults"""
 
     resolution: Number | None = common(
-        None, "Size that buckets aim for.", gt=0, le=LARGEST_SIZE, default_note="of the family"
+        None, "Target size of buckets.", gt=0, le=LARGEST_SIZE, default_note="of the family"
     )
     resolution_type: Literal["pixel", "area", "pixel_area"] = common(
-        "pixel_area", "Whether resolution is an edge, megapixels or the edge of a square of equal area."
+        "pixel_area", "Unit of resolution: short edge, megapixels, or edge of a square of equal area."
     )
     minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
     maximum_image_size: Number | None = option(
@@ -590,19 +590,19 @@ class DatasetDefaults(Group):
         None, "Pixel grid of bucket sizes.", default_note="of the family"
     )
     caption_strategy: CaptionStrategy = common("filename", "Where captions come from.")
-    instance_prompt: Texts | None = option(None, "Text put before captions or used instead of them.")
-    prepend_instance_prompt: Flag = option(False, "Put instance_prompt before each caption.")
+    instance_prompt: Texts | None = option(None, "Text to prepend to captions, or to use instead.")
+    prepend_instance_prompt: Flag = option(False, "Prepend instance_prompt to all captions.")
     only_instance_prompt: Flag = option(False, "Use instance_prompt instead of captions.")
     skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
     preserve_data_backend_cache: Flag = option(False, "Do not look for added files.")
     ignore_missing_files: Flag = option(False, "Use cached entries of files that are gone.")
-    retry_failed: Flag = option(False, "Download again what remote datasets could not download in earlier runs.")
+    retry_failed: Flag = option(False, "Retry failed downloads of remote datasets.")
     metadata_update_interval: Integer = accepted(3600, "the index is saved once, before training", ge=60)
     disable_bucket_pruning: Flag = option(
-        False, "Keep buckets that are too small for a batch, and fill the batch by repeating samples."
+        False, "Keep buckets smaller than a batch, and pad the batch with repeated samples."
     )
     allow_dataset_oversubscription: Flag = option(False, "If repeats is unset, raise it until a batch is full.")
-    override_dataset_config: Flag = option(False, "Accept a changed dataset without an error.")
+    override_dataset_config: Flag = option(False, "Accept a changed dataset.")
     vae_cache_scan_behaviour: Literal["recreate", "sync"] = accepted(
         "recreate", "a latent that does not match is re-encoded, under its own key"
     )

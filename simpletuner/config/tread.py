@@ -76,9 +76,9 @@ def check_routes(routes: Sequence[Route], blocks: int | None) -> Iterator[Proble
             continue
         inside.append((counted, route))
     inside.sort(key=lambda pair: pair[0].first)
-    for (one, first), (other, second) in itertools.pairwise(inside):
-        if other.first <= one.last:
-            shared = f"block {other.first}" if other.first == one.last else f"blocks {other.first} and on"
+    for (one, first), (following, second) in itertools.pairwise(inside):
+        if following.first <= one.last:
+            shared = f"block {following.first}" if following.first == one.last else f"blocks {following.first} and on"
             yield _problem(f"the routes from {first.written} and {second.written} overlap ({shared}).")
 
 

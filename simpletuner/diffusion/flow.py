@@ -39,7 +39,7 @@ def sample_sigmas(place: Place, flow: FlowConfig, shift: float, offset: float = 
         sigmas in (0, 1], float32, `B`, on the CPU.
     """
     # In float64: float32 would round shares close to 1 to 1, whose logit-normal quantile is infinite.
-    shares = torch.cat([torch.rand(1, generator=each, dtype=torch.float64) for each in place.generators("sigmas")])
+    shares = torch.cat([torch.rand(1, generator=draw, dtype=torch.float64) for draw in place.generators("sigmas")])
     if not flow.disable_segmented_timestep_sampling:
         slices = torch.randperm(place.group, generator=place.shared_generator("slices"))[list(place.slots)]
         shares = (slices + shares) / place.group
@@ -137,7 +137,7 @@ def make_noisy(
         # Both draw from the same generators, so their order is part of the result.
         generators = place.generators("perturbation")
         if noise_offset:
-            shifted = [torch.rand(1, generator=each) < noise_offset_probability for each in place.generators("offset")]
+            shifted = [torch.rand(1, generator=draw) < noise_offset_probability for draw in place.generators("offset")]
             strength = noise_offset * upload(torch.cat(shifted).view(-1, 1, 1, 1, 1), latents.device)
             in_input = noise = noise + strength * sample_noise(latents[..., :1, :1, :1], generators)
         if input_perturbation:

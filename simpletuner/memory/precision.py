@@ -278,7 +278,7 @@ def quantise(
     if not chosen:
         raise RuntimeError(f"no linear layer of {type(model).__name__} matches {layers!r}")
     device = torch.device("cpu") if via == "cpu" else accelerator
-    inside = {module for each in within or [model] for module in each.modules() if type(module) is not QuantisedLinear}
+    inside = {module for part in within or [model] for module in part.modules() if type(module) is not QuantisedLinear}
     wanted = [name for name in chosen if model.get_submodule(name) in inside]
     for _, block in groupby(wanted, key=block_of):
         for _, group in groupby(block, key=block_of if via == "accelerator" else str):

@@ -23,7 +23,7 @@ def planned_adapters(config: LoraConfig, spec: FamilySpec, targets: Targets, sha
     """
     file = read_lycoris(config.lycoris_config, spec, []) if config.lora_type == "lycoris" else None
     if file is not None:
-        products = {name: _lycoris_numbers(shapes[name], each) for name, each in file.layers(shapes).items()}
+        products = {name: _lycoris_numbers(shapes[name], settings) for name, settings in file.layers(shapes).items()}
         return Adapters(config.lora_rank, frozenset(products), products)
     modules, rank, products = matching_modules(shapes, targets), config.lora_rank, {}
     if config.lora_type == "lokr":

@@ -177,7 +177,7 @@ def transformer_cost(
         sparse: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
         compiled: blocks with adapters are compiled.
     """
-    counts = {group: len({each.split(".")[1] for each in shapes if each.startswith(f"{group}.")})
+    counts = {group: len({name.split(".")[1] for name in shapes if name.startswith(f"{group}.")})
               for group in table.groups}  # fmt: skip
     blocks = [f"{group}.{index}." for group, count in counts.items() for index in range(count)]
     large = counts[table.groups[-1]]
@@ -193,8 +193,8 @@ def transformer_cost(
     def attention(load: BatchShape) -> Work:
         numbers = {"width": block.hidden, "head": head, "text": load.text}
         small = _attention(table.flops["small"], {**numbers, "token": load.tokens}).times(len(blocks) - large)
-        each = (_attention(table.flops["large"], {**numbers, "token": one.tokens}) for one in load.in_blocks(large))
-        return sum(each, small).times(load.samples)
+        works = (_attention(table.flops["large"], {**numbers, "token": one.tokens}) for one in load.in_blocks(large))
+        return sum(works, small).times(load.samples)
 
     @cache
     def starts(module: str, full: bool) -> bool:
@@ -246,18 +246,18 @@ def _activations(
     factors = table.bytes[f"{kind} given" if timed else kind]
     axes = {"token": load.samples * load.tokens, "text": load.samples * load.text, "sample": load.samples}
     numbers = {**axes, "width": block.hidden, "inner": block.inner, "head": head, "heads": block.hidden // head}
-    found = {name: sum_of(each, numbers) for name, each in factors.items() if name != "reads"}
+    sums = {name: sum_of(factor, numbers) for name, factor in factors.items() if name != "reads"}
     saved = ("compiled" if compiled else "saved") if adapters.modules else "trained"
     elements = axes["token"] * block.hidden
     kept = elements * size + axes["token"] * numbers["heads"] * 4  # its result and log-sum-exp
     return Activations(
         held=elements * size,
-        saved=found[saved] + _adapted(block, factors["reads"], axes, adapters) * size + tiles.saved,
-        transient=max(found["transient"], tiles.making),
+        saved=sums[saved] + _adapted(block, factors["reads"], axes, adapters) * size + tiles.saved,
+        transient=max(sums["transient"], tiles.making),
         attention=kept if table.keeps_attention else 0.0,
-        outside=found["outside"],
-        sampling=found["sampling"] + tiles.saved + tiles.making,
-        traffic=found["traffic"] + 2 * (tiles.saved + tiles.making),
+        outside=sums["outside"],
+        sampling=sums["sampling"] + tiles.saved + tiles.making,
+        traffic=sums["traffic"] + 2 * (tiles.saved + tiles.making),
     )
 
 

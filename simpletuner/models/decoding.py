@@ -135,11 +135,11 @@ def decode_tiles(
         for columns in spans(z.shape[-1], stride):
             part = decode(z[..., rows, columns], return_dict=False)[0]
             if not out.numel():
-                size = [stride * each for each in z.shape[-2:]]
+                size = [stride * side for side in z.shape[-2:]]
                 out = part.new_zeros((*part.shape[:-2], *size), dtype=torch.float32)
                 total = out.new_zeros(size)
             weight = fall_off(part.shape[-2], z.device)[:, None] * fall_off(part.shape[-1], z.device)
-            down, across = (slice(stride * each.start, stride * each.stop) for each in (rows, columns))
+            down, across = (slice(stride * part.start, stride * part.stop) for part in (rows, columns))
             out[..., down, across] += part * weight
             total[down, across] += weight
     pixels = out.div_(total).to(part.dtype)

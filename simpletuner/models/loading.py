@@ -90,13 +90,13 @@ def check_shapes(part: Part) -> None:
     Raises:
         UserError: a weight is missing, or has another shape than the config says.
     """
-    found, settings = part.weight_shapes(), part.read_config()
-    if not found or settings is None:
+    stored, settings = part.weight_shapes(), part.read_config()
+    if not stored or settings is None:
         return  # unknown formats are checked when they are loaded
     with told_plainly(part), torch.device("meta"):
         model = getattr(diffusers, settings["_class_name"]).from_config(settings)
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    wrong = [f"{name} {list(shape)}" for name, shape in own.items() if found.get(name) != shape]
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wrong = [f"{name} {list(shape)}" for name, shape in expected.items() if stored.get(name) != shape]
     if wrong:
         where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
         raise UserError(f"{where} does not fit its config.json: its files lack {shorten(wrong)}.")
@@ -117,13 +117,13 @@ def load_vae(vae_class: Any, part: Part, caching: CachingConfig, device: torch.d
         UserError: it cannot be loaded, or holds NaN or infinity, which would turn previews black.
     """
     vae = load_whole(vae_class, part, torch_dtype=dtype)
-    broken = [name for name, each in vae.state_dict().items() if not bool(each.isfinite().all())]
+    broken = [name for name, tensor in vae.state_dict().items() if not bool(tensor.isfinite().all())]
     if broken:
         where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
         raise UserError(f"{where} holds NaN or infinite values in {shorten(broken)}.")
     vae.requires_grad_(False).eval().to(device)
     if dtype == torch.float32 and device.type == "cuda":
-        vae.encode, vae.decode = (full_float32()(each) for each in (vae.encode, vae.decode))
+        vae.encode, vae.decode = (full_float32()(method) for method in (vae.encode, vae.decode))
     if caching.vae_enable_slicing:
         vae.enable_slicing()
     if caching.vae_enable_tiling:

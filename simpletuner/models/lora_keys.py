@@ -98,13 +98,13 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
         first = next(iter(shapes), "no key")
         yield Problem(key, f"no key of {str(path)!r} belongs to this model (the first is {first!r}).")
         return
-    found = {module: rank for module, rank in ranks.items() if module in wanted or not wanted}
-    others = sorted({rank for rank in found.values() if rank != config.lora_rank})
+    held = {module: rank for module, rank in ranks.items() if module in wanted or not wanted}
+    others = sorted({rank for rank in held.values() if rank != config.lora_rank})
     if others:
         shown = ", ".join(map(str, others))
         yield Problem(key, f"{str(path)!r} has rank {shown}, lora_rank is {config.lora_rank}.")
     if wanted and (absent := sorted(wanted - ranks.keys())):
-        message = f"holds {len(found)} of {len(wanted)} trained layers; the others start untrained ({shorten(absent)})."
+        message = f"holds {len(held)} of {len(wanted)} trained layers; the others start untrained ({shorten(absent)})."
         yield Problem(key, f"{str(path)!r} {message}", fatal=False)
     if wanted and (surplus := sorted((ranks.keys() & set(modules)) - wanted)):
         message = f"{len(surplus)} layers of {str(path)!r} are not trained and are dropped ({shorten(surplus)})."
@@ -134,10 +134,10 @@ def _fault(path: Path, size: int, mtime_ns: int) -> str:
     """
     header = weights_header(path)
     entries = {name: entry for name, entry in header.items() if name != METADATA}
-    kinds = {name: each["dtype"] for name, each in entries.items() if role_of(name) not in (None, "alpha")}
+    kinds = {name: fields["dtype"] for name, fields in entries.items() if role_of(name) not in (None, "alpha")}
     if wrong := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in EXPONENTS]:
         return f"holds weights that are no floating-point numbers: {shorten(wrong, 3)}"
-    if wrong := _unpaired({name: tuple(each["shape"]) for name, each in entries.items()}):
+    if wrong := _unpaired({name: tuple(fields["shape"]) for name, fields in entries.items()}):
         return f"holds matrices without a product: {shorten(wrong, 3)}"
     try:
         lora_settings(path)
@@ -180,8 +180,8 @@ def lora_settings(path: Path) -> dict[str, Any]:
         text = beside.read_text(encoding="utf-8", errors="replace")
     try:
         settings = {without_prefix(key): value for key, value in json.loads(text or "{}").items()}
-        own = settings["alpha_pattern"] = settings.get("alpha_pattern") or {}
-        for layer, alpha in {"": settings.get("lora_alpha", 1), **own}.items():
+        alphas = settings["alpha_pattern"] = settings.get("alpha_pattern") or {}
+        for layer, alpha in {"": settings.get("lora_alpha", 1), **alphas}.items():
             if not math.isfinite(alpha) or not re.compile(layer):
                 raise ValueError
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, re.error):

@@ -137,10 +137,10 @@ def _malformed(content: Any) -> str:
     if not isinstance(preset, dict):
         return "it holds no JSON object with the settings, or apply_preset is none"
     lists = [preset.get(key, []) for key in ("target_module", "target_name", "exclude_name")]
-    if not all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in lists):
+    if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
         return "target_module, target_name and exclude_name must be lists of names"
     maps = [preset.get(key, {}) for key in MAPS]
-    if not all(isinstance(each, dict) and all(isinstance(own, dict) for own in each.values()) for each in maps):
+    if not all(isinstance(table, dict) and all(isinstance(entry, dict) for entry in table.values()) for table in maps):
         return "module_algo_map and name_algo_map must map names to settings"
     for pattern in (*preset.get("target_name", []), *preset.get("exclude_name", []), *preset.get("name_algo_map", {})):
         try:
@@ -166,9 +166,9 @@ def check_lycoris(file: LycorisFile, shapes: Mapping[str, Shape], *, quantised: 
     if not content.get("linear_dim") and not content.get("full_matrix"):
         yield Problem(KEY, "linear_dim or full_matrix is missing.")
     yield from _check_settings(content, quantised)
-    for own in (each for key in MAPS for each in preset.get(key, {}).values()):
-        yield from _unknown(own, (*OF_LAYERS, *UNUSED, *REFUSED_KEYS), "setting of an algo map")
-        yield from _check_settings({**content, **own}, quantised)
+    for entry in (value for key in MAPS for value in preset.get(key, {}).values()):
+        yield from _unknown(entry, (*OF_LAYERS, *UNUSED, *REFUSED_KEYS), "setting of an algo map")
+        yield from _check_settings({**content, **entry}, quantised)
     known = f"The classes are: {', '.join(file.classes)}."
     named = dict.fromkeys((*preset.get("target_module", []), *preset.get("module_algo_map", {})))
     strange = [word for word in named if word not in file.classes]

@@ -268,7 +268,7 @@ class ModelSource:
 
     def problems(self) -> list[Problem]:
         """Problems of local folders and malformed hub ids; a missing repository shows at the download."""
-        found = []
+        problems = []
         by_location: dict[str, list[Part]] = {}
         for part in self.parts.values():
             by_location.setdefault(part.location, []).append(part)
@@ -276,16 +276,16 @@ class ModelSource:
             if not parts[0].is_local:
                 if not HUB_ID.fullmatch(location):
                     message = f"{location!r} is neither an existing folder nor a valid hub id."
-                    found.append(Problem(parts[0].key, message))
+                    problems.append(Problem(parts[0].key, message))
                 continue
             if not Path(location).expanduser().is_dir():
-                found.append(Problem(parts[0].key, f"the model folder {location!r} does not exist."))
+                problems.append(Problem(parts[0].key, f"the model folder {location!r} does not exist."))
                 continue
             faults = [f"{part.folder} ({fault})" for part in parts if (fault := part.fault()) is not None]
             if faults:
                 message = f"the model folder {location!r} lacks a usable {', '.join(faults)}."
-                found.append(Problem(parts[0].key, message))
-        return found
+                problems.append(Problem(parts[0].key, message))
+        return problems
 
 
 def looks_like_path(location: str) -> bool:
@@ -330,15 +330,15 @@ def encoder_fault(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     inner = config.get("text_config")
     settings = {**config, **(inner if isinstance(inner, dict) else {})}
     wanted = settings.get("num_hidden_layers")
-    found = {int(match[1]) for match in map(LAYER.search, shapes) if match}
-    absent = sorted(set(range(wanted)) - found) if isinstance(wanted, int) and found else []
+    layers = {int(match[1]) for match in map(LAYER.search, shapes) if match}
+    absent = sorted(set(range(wanted)) - layers) if isinstance(wanted, int) and layers else []
     if absent:
         return f"is incomplete: its files lack layers {shorten([str(number) for number in absent])} of {wanted}"
     size = [settings.get(key) for key in ("vocab_size", "hidden_size")]  # None is the class's default
     for name, shape in shapes.items():
         if not name.endswith(("embed_tokens.weight", "token_embedding.weight")):
             continue
-        if any(said not in (None, found) for said, found in zip(size, shape, strict=False)):
+        if any(said not in (None, actual) for said, actual in zip(size, shape, strict=False)):
             return f"has {name} of {list(shape)}, where its config.json says {size}"
         if tokens is not None and not shape[0] / 2 < tokens <= shape[0]:
             return f"has an embedding of {shape[0]} tokens, its tokenizer has {tokens}"

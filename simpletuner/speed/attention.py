@@ -155,7 +155,7 @@ def serve(name: str) -> bool:
 def measure(backend: SDPBackend, *call: Tensor) -> float:
     """Milliseconds of a forward pass on a CUDA device, and of a backward pass unless gradients are switched off;
     infinite if the kernel does not support it."""
-    inputs = [each.detach().requires_grad_() for each in call]
+    inputs = [tensor.detach().requires_grad_() for tensor in call]
     times = []
     with sdpa_kernel(backend), outside_checkpoints():
         for _ in range(3):

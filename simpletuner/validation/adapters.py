@@ -65,7 +65,7 @@ def check_adapters(
         message = "and validation_adapter_* exclude each other: compiled blocks would not see the further LoRAs."
         yield Problem("validation_torch_compile", message)
     if not config.validation_adapters.entries:
-        for prompt in (each for each in prompts if each.adapter_strength is not None):
+        for prompt in [prompt for prompt in prompts if prompt.adapter_strength is not None]:
             message = f"the adapter_strength of {prompt.nickname!r} has no effect without validation_adapter_path."
             yield Problem("user_prompt_library", message, fatal=False)
 

@@ -85,8 +85,8 @@ class EvaluationLoss:
         The processes split the samples; the means equal those of one process, bit for bit.
         """
         weights = weights_to_use(self.ema, self.ema_validation)
-        samples = [(use_ema, sample) for use_ema in weights for each in self.datasets.values() for sample in each]
-        found: dict[int, Tensor] = {}
+        samples = [(use_ema, sample) for use_ema in weights for dataset in self.datasets.values() for sample in dataset]
+        losses: dict[int, Tensor] = {}
         share_work(
             assembly.world,
             self.events,
@@ -94,10 +94,10 @@ class EvaluationLoss:
                 f"Evaluating at step {step}", len(samples) * self.config.eval_timesteps, "timesteps", EVALUATION
             ),
             partial(self._measure, assembly, own_share(assembly, samples)),
-            found.__setitem__,
+            losses.__setitem__,
             in_lockstep=assembly.is_sharded,
         )
-        return self._means([found[place].to(assembly.accelerator.device) for place in range(len(samples))])
+        return self._means([losses[place].to(assembly.accelerator.device) for place in range(len(samples))])
 
     def _measure(
         self,
@@ -108,7 +108,7 @@ class EvaluationLoss:
     ) -> None:
         """Pass on the losses of samples, with the moving average or without."""
         with quiet(assembly):
-            for use_ema, group in itertools.groupby(samples, key=lambda each: each[1][0]):
+            for use_ema, group in itertools.groupby(samples, key=lambda item: item[1][0]):
                 with self.ema.applied() if use_ema and self.ema else nullcontext():
                     for place, (_, sample) in group:
                         losses = []

@@ -281,8 +281,8 @@ class ValidationRunner:
             NonFiniteError: a weight is NaN or infinite.
         """
         step, world = state.global_step, assembly.world
-        there = {replace(record, path="") for record in self.recorded}
-        shots = [shot for shot in self._shots(step, benchmark) if shot.record(step) not in there]
+        recorded = {replace(record, path="") for record in self.recorded}
+        shots = [shot for shot in self._shots(step, benchmark) if shot.record(step) not in recorded]
         if not shots or self._rendered_at == step:
             return
         world.main_only(lambda: discard_unfinished(self.output_dir))
@@ -315,7 +315,7 @@ class ValidationRunner:
         with quiet(assembly):
             stop_if_result_not_finite(assembly, self.ema)
             # Grouped, because switching to the average and back copies all weights.
-            for (use_ema, loras), group in itertools.groupby(shots, key=lambda each: (each[1].ema, each[1].loras)):
+            for (use_ema, loras), group in itertools.groupby(shots, key=lambda item: (item[1].ema, item[1].loras)):
                 averaged = self.ema.applied() if use_ema and self.ema else nullcontext()
                 with averaged, self._applied(assembly, loras):
                     for place, shot in group:

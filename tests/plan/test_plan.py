@@ -75,7 +75,7 @@ def test_json_holds_every_problem_and_ends_with_the_same_code(workspace: Workspa
 
 def test_a_finished_run_has_nothing_left_to_do(trained: Workspace, capsys: Capture) -> None:
     shown = plan(trained, capsys)
-    assert "no step is left: this run is trained" in shown
+    assert "no steps remain: this run is finished" in shown
     assert "has not finished" not in shown
     Ledger(4, 1, ("uploads", "end")).write(trained.path("output"))
     assert "has not finished: the uploads, the end of the records." in plan(trained, capsys)

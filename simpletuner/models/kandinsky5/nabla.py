@@ -196,28 +196,28 @@ def _first_correct(device: torch.device, dtype: torch.dtype, head_dim: int, head
             return name, attend
         faults.append(f"{name}: {fault}")
     logger.warning(
-        "This checkpoint was trained with block-sparse attention (NABLA), and on %s no way to compute it passed its "
-        "test (%s). It is trained with dense attention instead: slower, and not what is sampled elsewhere.",
+        "This checkpoint was trained with block-sparse attention (NABLA), but on %s every implementation failed its "
+        "test (%s). Training uses dense attention instead: slower, and different from sampling elsewhere.",
         device, "; ".join(faults),
     )  # fmt: skip
     return "dense", attend_dense
 
 
 def _faster(
-    present: tuple[str, Attend], other: tuple[str, Callable[[], Attend]],
+    present: tuple[str, Attend], candidate: tuple[str, Callable[[], Attend]],
     device: torch.device, dtype: torch.dtype, head_dim: int, heads: int,
 ) -> tuple[str, Attend]:  # fmt: skip
     """The faster of two implementations in forward plus backward; the second is only used if it is correct."""
-    name, attend = other[0], other[1]()
+    name, attend = candidate[0], candidate[1]()
     fault = find_fault(attend, device, dtype, head_dim, heads)
     if fault is not None:
         logger.info("Block-sparse attention (NABLA) cannot use %s: %s.", name, fault)
         return present
-    own, shape = torch.Generator(device).manual_seed(0), (1, TIMED * TILE, heads, head_dim)
-    draws = [torch.randn(shape, generator=own, device=device, dtype=dtype) for _ in range(4)]
-    tiles = torch.rand(1, heads, TIMED, TIMED, generator=own, device=device) < 0.2
+    generator, shape = torch.Generator(device).manual_seed(0), (1, TIMED * TILE, heads, head_dim)
+    draws = [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4)]
+    tiles = torch.rand(1, heads, TIMED, TIMED, generator=generator, device=device) < 0.2
     tiles = tiles | torch.eye(TIMED, dtype=torch.bool, device=device)
-    seconds = [min(_seconds(each, draws, tiles) for _ in range(4)) for each in (present[1], attend)]
+    seconds = [min(_seconds(implementation, draws, tiles) for _ in range(4)) for implementation in (present[1], attend)]
     return (name, attend) if seconds[1] < seconds[0] else present
 
 
@@ -250,14 +250,14 @@ def find_fault(
     draws = [(torch.randn(shape, generator=generator) / 2).to(dtype) for _ in range(4)]
     tiles = torch.rand(2, heads, 5, 5, generator=generator) < 0.4
     tiles = tiles | torch.eye(5, dtype=torch.bool)
-    wanted = _results(attend_masked, [each.double() for each in draws], tiles, backward)
+    wanted = _results(attend_masked, [draw.double() for draw in draws], tiles, backward)
     try:
-        found = _results(attend, [each.to(device) for each in draws], tiles.to(device), backward)
+        results = _results(attend, [draw.to(device) for draw in draws], tiles.to(device), backward)
     except DEVICE_FAILURES:
         raise
     except (RuntimeError, ValueError, AssertionError) as error:  # compilers and kernels refuse with any error
         return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    distance = max(_distance(one, other) for one, other in zip(found, wanted, strict=True))
+    distance = max(_distance(*pair) for pair in zip(results, wanted, strict=True))
     limit = tolerance(device, dtype)
     return None if distance <= limit else f"off by {distance:.1e}, more than {limit:.1e}"
 

@@ -18,10 +18,10 @@ PIPELINES = {
 def usage_snippet(usage: Usage) -> str:
     """Python code that reproduces the preview of the same prompt and seed."""
     pipeline, is_clip = PIPELINES[usage.task], usage.task in ("t2v", "i2v")
-    own = ["from simpletuner.models.kandinsky5.loading import load_processor"]
+    imports = ["from simpletuner.models.kandinsky5.loading import load_processor"]
     is_official = usage.options.of(KandinskyOptions).text_template == "official"
     if is_official:
-        own.append("from simpletuner.models.kandinsky5.templates import OFFICIAL")
+        imports.append("from simpletuner.models.kandinsky5.templates import OFFICIAL")
     scheduler = f"{parts.EULER}.from_config(pipe.scheduler.config, shift={usage.shift:g})" if usage.shift else None
     if usage.solver not in (None, "euler"):
         scheduler = parts.solver_code(
@@ -29,7 +29,7 @@ def usage_snippet(usage: Usage) -> str:
         )
     classes = [pipeline, parts.SOLVERS[usage.solver or "euler"]] if scheduler else [pipeline]
     lines = [
-        *parts.imports(usage, *own, classes=classes),
+        *parts.imports(usage, *imports, classes=classes),
         f"model = {parts.text(usage.model)}",
         f"pipe = {pipeline}.from_pretrained(model, tokenizer=load_processor(model), dtype=torch.{usage.dtype})",
         *(_template(usage) if is_official else []),

@@ -76,14 +76,14 @@ def check_sizes(
     config: RunConfig, flavour: Flavour, used: Sequence[Size], trained: Mapping[str, Sequence[Size]]
 ) -> list[Problem]:
     """Warnings about sizes that the stock pipeline samples with another RoPE scale than they are trained with."""
-    own = config.family.of(KandinskyOptions).rope_scale
-    scale = own or rope_scale_of_size(used[0] if used else None, flavour.name)
+    explicit = config.family.of(KandinskyOptions).rope_scale
+    scale = explicit or rope_scale_of_size(used[0] if used else None, flavour.name)
     others = [size for size in used if rope_scale_of_size(size, flavour.name) != scale]
     problems = []
     if others:
         message = f"{write_rope_scale(scale)} is trained; the pipeline samples {_sizes(others)} with another scale."
         problems.append(Problem("validation_resolution", message, fatal=False))
-    if own is not None:
+    if explicit is not None:
         return problems  # an explicit scale is meant for every bucket
     for name, sizes in trained.items():
         strange = [size for size in sizes if rope_scale_of_size(size, flavour.name) != scale]

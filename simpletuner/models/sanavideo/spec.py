@@ -94,9 +94,9 @@ def check_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
     if problems or transformer is None:
         return problems
     channels = transformer.get("in_channels")
-    own = None if vae is None else vae.get("latent_channels" if vae_class(flavour) == LTX2 else "z_dim")
-    if vae is not None and own != channels:
-        problems.append(Problem(VAE_KEY, f"the VAE has {own} channels, the transformer {channels}."))
+    latent_channels = None if vae is None else vae.get("latent_channels" if vae_class(flavour) == LTX2 else "z_dim")
+    if vae is not None and latent_channels != channels:
+        problems.append(Problem(VAE_KEY, f"the VAE has {latent_channels} channels, the transformer {channels}."))
     if transformer.get("out_channels") not in (None, channels):
         message = f"the transformer takes {channels} channels but returns {transformer['out_channels']}."
         problems.append(Problem(MODEL_KEY, message))

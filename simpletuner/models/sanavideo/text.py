@@ -58,8 +58,8 @@ class SanaTextEncoder:
     ) -> None:
         self.max_length, self.device = max_length, device
         self.motion_score = options.sana_motion_score
-        own = options.sana_complex_human_instruction
-        self.instruction = "\n".join(pipeline_instruction() if own is True else own)
+        instruction = options.sana_complex_human_instruction
+        self.instruction = "\n".join(pipeline_instruction() if instruction is True else instruction)
         with told_plainly(source["tokenizer"]):
             self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(source["tokenizer"].fetch())
         self.tokenizer.padding_side = "right"
