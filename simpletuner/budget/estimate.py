@@ -126,16 +126,19 @@ class StepMemory:
         return sum(getattr(self, each.name) for each in fields(self))
 
 
-def optimizer_state_bytes(name: OptimizerName, trained_bytes: float, *, compensated: bool) -> float:
+def optimizer_state_bytes(
+    name: OptimizerName, trained_bytes: float, *, compensated: bool, widened: bool = False
+) -> float:
     """Bytes of optimizer state per trained number.
 
     Args:
         compensated: bf16 weights are trained, whose compensated summation needs one more tensor.
+        widened: their second moment is float32.
     """
     spec = OPTIMIZERS[name]
     compensated = compensated and not spec.rounds_randomly
     size = trained_bytes if spec.moment_bytes is None else spec.moment_bytes
-    return spec.moments * size + compensated * trained_bytes
+    return spec.moments * size + compensated * trained_bytes + widened * (BYTES["fp32"] - size)
 
 
 def trained_numbers(cost: TransformerCost, setup: TrainingSetup) -> int:

@@ -223,7 +223,7 @@ def choose(budget: Budget) -> Budget:
 def _updates(budget: Budget) -> list[Budget]:
     """Ways to update the weights of a full fine-tune, those with other results last; a LoRA has one."""
     released = _updated(budget, RELEASED, "each gradient is freed as soon as its weight is updated")
-    low = _updated(released, LOW_BIT, f"with state in 16 bits the run does not fit {_room(budget.device)}")
+    low = _updated(released, LOW_BIT, f"without state in 8 bits the run does not fit {_room(budget.device)}")
     ways = [budget]
     for one in (released, low) if low is not released else (released,):
         reason = "state is on the device only while its weight is updated"

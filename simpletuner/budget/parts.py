@@ -11,7 +11,7 @@ from simpletuner.budget.device import Device
 from simpletuner.budget.estimate import TrainingSetup, optimizer_state_bytes, update_bytes
 from simpletuner.budget.workload import Bucket
 from simpletuner.config.load import RunConfig
-from simpletuner.config.optimizers import optimizer_name, trained_precision
+from simpletuner.config.optimizers import optimizer_name, trained_precision, widens_second_moment
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.speed import compile_backend, keeps_attention, plain_math
@@ -71,13 +71,14 @@ class Parts:
         is_lora, offload, precision = config.model.model_type == "lora", config.offload, config.precision
         trained = trained_precision(config.optimizer, precision)
         name, weights = optimizer_name(config.optimizer, precision.mixed_precision), weights_of(self.transformer.shapes)
+        is_bf16, widened = trained == "bf16", widens_second_moment(config.optimizer, precision.mixed_precision)
         setup = TrainingSetup(
             dtype=transformer_dtype(precision) if is_lora else trained,
             adapters=planned_adapters(config.lora, self.spec, self.targets, weights)
             if is_lora and self.trains
             else NO_ADAPTERS,
             trained_bytes=BYTES[trained],
-            state_bytes=optimizer_state_bytes(name, BYTES[trained], compensated=trained == "bf16"),
+            state_bytes=optimizer_state_bytes(name, BYTES[trained], compensated=is_bf16, widened=is_bf16 and widened),
             checkpoint_interval=precision.checkpoint_interval,
             kept_blocks=precision.gradient_checkpointing_kept_blocks,
             keep_attention=precision.gradient_checkpointing and keeps_attention(config.speed),

@@ -97,8 +97,9 @@ def _torch(
 def _optimi(
     name: str, settings: Mapping[str, OptimizerValue], *, is_adam: bool = True, moments: int = 2, temporaries: int = 0
 ) -> OptimizerSpec:
+    module = "simpletuner.training.second_moment" if is_adam else "optimi"
     return OptimizerSpec(
-        f"optimi:{name}", settings, is_adam=is_adam, keeps_bf16=True, moments=moments,
+        f"{module}:{name}", settings, is_adam=is_adam, keeps_bf16=True, moments=moments,
         kernels=("triton", "foreach"), temporaries=temporaries,
     )  # fmt: skip
 
@@ -219,6 +220,10 @@ ADAM_KEYS = {
 }  # fmt: skip
 PAIR = {"optimizer_beta1": "beta1", "optimizer_beta2": "beta2"}
 
+# A bf16 number has 8 significant bits. Rounding undoes whatever changes it by less than half its distance to the next
+# one, which is 2**-9 to 2**-8 of the number.
+LOST_IN_BF16 = 2**-8
+
 # Prodigy's rate is a factor on its own estimate; a usual rate such as 1e-4 would stop it from learning.
 PRODIGY_LOWEST_RATE = 0.1
 
@@ -231,7 +236,7 @@ def optimizer_name(config: OptimizerConfig, mixed_precision: str) -> OptimizerNa
 
 
 def update_kernel(
-    name: OptimizerName, device: str, weights: int, numbers: int, *, sharded: bool, triton: bool
+    name: OptimizerName, device: str, weights: int, numbers: int, *, sharded: bool, triton: bool, widened: bool = False
 ) -> UpdateKernel | None:
     """The implementation that a new run updates its weights with; None leaves it to the library.
 
@@ -242,15 +247,30 @@ def update_kernel(
         weights, numbers: how many tensors are trained, and how many numbers in all of them.
         sharded: each process has a part of every weight only.
         triton: whether Triton kernels can run.
+        widened: the second moment is wider than the weights, to whose dtype Triton kernels would round it.
     """
     kernels = OPTIMIZERS[name].kernels
     if not kernels or device != "cuda":
         return "loop" if kernels else None
     if "fused" in kernels:
         return "fused"
-    if "foreach" in kernels and not sharded and weights >= MANY_WEIGHTS and numbers < weights * LARGE_WEIGHT:
+    suits_foreach = widened or (weights >= MANY_WEIGHTS and numbers < weights * LARGE_WEIGHT)
+    if "foreach" in kernels and not sharded and suits_foreach:
         return "foreach"
-    return "triton" if "triton" in kernels and triton else "loop"
+    return "triton" if "triton" in kernels and triton and not widened else "loop"
+
+
+def is_lost_in_bf16(beta: float) -> bool:
+    """Whether a bf16 number times beta may be the number itself, so that a mean with this decay would only grow."""
+    return 1 - beta < LOST_IN_BF16
+
+
+def widens_second_moment(config: OptimizerConfig, mixed_precision: str) -> bool:
+    """Whether the second moment of bf16 weights is kept in float32 (`training.second_moment`)."""
+    name, settings = optimizer_name(config, mixed_precision), optimizer_settings(config, mixed_precision)
+    spec = OPTIMIZERS[name]
+    betas = [float(settings[beta]) for beta in BETAS if beta in settings]
+    return spec.is_adam and spec.keeps_bf16 and not spec.rounds_randomly and is_lost_in_bf16(betas[-1])
 
 
 def keeps_bf16_weights(name: OptimizerName) -> bool:

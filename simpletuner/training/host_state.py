@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -69,9 +69,9 @@ class HostState:
         self._arriving.clear()
         self._last = None
 
-    def load(self, state: Mapping[nn.Parameter, State]) -> None:
-        """Take over a saved state, on the CPU, exactly as it was saved."""
-        for parameter, saved in state.items():
+    def load(self, states: Iterable[tuple[nn.Parameter, State]]) -> None:
+        """Take over saved states of weights, on the CPU, exactly as they are."""
+        for parameter, saved in states:
             self._keep(parameter, saved)
         self.finish()
 

@@ -30,6 +30,7 @@ from simpletuner.config.speed import has_compiler
 from simpletuner.distributed.sharding import is_part
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.training.host_state import HostState
+from simpletuner.training.second_moment import SQUARES, DecayingSquares
 
 # Key of a parameter group that names the technique whose module it holds.
 OWNER = "owner"
@@ -90,11 +91,17 @@ def _choose_kernel(optimizer: torch.optim.Optimizer, name: OptimizerName, traine
     kernel = update_kernel(
         name, trained[0].device.type, len(trained), sum(each.numel() for each in trained),
         sharded=any(map(is_part, trained)), triton=runs_triton(trained),
+        widened=_is_widened(optimizer, optimizer.param_groups[0]),
     )  # fmt: skip
     for group in optimizer.param_groups if kernel is not None else ():
         # A technique may leave its module without gradients for a step, in which optimi's foreach fails.
         own = "loop" if OWNER in group and kernel == "foreach" else kernel
         group.update({key: key == own for key in KERNEL_KEYS if key in group})
+
+
+def _is_widened(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether the second moment of a weight is wider than the weight."""
+    return isinstance(optimizer, DecayingSquares) and any(optimizer.is_wide(group, each) for each in group["params"])
 
 
 def runs_triton(params: Sequence[nn.Parameter]) -> bool:
@@ -127,27 +134,40 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: Ho
     stays = {number: each for number, each in state["state"].items() if number not in apart}
     optimizer.load_state_dict({**state, "state": stays})
     if host is not None:
-        fused = {n for group in state["param_groups"] if group.get("fused") for n in group["params"]}
-        found = {n: state["state"][n] for n in apart if n in state["state"]}
-        host.load({apart[n]: _counted_on_device(each, apart[n]) if n in fused else each for n, each in found.items()})
+        groups = {each: group for group in optimizer.param_groups for each in group["params"]}
+        found = ((each, state["state"][n]) for n, each in apart.items() if n in state["state"])
+        host.load((each, _as_updated(optimizer, groups[each], each, its_state)) for each, its_state in found)
+    squares = [each[SQUARES].dtype for each in state["state"].values() if SQUARES in each]
+    if torch.bfloat16 in squares and any(_is_widened(optimizer, group) for group in optimizer.param_groups):
+        logger.warning(
+            "The checkpoint holds the optimizer's second moment in bf16, where it could only grow. From here on it is "
+            "float32 and decays."
+        )
     _replace_missing_kernels(optimizer, chosen)
 
 
-def _counted_on_device(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """A weight's state with the count of its steps where torch's fused kernels read it."""
-    return {key: each.to(parameter.device) if key == "step" else each for key, each in state.items()}
+def _as_updated(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weight: nn.Parameter, state: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """A weight's saved state as its update reads it: torch's fused kernels count its steps on the device."""
+    if group.get("fused"):
+        state = {key: each.to(weight.device) if key == "step" else each for key, each in state.items()}
+    return optimizer.widened(group, weight, state) if isinstance(optimizer, DecayingSquares) else state
 
 
 def _replace_missing_kernels(optimizer: torch.optim.Optimizer, chosen: Sequence[Mapping[str, object]]) -> None:
     """Take this machine's choice where the saved kernels cannot run, and say so."""
     groups = optimizer.param_groups
-    missing = [place for place, group in enumerate(groups) if group.get("triton") and not runs_triton(group["params"])]
+    missing = [
+        place for place, group in enumerate(groups)
+        if group.get("triton") and (_is_widened(optimizer, group) or not runs_triton(group["params"]))
+    ]  # fmt: skip
     for place in missing:
         groups[place].update(chosen[place])
     if missing:
         logger.warning(
-            "The checkpoint's weights were updated by Triton kernels, which need a GPU with bf16, triton, a C compiler "
-            "and unsharded weights. Other kernels go on from here; they round differently."
+            "The checkpoint's weights were updated by Triton kernels, which need a GPU with bf16, triton, a C "
+            "compiler, unsharded weights, and state in their dtype. Others go on from here; they round differently."
         )
 
 

@@ -22,7 +22,7 @@ from simpletuner.budget.estimate import (
     trained_bytes,
     update_bytes,
 )
-from simpletuner.config.optimizers import keeps_bf16_weights
+from simpletuner.config.optimizers import keeps_bf16_weights, widens_second_moment
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.config.speed import checkpointed_blocks
 from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, Kernels, TransformerCost
@@ -180,9 +180,10 @@ def test_int8_halves_what_is_linear(lite: TransformerCost) -> None:
 
 
 def test_a_full_fine_tune_trains_every_weight(lite: TransformerCost) -> None:
-    full = TrainingSetup("bf16", NO_ADAPTERS, 2, optimizer_state_bytes("adamw_bf16", 2, compensated=True))
+    state = optimizer_state_bytes("adamw_bf16", 2, compensated=True, widened=True)
+    full = TrainingSetup("bf16", NO_ADAPTERS, 2, state)
     assert frozen_bytes(lite, full) == 0
-    assert trained_bytes(lite, full) == lite.parameters * (2 + 2 + 6)
+    assert trained_bytes(lite, full) == lite.parameters * (2 + 2 + 8)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
@@ -234,15 +235,18 @@ OPTIMIZERS: list[OptimizerName] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_of_a_real_optimizer(name: OptimizerName) -> None:
-    compensated = keeps_bf16_weights(name)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, "") for name in OPTIMIZERS), ("adamw_bf16", "beta2=.99"), ("optimi-adan", "beta3=.999")],
+)
+def test_state_of_a_real_optimizer(name: OptimizerName, settings: str) -> None:
+    config = OptimizerConfig(optimizer=name, optimizer_config=settings)
+    compensated, widened = keeps_bf16_weights(name), widens_second_moment(config, "bf16")
     dtype = torch.bfloat16 if compensated else torch.float32
     weight = nn.Parameter(torch.randn(256, 64, dtype=dtype))
-    config = OptimizerConfig(optimizer=name)
     optimizer = build_optimizer([weight], config, mixed_precision="bf16", learning_rate=1e-3)
     weight.grad = torch.randn_like(weight)
     optimizer.step()
     tensors = [each for each in optimizer.state[weight].values() if isinstance(each, torch.Tensor) and each.ndim > 1]
     found = sum(each.nbytes for each in tensors) / weight.numel()
-    assert optimizer_state_bytes(name, dtype.itemsize, compensated=compensated) == found
+    assert optimizer_state_bytes(name, dtype.itemsize, compensated=compensated, widened=widened) == found

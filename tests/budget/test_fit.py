@@ -269,7 +269,7 @@ def test_auto_changes_the_optimizer_of_a_full_fine_tune_last_and_never_one_that_
     chosen = choose(budget(small, model_type="full"))
     assert fits(chosen.phases, small, headroom=HEADROOM)
     assert chosen.config.optimizer.optimizer == "ao-adamw8bit"
-    assert chosen.decisions[1].startswith("optimizer ao-adamw8bit: with state in 16 bits the run does not fit")
+    assert chosen.decisions[1].startswith("optimizer ao-adamw8bit: without state in 8 bits the run does not fit")
     for mine in ({"optimizer": "optimi-adamw"}, {"optimizer_release_gradients": False}):
         found = choose(budget(small, model_type="full", **mine)).config.optimizer.model_dump()
         assert found | mine == found
@@ -364,8 +364,8 @@ def test_auto_streams_rather_than_computing_attention_twice() -> None:
 def test_auto_moves_inputs_alone_where_weights_cannot_stream() -> None:
     settings = {"model_type": "full", "gradient_checkpointing": True, "optimizer_release_gradients": False}
     settings |= {"optimizer": "adamw_bf16"}
-    assert not fits(budget(gpu(29), **settings).phases, gpu(29), headroom=HEADROOM)
-    chosen = choose(budget(gpu(29), **settings))
+    assert not fits(budget(gpu(33), **settings).phases, gpu(33), headroom=HEADROOM)
+    chosen = choose(budget(gpu(33), **settings))
     assert fits(chosen.phases, chosen.device, headroom=HEADROOM)
     assert chosen.decisions[0].startswith(
         "offload_block_inputs true: the blocks are checkpointed, and their inputs are kept"

@@ -212,5 +212,5 @@ def main(place: World, checkpoint: Path, folder: Path, leg: int, cases: Sequence
         for name in RELAYED:
             results[f"{name}-relay"] = relay(name, checkpoint, world, folder, leg)
         if leg == 0:
-            results["exact"] = is_exact("full", checkpoint, world, folder)
+            results["exact"] = all(is_exact(name, checkpoint, world, folder) for name in ("full", "full-bf16"))
     torch.save(results, folder / f"results-{leg}-{place.rank}.pt")
