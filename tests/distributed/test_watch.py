@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed import HashStore
 
 from simpletuner.distributed import watch
 from simpletuner.distributed.joining import join_watch, open_store
-from simpletuner.distributed.watch import GONE, Beat, Pulse, Watch, where_it_is
+from simpletuner.distributed.watch import GONE, Beat, Link, Pulse, Watch, where_it_is
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from tests.processes import free_port
@@ -84,6 +85,8 @@ def test_the_first_failure_ends_all(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
     assert second.fail("a mistake", 2) == ("a mistake", 2)
     assert first.fail("another one", 1) == ("a mistake", 2)
+    first._decide("another one", 1)
+    assert first.verdict == ("a mistake", 2)
 
 
 def test_whoever_ends_by_itself_has_time_for_it(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +188,21 @@ def test_processes_that_wait_for_each_other(joined: Joined, monkeypatch: pytest.
     assert [each.known(60.0) for each in pair] == [(message, 1)] * 2
 
 
+def test_a_report_ends_the_silence_and_one_that_gets_on_the_waiting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender, receiver = Link(socket.create_connection(server.getsockname())), Link(server.accept()[0])
+    first = Watch(0, 2, "key", 0.5)
+    first.pulse.still, first.links.found[1] = 9.0, receiver
+    for still in (0.0, 9.0):
+        receiver.silent = 5
+        sender.tell(Beat(1, 2, "x", "key", still=still))
+        receiver.read()
+        first._judge_exchange()
+        assert (receiver.silent, first.verdict is None) == (0, still == 0)
+    for link in (sender, receiver):
+        link.connection.close()
+
+
 def test_processes_that_are_too_many_or_missing(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     first, *others = joined(World(0, 3), World(1, 3), World(0, 3), World(1, 3), seconds=2.0)
@@ -233,7 +251,9 @@ def test_a_stranger_is_ignored(joined: Joined) -> None:
     for content in (b"GET / HTTP/1.1\n\n", b"{}\n", json.dumps(vars(Beat(1, 2, "x", "guess"))).encode() + b"\n"):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(content)
-            time.sleep(0.2)
+            stranger.settimeout(0.2)
+            with suppress(OSError):
+                assert not stranger.recv(1), "an answer would hold the key of the run"
     assert first.known(0.5) is None
     assert list(first.links.found) == [1]
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from simpletuner.models.adapter import PreviewRequest, TextRequest
 from simpletuner.techniques.regularisation import Regularisation
 from simpletuner.techniques.scheduled_sampling import (
     DOMINANT,
+    LARGEST_SIGMA,
     PATIENCE,
     ScheduledSampling,
     content_weights,
@@ -156,7 +158,16 @@ def test_paths_follow_the_grid() -> None:
     assert path_to(0.7, 9, grid) == pytest.approx([1.0, 0.9, 0.7], abs=2e-6), "not beyond pure noise"
     assert path_to(0.55, 2, grid) == pytest.approx([0.95, 0.8, 0.55]), "halfway between two levels all along"
     assert path_to(0.95, 2, grid) == pytest.approx([1.0, 0.95], abs=2e-6)
-    assert path_to(1.0, 2, grid) == []
+    assert path_to(1.0, 2, grid) == path_to(LARGEST_SIGMA, 2, grid) == []
+
+
+def test_the_last_step_has_the_order_of_the_others() -> None:
+    technique, path = ScheduledSampling(config_of(sampler="dpm"), STEPS, None), [0.9, 0.7, 0.5]
+    solver, state = technique._solver(path), torch.zeros(1)
+    for sigma, below in pairwise(path):
+        first_order = state + (below - sigma) * sigma**2
+        state = solver.step(torch.tensor([sigma**2]), solver.timesteps[0], state, return_dict=False)[0]
+    assert (state - first_order).abs() > 1e-2
 
 
 @pytest.mark.parametrize("settings", [{"max_step_offset": 0}, {"probability": 0.0}, {"start_step": 9}])

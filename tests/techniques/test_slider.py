@@ -40,12 +40,13 @@ def test_the_lora_acts_with_the_strength_of_its_dataset(
     t2i_checkpoint: Path, batch: Batch, settings: dict[str, Any]
 ) -> None:
     """As one with B times the strength; checkpointing computes blocks again when the forward pass is long over."""
-    other = moved(t2i_checkpoint)
+    other = moved(t2i_checkpoint, lora_alpha=8)
     with torch.no_grad():
         for name, parameter in other.parameters.items():
             parameter.mul_(STRENGTH if ".lora_B." in name else 1.0)
     expected = gradients(other, batch)
-    found = gradients(moved(t2i_checkpoint, Slider({"old": STRENGTH, "new": 1.0}), **settings), batch)
+    slider = moved(t2i_checkpoint, Slider({"old": STRENGTH, "new": 1.0}), lora_alpha=8, **settings)
+    found = gradients(slider, batch)
     assert distance(
         found, {name: each * (STRENGTH if ".lora_B." in name else 1) for name, each in expected.items()}
     ) < (ROTATION)

@@ -207,6 +207,7 @@ def test_nothing_is_routed_without_gradients(deep: Path, batch: Batch) -> None:
         assert torch.equal(plain, adapter.predict(transformer, noisy))
     routed, _ = loss_and_gradients(adapter, transformer, noisy)
     assert not torch.equal(plain, routed)
+    assert not any(window._all_tokens.requires_grad for window in tread._windows), "nothing keeps the graph alive"
     with torch.no_grad():
         assert torch.equal(plain, adapter.predict(transformer, noisy))
 
