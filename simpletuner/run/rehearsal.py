@@ -18,6 +18,7 @@ import torch
 from simpletuner.budget.budget import Budget, gigabytes
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
+from simpletuner.distributed.sharding import local
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.training.losses import HostLosses, Losses
 from simpletuner.training.state import Assembly, random_states, restore_random_states
@@ -120,8 +121,8 @@ def coming_state(assembly: Assembly, budget: Budget) -> float:
 
 
 def _numbers(assembly: Assembly) -> int:
-    """How many numbers the optimizer updates."""
-    return sum(each.numel() for group in assembly.optimizer.param_groups for each in group["params"])
+    """How many numbers the optimizer updates in this process."""
+    return sum(local(each).numel() for group in assembly.optimizer.param_groups for each in group["params"])
 
 
 @contextmanager

@@ -72,9 +72,10 @@ async def validate(request: Request) -> Response:
 
 
 def judged(project: Project, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The problems, the effective values and the keys without effect."""
+    """The problems, the effective values, and the keys without effect that are not errors: those must be changed."""
     unsaved = Unsaved.of(project, body)
     judgement, outside, own = unsaved.judge(project)
+    wrong = {problem.where for problem in judgement.problems if problem.fatal}
     own = [] if unsaved.entries is None else own
     return {
         "problems": problems_json([*outside, *judgement.problems, *own]),
@@ -82,5 +83,5 @@ def judged(project: Project, body: Mapping[str, Any]) -> dict[str, Any]:
         "family": judgement.spec.name,
         "flavour": judgement.flavour.name,
         "flavours": list(judgement.spec.flavour_names),
-        "greyed": judgement.without_effect,
+        "greyed": {key: reason for key, reason in judgement.without_effect.items() if key not in wrong},
     }

@@ -87,9 +87,8 @@ def _kept_token(file: Path | None) -> tuple[str, str]:
         path = file or state / "simpletuner" / "page-token"
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            create(
-                path, secrets.token_urlsafe(32).encode(), mode=0o600
-            )  # another server may do so now: the first counts
+            # Another server may do so now: the first counts.
+            create(path, secrets.token_urlsafe(32).encode(), mode=0o600)
         mode, text = path.stat().st_mode, path.read_text(encoding="utf-8", errors="replace").strip()
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         hint = f"name a file with --token-file, or set {VARIABLE}"

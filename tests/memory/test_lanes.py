@@ -8,6 +8,7 @@ import logging
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,19 @@ def test_an_image_on_disk_is_no_memory_and_no_file(tmp_path: Path) -> None:
     mapped = image.on_disk(flat, tmp_path)
     assert torch.equal(mapped, flat)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_image_is_mapped_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has none."""
+    paths, from_file = [], torch.from_file
+
+    def record(path: str, **settings: Any) -> torch.Tensor:
+        paths.append(path)
+        return from_file(path, **settings)
+
+    monkeypatch.setattr(torch, "from_file", record)
+    image.on_disk(torch.zeros(8, dtype=torch.uint8), tmp_path)
+    assert [path.rpartition("/")[0] for path in paths] == ["/dev/fd"]
 
 
 class Stack(nn.Module):

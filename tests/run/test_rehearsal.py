@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from simpletuner.budget.ready import ready_plan
 from simpletuner.cli.train import parse_settings
@@ -101,6 +106,17 @@ def test_too_small_a_device_is_told_before_step_1(
     with pytest.raises(UserError, match=r"the largest micro-step .* does not fit CPU; the plan expected .* MB of"):
         run(workspace, rehearsed=True)
     assert not workspace.path(LORA).exists()
+
+
+def test_a_process_allocates_the_state_of_its_part() -> None:
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        part = distribute_tensor(torch.zeros(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        assembly: Any = SimpleNamespace(optimizer=torch.optim.SGD([torch.nn.Parameter(part)]))
+        budget: Any = SimpleNamespace(setup=SimpleNamespace(state_on_host=False, state_bytes=8.0))
+        assert rehearsal.coming_state(assembly, budget) == 8 * 12
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_the_optimizer_state_that_is_still_to_come(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,15 @@ def test_options_without_effect_say_why(settings: dict[str, Any], key: str, reas
     assert found is reason is None or str(found).startswith(str(reason))
 
 
+def test_a_field_that_is_wrong_is_not_greyed(client: TestClient) -> None:
+    values = {"model_family": "kandinsky5-image", "model_type": "full"}
+    greyed = ask(client, "/api/training/validate", values=values)["greyed"]
+    assert greyed["preservation_weight"].startswith("needs model_type lora")
+    told = ask(client, "/api/training/validate", values={**values, "preservation_weight": 0.5})
+    assert [each["fatal"] for each in told["problems"] if each["key"] == "preservation_weight"] == [True]
+    assert "preservation_weight" not in told["greyed"], "greyed fields cannot be changed, and this one must be"
+
+
 def test_check_has_the_words_of_the_command_line(client: TestClient) -> None:
     values = {"model_family": "kandinsky5-image", "model_type": "lora", "lora_rnk": 4, **BOTH_OFFLOADS}
     entries = [{"id": "a", "type": "local", "instance_data_dir": "x", "repeats": -1}, {"id": "a", "type": "local"}]

@@ -180,7 +180,7 @@ def _write(flat: Tensor, file: IO[bytes]) -> None:
 
 def _mapped(file: IO[bytes], flat: Tensor, *, shared: bool) -> Tensor:
     """A file that holds as much as `flat`, mapped into memory."""
-    path = f"/proc/self/fd/{file.fileno()}"
+    path = f"/dev/fd/{file.fileno()}"  # macOS has no /proc
     return torch.from_file(path, shared=shared, size=flat.numel(), dtype=torch.uint8)
 
 
