@@ -11,5 +11,6 @@ def test_every_mutation_has_its_text_and_its_tests() -> None:
     for mutation in mutations:
         assert mutation.find()
         for test in mutation.tests:
-            file, _, name = test.partition("::")
-            assert f"def {name}(" in (ROOT / "tests" / file).read_text() or not name, mutation.name
+            file, *names = test.split("::")
+            content = (ROOT / "tests" / file).read_text(encoding="utf-8")
+            assert not names or f"def {names[-1]}(" in content, mutation.name

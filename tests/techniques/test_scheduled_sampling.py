@@ -302,7 +302,7 @@ class TestReflexFlow:
         noisy = technique.before_forward(noisy_of(batch, [0.4] * 4), lambda part: oracle(part) * 1.1)
         changed = (noisy.noisy_latents != noisy_of(batch, [0.4] * 4).noisy_latents).flatten(1).any(1)
         assert 0 < changed.sum() < 4
-        weighed = technique.weigh(noisy, noisy.target, torch.ones_like(noisy.target))
+        weighed = technique.weigh(noisy, -noisy.target, torch.ones_like(noisy.target))
         assert torch.equal((weighed != 1).flatten(1).any(1), changed)
 
 
