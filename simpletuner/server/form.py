@@ -103,7 +103,7 @@ class Field:
     Attributes:
         default: of the family.
         default_note: what the default is, if it depends on something else.
-        requires: conditions without which it has no effect.
+        requires: what must be set for it to have an effect.
         group: the heading it stands under.
         common: whether it is shown at once, not below "More".
     """
@@ -178,7 +178,7 @@ def _field(option: Option, spec: FamilySpec | None, moved_to: str | None) -> Fie
         section=section,
         group="" if moved_to else option.section,
         help=option.help,
-        requires=tuple(map(str, option.requires)),
+        requires=tuple(option.relations["Requires"]),
         secret=option.may_hold_secret or bool(SECRET_NAME.search(option.name)),
         aliases=option.aliases,
         common=option.common,

@@ -107,6 +107,8 @@ def test_metadata_describes_types_limits_and_conditions(client: TestClient) -> N
     assert found["ema_decay"]["limits"] == {"ge": 0, "le": 0.9999}
     assert found["ema_decay"]["requires"] == ["use_ema"]
     assert found["crepa_lambda"]["requires"] == ["crepa_enabled"]
+    assert found["validation_preview"]["requires"] == [], "it requires that validation_disable is off"
+    assert found["write_batch_size"]["requires"] == []
     assert found["validation_step_interval"]["aliases"] == ["validation_steps"]
     assert client.get("/api/fields/metadata?family=sdxl").status_code == 404
     assert client.get("/tabs/cloud").status_code == 404
