@@ -52,6 +52,13 @@ def test_the_file_is_appended_and_a_second_setup_does_not_double(tmp_path: Path)
     assert [line.split()[-1] for line in lines] == ["first", "second"]
 
 
+def test_records_of_several_processes_name_theirs(tmp_path: Path) -> None:
+    for process in ("[0] ", "[1] "):
+        setup_logging(debug_file=tmp_path / "debug.log", process=process)
+        own.warning("careful")
+    assert [line.split()[2] for line in (tmp_path / "debug.log").read_text().splitlines()] == ["[0]", "[1]"]
+
+
 def test_the_level_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -208,9 +208,7 @@ def test_a_process_that_is_killed_ends_all(workspace: Workspace) -> None:
     last = json.loads(workspace.path("output/events.jsonl").read_text().splitlines()[-1])
     assert message in last["message"]
     assert not workspace.path("output/run.lock").exists()
-    told = workspace.path("debug.log").read_text()
-    assert " [0] DEBUG " in told
-    assert " [1] WARNING " in told
+    assert " [0] DEBUG " in workspace.path("debug.log").read_text()
 
 
 def test_without_the_first_process_another_one_speaks(workspace: Workspace) -> None:
