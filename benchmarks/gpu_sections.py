@@ -324,8 +324,8 @@ def optimizers(machine: Machine) -> Iterator[Line]:
 
     sizes = ((1200, 1 << 16), (64, 1 << 23)) if machine.on_gpu else ((20, 1 << 8), (2, 1 << 12))
     device = torch.device(machine.device)
-    for name in ("adamw_bf16", "adamw"):
-        dtype = torch.bfloat16 if name == "adamw_bf16" else torch.float32
+    for name, precision in (("adamw_bf16", "bf16"), ("optimi-adamw", "bf16"), ("adamw", "no")):
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         for count, numbers in sizes:
             weights = [torch.nn.Parameter(torch.zeros(numbers, device=device, dtype=dtype)) for _ in range(count)]
             config = make_config(optimizer=name).optimizer

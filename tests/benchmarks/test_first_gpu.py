@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import torch
 from benchmarks import first_gpu, gpu_sections
 from benchmarks.gpu_sections import SECTIONS, SUSPECTS, Line, Machine, SkippedError
 from benchmarks.models import SHAPES, build_transformer, dtype_of, hollow_transformer
+from simpletuner.config.schema import all_options
 from tests.processes import PATIENCE
 
 CPU = Machine("cpu", "tiny")
@@ -55,6 +57,12 @@ def test_everything_in_one_command(
     assert content["environment"]["device"] == "cpu"
     assert {name: result["state"] for name, result in content["sections"].items()} == {"peaks": "done"}
     assert "matmul 256^3 float32" in capsys.readouterr().out
+
+
+def test_suspects_name_keys_that_exist() -> None:
+    named = {key for text in SUSPECTS.values() for key in re.findall(r"`(\w+): \w+`", text)}
+    assert named
+    assert named <= all_options().keys()
 
 
 def section(name: str) -> dict[str, Any]:
