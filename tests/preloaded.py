@@ -12,7 +12,7 @@ import PIL.ImageDraw
 import PIL.ImageFont
 import torch.profiler
 
-import simpletuner.budget.ready
+import simpletuner.annexes.fitting.ready
 import simpletuner.run.train
 import tests.conftest
 import tests.distributed.sharded_run

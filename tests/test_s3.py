@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from moto.server import ThreadedMotoServer
 
+from simpletuner.annexes.publishing.upload import BucketCopy, Upload
 from simpletuner.config.publishing import PublishConfig
-from simpletuner.reporting.upload import BucketCopy, Upload
 from simpletuner.s3 import S3Login
 from simpletuner.training.manifest import LORA_FILE
 from tests.workspace import Workspace

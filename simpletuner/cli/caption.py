@@ -42,8 +42,8 @@ def caption(
             events.say("Every picture and clip has a caption file.")
             return
         with events.phase("Loading torch"), uncollected():
+            from simpletuner.annexes.captions.caption import described, write_captions
             from simpletuner.reporting.previews import pick
-            from simpletuner.run.caption import described, write_captions
         if preview:
             for file, text in described(found, pick(PREVIEWED, files), wording, events):
                 events.say(f"{file.path}\n  {text}")
@@ -68,7 +68,7 @@ def dataset(
     arguments.fetches = not cached
     found = survey(arguments, problems)
     with shown_events() as events:
-        from simpletuner.run.dataset_page import write_page
+        from simpletuner.annexes.captions.dataset_page import write_page
 
         write_page(found, out, events)
         events.say(f"Saved {out}")

@@ -49,7 +49,7 @@ def sample(
     chosen = None if checkpoint is None else [checkpoint]
     asked = {"prompts": prompt or (), "images": image or (), "strengths": given, "checkpoints": chosen}
     with _planned(context.args, output or Path("samples"), problems, ema=ema, **asked) as (_, plan, weights, events):
-        from simpletuner.run.sample import render_samples
+        from simpletuner.annexes.sweep.sample import render_samples
 
         for path in render_samples(plan, weights[0], given[0], events):
             events.say(f"Saved {path}")
@@ -74,7 +74,7 @@ def sweep(
     chosen = None if checkpoints is None else [name.strip() for name in checkpoints.split(",")]
     asked = {"prompts": prompt or (), "images": image or (), "strengths": given, "checkpoints": chosen, "sweeps": True}
     with _planned(context.args, output, problems, ema=ema, **asked) as (run, plan, weights, events):
-        from simpletuner.run.sample import render_sweep
+        from simpletuner.annexes.sweep.sample import render_sweep
 
         sheet = render_sweep(plan, weights, given, run, events)
         events.say(sheet.verdict)
@@ -98,8 +98,8 @@ def _planned(
     tokens: list[str], output: Path | None, problems: list[Problem], **asked: Any
 ) -> Iterator[tuple[Path, Plan, list[Weights], EventStream]]:
     """The source and the checked plan of what is asked for, whose memory fits, with a display of what happens."""
-    from simpletuner.budget.ready import weigh
-    from simpletuner.budget.show import fit_line
+    from simpletuner.annexes.fitting.ready import weigh
+    from simpletuner.annexes.fitting.show import fit_line
     from simpletuner.config.load import raise_if_fatal
     from simpletuner.config.values import plain_key
     from simpletuner.models.registry import load_adapter

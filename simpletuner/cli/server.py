@@ -21,8 +21,8 @@ from simpletuner.redaction import hide
 if TYPE_CHECKING:
     from uvicorn import Server
 
+    from simpletuner.annexes.page.guard import Access
     from simpletuner.reporting.events import EventStream
-    from simpletuner.server.guard import Access
 
     ServePage = Callable[[Path, EventStream], AbstractContextManager[None]]
 
@@ -72,9 +72,9 @@ def server(
     require_packages()
     from uvicorn.supervisors import ChangeReload
 
-    from simpletuner.server.control import Runs
-    from simpletuner.server.project import Project
-    from simpletuner.server.serve import listen, make_server
+    from simpletuner.annexes.page.control import Runs
+    from simpletuner.annexes.page.project import Project
+    from simpletuner.annexes.page.serve import listen, make_server
 
     access, pair = find_access(host, token_file, no_auth=no_auth), certificate(ssl, ssl_key, ssl_cert)
     project = Project(Path.cwd().resolve(), tuple(map(existing_folder, root or [])))
@@ -108,7 +108,7 @@ def open_page(port: int, *, no_auth: bool) -> ServePage:
         UserError: the port is taken, or the packages of the page are missing.
     """
     require_packages()
-    from simpletuner.server.serve import listen, page_of_run
+    from simpletuner.annexes.page.serve import listen, page_of_run
 
     access = replace(find_access(LOOPBACK, None, no_auth=no_auth), in_run=True)
     return partial(page_of_run, listen(LOOPBACK, port), access)
@@ -130,8 +130,8 @@ def find_access(host: str, token_file: Path | None, *, no_auth: bool) -> Access:
     Raises:
         UserError: there is no usable token.
     """
-    from simpletuner.server.guard import Access
-    from simpletuner.server.visitor import page_token
+    from simpletuner.annexes.page.guard import Access
+    from simpletuner.annexes.page.visitor import page_token
 
     if no_auth:
         typer.secho(OPEN_TO_ALL.format(host), fg="red", err=True)
@@ -173,8 +173,8 @@ def existing_folder(path: Path) -> Path:
 
 def announce(access: Access, listener: socket.socket, *, secure: bool) -> None:
     """Print the address of the page, with its token if it is needed; the token is shown nowhere else."""
-    from simpletuner.server.guard import is_everywhere, is_own
-    from simpletuner.server.visitor import can_tell_users
+    from simpletuner.annexes.page.guard import is_everywhere, is_own
+    from simpletuner.annexes.page.visitor import can_tell_users
 
     port = listener.getsockname()[1]
     name = "localhost" if is_own(access.host) else socket.gethostname() if is_everywhere(access.host) else access.host

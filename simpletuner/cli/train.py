@@ -77,7 +77,7 @@ def train(
     if dry_run:
         _show_plan(arguments, problems)
         return
-    from simpletuner.budget.ready import ready_plan
+    from simpletuner.annexes.fitting.ready import ready_plan
     from simpletuner.distributed.launching import joined, start_processes
     from simpletuner.run.agreement import plan_together
 
@@ -111,7 +111,7 @@ def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
     Raises:
         ConfigError: it needs consent.
     """
-    from simpletuner.budget.no_gpu import check_gpu, needs_consent
+    from simpletuner.annexes.fitting.no_gpu import check_gpu, needs_consent
 
     if slow := list(check_gpu(plan, budget)):
         with uncollected():
@@ -143,14 +143,14 @@ def _replay(folder: Path, arguments: Arguments, problems: list[Problem], bisect:
     setup_logging(None)
     with shown_events() as events:
         with events.phase("Loading torch"):
-            from simpletuner.run.replay import prepare, replay_step
+            from simpletuner.annexes.replay.replay import prepare, replay_step
         if replay_step(*prepare(folder, arguments, problems), events, bisect=bisect):
             raise typer.Exit(1)
 
 
 def _train(world: World, plan: Plan, budget: Budget, take_page: Callable[[], ServePage] | None, *, yes: bool) -> None:
     """Train in this process, and serve the page of the run."""
-    from simpletuner.budget.show import log_plan
+    from simpletuner.annexes.fitting.show import log_plan
     from simpletuner.reporting.log import setup_logging
 
     serve_page = world.main_only(take_page) if take_page else None
@@ -185,7 +185,7 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
         events, payloads = stack.enter_context(shown_events()), Payloads()
         events.subscribe(EventLog(plan.output_dir, payloads))
         if plan.config.webhooks.hooks:
-            from simpletuner.reporting.webhooks import delivered
+            from simpletuner.annexes.webhooks import delivered
 
             stack.enter_context(delivered(plan.config, plan.output_dir, events, payloads.job_id))
         yield shared_events(events, world, plan.length.total_steps, stack)
@@ -193,11 +193,11 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
 
 def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
     """Say what begins, check what the plan could not, and run."""
-    from simpletuner.budget.no_gpu import check_gpu, on_cpu
-    from simpletuner.budget.show import MISSING_GPU, start_lines
+    from simpletuner.annexes.fitting.no_gpu import check_gpu, on_cpu
+    from simpletuner.annexes.fitting.show import MISSING_GPU, start_lines
+    from simpletuner.annexes.publishing.upload import prepared_destinations
     from simpletuner.models.registry import load_adapter
     from simpletuner.reporting.events import StateChanged
-    from simpletuner.reporting.upload import prepared_destinations
     from simpletuner.run.ledger import read_ledger
 
     for warning in plan.warnings:
@@ -274,8 +274,8 @@ def plan(
 
 
 def _print_json(arguments: Arguments, problems: list[Problem]) -> None:
-    from simpletuner.budget.document import plan_json
-    from simpletuner.budget.ready import weigh_plan
+    from simpletuner.annexes.fitting.document import plan_json
+    from simpletuner.annexes.fitting.ready import weigh_plan
     from simpletuner.config.load import raise_if_fatal
 
     try:
@@ -289,8 +289,8 @@ def _print_json(arguments: Arguments, problems: list[Problem]) -> None:
 
 
 def _show_plan(arguments: Arguments, problems: list[Problem]) -> None:
-    from simpletuner.budget.ready import weigh_plan
-    from simpletuner.budget.show import show_plan
+    from simpletuner.annexes.fitting.ready import weigh_plan
+    from simpletuner.annexes.fitting.show import show_plan
     from simpletuner.config.load import raise_if_fatal
     from simpletuner.run.ledger import read_ledger
 
@@ -309,8 +309,8 @@ def configure(
     ] = False,
 ) -> None:
     """Write config.json by answering questions; ? explains each. The dataset file is never touched."""
-    from simpletuner.cli.wizard.session import run_session
-    from simpletuner.cli.wizard.talk import Talk
+    from simpletuner.annexes.wizard.session import run_session
+    from simpletuner.annexes.wizard.talk import Talk
 
     run_session(file, Talk(defaults=defaults))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from simpletuner.annexes.remote.collect import collect
 from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.data.buckets import OutsideLimitsError, build_rules
 from simpletuner.data.captions import CaptionError, CaptionSource, Edit, caption_source, captions_for, read_filters
@@ -18,7 +19,6 @@ from simpletuner.data.dataset import Dataset, check_amount, is_stretched, summar
 from simpletuner.data.discovery import Folder, Scan, read_folder
 from simpletuner.data.entries import check_dataset_file, latent_dir_of, link_partners, text_entry_of
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
-from simpletuner.data.remote.collect import collect
 from simpletuner.data.sample import Rejected, Sample
 from simpletuner.errors import Problem, shorten
 

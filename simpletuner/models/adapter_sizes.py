@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from simpletuner.annexes.adapters.lycoris_file import read_lycoris
 from simpletuner.config.lora import LoraConfig
 from simpletuner.models.cost import Adapters, Shape
 from simpletuner.models.lora_targets import Targets, matching_modules
-from simpletuner.models.lycoris_file import read_lycoris
 from simpletuner.models.spec import FamilySpec
 
 Pair = tuple[int, int]

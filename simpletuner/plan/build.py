@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from simpletuner.annexes.adapters.lycoris_file import resolve_lycoris
 from simpletuner.config.arguments import Arguments
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.load import Layer, RunConfig, canonical, raise_if_fatal, resolve, with_family
@@ -36,7 +37,6 @@ from simpletuner.models.lora_targets import (
     resolve_targets,
     weights_of,
 )
-from simpletuner.models.lycoris_file import resolve_lycoris
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from simpletuner.annexes.trackers.trackers import check_names, check_trackers
 from simpletuner.config.arguments import COMMAND_LINE
 from simpletuner.config.crepa import check_blocks, check_crepa
 from simpletuner.config.json_files import check_unset
@@ -26,7 +27,6 @@ from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.models.vision import VisionEncoder
 from simpletuner.plan.environment import why_no_folder, why_not_writable
 from simpletuner.plan.launch import check_launch, check_offload
-from simpletuner.reporting.trackers import check_names, check_trackers
 from simpletuner.validation.prompts import ValidationPrompt
 
 HIGHEST_USUAL_RATE = 0.1

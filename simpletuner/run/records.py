@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from simpletuner.annexes.trackers.trackers import build_trackers
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.data.dataset import ledger_rows
 from simpletuner.data.files import DeviceError, MediaError
@@ -52,7 +53,6 @@ from simpletuner.reporting.report import (
     settings_of,
     write_report,
 )
-from simpletuner.reporting.trackers import build_trackers
 from simpletuner.run.publish import find_result
 
 logger = logging.getLogger(__name__)

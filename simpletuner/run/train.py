@@ -15,6 +15,10 @@ from functools import partial
 import torch
 from accelerate import Accelerator
 
+from simpletuner.annexes.publishing.card import CARD_FOLDER
+from simpletuner.annexes.publishing.upload import Destination
+from simpletuner.annexes.publishing.uploads import Uploads, repeat_command
+from simpletuner.annexes.replay.autopsy import Doing, autopsied
 from simpletuner.atomic import sweep_files, sweep_folders
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.measure import device_rates
@@ -30,17 +34,13 @@ from simpletuner.memory.products import check_device
 from simpletuner.models.kernels import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import feature_kinds, latent_storage, text_folder
-from simpletuner.reporting.card import CARD_FOLDER
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.report import REPORT_FILE
-from simpletuner.reporting.upload import Destination
-from simpletuner.run.autopsy import Doing, autopsied
 from simpletuner.run.caches import CacheFiller, build_adapter, prepare_caches
 from simpletuner.run.ledger import FULL, WITHOUT_UPLOADS, Ledger, strike
 from simpletuner.run.publish import publish_result, weight_note
 from simpletuner.run.records import keep_records
 from simpletuner.run.rehearsal import rehearse
-from simpletuner.run.uploads import Uploads, repeat_command
 from simpletuner.run.watchers import Session, build_callbacks, build_uploads, build_validation
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.checkpoints import load_checkpoint

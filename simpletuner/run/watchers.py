@@ -8,6 +8,10 @@ from functools import partial
 
 from PIL.Image import Image
 
+from simpletuner.annexes.publishing.card import NOBODY
+from simpletuner.annexes.publishing.model_card import describe_run
+from simpletuner.annexes.publishing.upload import Destination, Hub
+from simpletuner.annexes.publishing.uploads import Uploads
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import DeviceRates
 from simpletuner.budget.rounds import find_rounds, steps_per_epoch
@@ -24,14 +28,10 @@ from simpletuner.distributed.world import World
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, preview_sources
 from simpletuner.redaction import redact_settings
-from simpletuner.reporting.card import NOBODY
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import EventStream
-from simpletuner.reporting.upload import Destination, Hub
-from simpletuner.run.model_card import describe_run
 from simpletuner.run.publish import weight_note
 from simpletuner.run.records import Recorded
-from simpletuner.run.uploads import Uploads
 from simpletuner.training.checkpoints import CheckpointWriter
 from simpletuner.training.ema import Ema, EmaUpdater
 from simpletuner.training.loop import Callback

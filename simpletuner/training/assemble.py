@@ -21,6 +21,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from simpletuner.annexes.adapters.converted import add_product
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.precision import quantisation, transformer_dtype, vae_dtype
@@ -47,7 +48,6 @@ from simpletuner.speed.first_gradients import FirstGradients
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import Site, Technique
 from simpletuner.techniques.hidden_states import HiddenStates
-from simpletuner.training.converted import add_product
 from simpletuner.training.frozen import blocks_to_stream, load_frozen
 from simpletuner.training.full import FullModel
 from simpletuner.training.host_state import HostState
@@ -219,7 +219,7 @@ def _add_adapter(
 ) -> Trained:
     seed = step_seed(spec.seed, 0, 0, 0, "lora")
     if config.lora.lora_type == "lycoris":
-        from simpletuner.training.lycoris import add_lycoris  # an extra
+        from simpletuner.annexes.adapters.lycoris import add_lycoris  # an extra
 
         return add_lycoris(transformer, config.lora, family, seed=seed, dtype=dtype)
     if config.lora.lora_type != "standard":

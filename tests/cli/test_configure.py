@@ -13,9 +13,9 @@ import pexpect
 import pytest
 from typer.testing import CliRunner
 
+from simpletuner.annexes.wizard.config_file import example_datasets
+from simpletuner.annexes.wizard.questions import QUESTIONS
 from simpletuner.cli.app import app, main
-from simpletuner.cli.wizard.config_file import example_datasets
-from simpletuner.cli.wizard.questions import QUESTIONS
 from simpletuner.config.schema import GROUPS, all_options
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import Task

@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from simpletuner.budget.ready import ready_plan
+from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.caching import fill
 from simpletuner.caching.catalogue import Share
 from simpletuner.caching.read import BatchReader, CacheStore

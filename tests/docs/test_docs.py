@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from simpletuner.annexes.adapters.lycoris_file import check_lycoris, read_lycoris
 from simpletuner.config.datasets import DatasetConfig, VideoConfig, read_datasets
 from simpletuner.config.load import Layer, RunConfig, read_json_layer, resolve
 from simpletuner.config.schema import all_options
 from simpletuner.data.buckets import PixelGrid
 from simpletuner.errors import Problem
-from simpletuner.models.lycoris_file import check_lycoris, read_lycoris
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.checks import check_config, check_family, check_flavour
 from simpletuner.validation.prompts import read_library

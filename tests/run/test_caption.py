@@ -13,9 +13,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from simpletuner.annexes.captions.captioner import QwenCaptioner
 from simpletuner.memory.offload import attach
 from simpletuner.models.adapter import Description, DescriptionRequest
-from simpletuner.models.kandinsky5.captioner import QwenCaptioner
 from simpletuner.models.source import ModelSource, Part
 from simpletuner.plan.captions import Wording
 from tests.clips import Clip, time_in

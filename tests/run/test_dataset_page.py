@@ -12,11 +12,11 @@ import pytest
 import torch
 from PIL import Image, ImageFilter
 
+from simpletuner.annexes.captions.dataset_page import caption_reader, colour_grid, motion, near_duplicates
 from simpletuner.cli.train import parse_settings
 from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import survey
-from simpletuner.run.dataset_page import caption_reader, colour_grid, motion, near_duplicates
 from tests.clips import Clip
 from tests.pictures import photograph
 from tests.workspace import DATASETS, Workspace

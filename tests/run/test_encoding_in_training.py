@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.budget.budget import Budget
-from simpletuner.budget.ready import weigh_plan
 from simpletuner.caching import fill
 from simpletuner.cli.train import parse_settings
 from simpletuner.data import files

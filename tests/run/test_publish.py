@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from simpletuner.budget.ready import ready_plan
+from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.cli.train import parse_settings
 from simpletuner.config.schema import EmaConfig
 from simpletuner.errors import NonFiniteError

@@ -15,13 +15,13 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from simpletuner.annexes.publishing.upload import Upload
+from simpletuner.annexes.publishing.uploads import Uploads
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.headers import METADATA, read_header
 from simpletuner.reporting.events import CheckpointSaved, EventStream, PhaseStarted, Uploaded
 from simpletuner.reporting.payloads import EVENTS_FILE, read_events
-from simpletuner.reporting.upload import Upload
 from simpletuner.run.ledger import FULL, Ledger
-from simpletuner.run.uploads import Uploads
 from simpletuner.training.manifest import LORA_FILE, Identity, Manifest, describe_files, prune, write_manifest
 from simpletuner.training.state import TrainState
 from tests.hub import GUEST, OWNER, READ, FakeHub, Repository, used_hub
@@ -37,7 +37,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    monkeypatch.setattr("simpletuner.run.uploads.WAITS", (0.0, 0.0))
+    monkeypatch.setattr("simpletuner.annexes.publishing.uploads.WAITS", (0.0, 0.0))
     with used_hub(monkeypatch) as hub:
         yield hub
 

@@ -276,7 +276,7 @@ def test_an_encoder_that_cannot_be_had(
 
 
 def test_auto_needs_room(clips: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("simpletuner.budget.ready.FEATURE_SHARE", 0.0)
+    monkeypatch.setattr("simpletuner.annexes.fitting.ready.FEATURE_SHARE", 0.0)
     capsys.readouterr()
     assert clips.run("plan") == 0
     told = capsys.readouterr().out

@@ -14,6 +14,8 @@ from peft import LoHaConfig, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
+from simpletuner.annexes.adapters.converted import LOST, ConvertedAdapter, low_rank
+from simpletuner.annexes.adapters.lycoris import MULTIPLIER
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.tread import Route
 from simpletuner.headers import METADATA, read_header
@@ -24,9 +26,7 @@ from simpletuner.run.rehearsal import rehearse_micro_step
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.applied import applied_loras
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
-from simpletuner.training.converted import LOST, ConvertedAdapter, low_rank
 from simpletuner.training.ema import Ema
-from simpletuner.training.lycoris import MULTIPLIER
 from simpletuner.training.manifest import EFFECT_ERROR, FORWARD_ERROR, LORA_FILE, WEIGHT_ERROR
 from simpletuner.training.meter import adapters_of, weight_shapes
 from simpletuner.training.noise import add_noise

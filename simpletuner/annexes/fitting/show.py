@@ -1,0 +1,302 @@
+"""The plan as text: what will run, on which data and device, with which settings and at what cost."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+from simpletuner.annexes.fitting.ways import find_ways, way_of
+from simpletuner.budget.budget import BucketCost, Budget, fits, gigabytes, taken_by_others
+from simpletuner.budget.disk import Writing, feature_costs, find_writings
+from simpletuner.budget.estimate import technique_cost
+from simpletuner.budget.rounds import preview_rounds, remaining_seconds, remaining_steps
+from simpletuner.config.optimizers import learning_rate, peak_learning_rate
+from simpletuner.config.schema import all_options
+from simpletuner.data.dataset import Dataset
+from simpletuner.data.sample import LedgerEntry
+from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import evaluated
+from simpletuner.redaction import redact_settings
+from simpletuner.reporting.progress import in_red
+
+logger = logging.getLogger(__name__)
+# Of longer ledgers, only counts and rejected files are shown.
+LONGEST_LEDGER = 60
+MISSING_GPU = "device"  # `where` of the warning about a missing GPU, which is shown first
+
+
+def log_plan(plan: Plan, budget: Budget) -> None:
+    """Write all settings, without secrets, and the plan to the debug log, for bug reports."""
+    logger.debug("settings %s", json.dumps(redact_settings(plan.config.flat()), ensure_ascii=False))
+    for line in plan_lines(plan, budget):
+        logger.debug("plan %s", line)
+
+
+def show_plan(plan: Plan, budget: Budget, stream: TextIO) -> None:
+    """Write the whole plan as text; a missing GPU is red on a terminal."""
+    urgent = {str(warning) for warning in plan.warnings if warning.where == MISSING_GPU}
+    for line in plan_lines(plan, budget):
+        print(in_red(line, stream) if line in urgent else line, file=stream)
+
+
+def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+    """The plan, line by line."""
+    urgent = [warning for warning in plan.warnings if warning.where == MISSING_GPU]
+    yield from map(str, urgent)
+    yield f"{plan.spec.title} {plan.flavour.name}, {plan.config.model.model_type}"
+    yield f"  model    {plan.source['transformer'].location}"
+    yield f"  output   {plan.output_dir}"
+    yield f"  datasets {plan.dataset_file}"
+    drawn = "" if plan.config.run.seed or plan.resume else " (drawn for this run; set seed to repeat it)"
+    yield f"  seed     {plan.seed}{drawn}"
+    yield ""
+    yield from _length_lines(plan)
+    yield ""
+    yield "Settings and their origins (without defaults):"
+    yield from _setting_lines(plan)
+    for dataset in plan.datasets:
+        yield ""
+        yield from _ledger_lines(dataset)
+        if white := dataset.white.values():
+            yield f"  masks: {sum(white) / len(white):.1%} is learned on average"
+    yield ""
+    yield from _cache_lines(plan, budget)
+    yield from _preview_lines(plan)
+    yield ""
+    yield from budget_lines(plan, budget, find_writings(plan, budget))
+    if len(plan.warnings) > len(urgent):
+        yield ""
+        yield "Warnings:"
+        yield from (f"  {warning}" for warning in plan.warnings if warning not in urgent)
+
+
+def _length_lines(plan: Plan) -> Iterator[str]:
+    length, schedule = plan.length, plan.config.schedule
+    processes = plan.config.launch.num_processes
+    per_step = processes * schedule.train_batch_size * schedule.gradient_accumulation_steps
+    yield f"{_count(length.total_steps, 'step')} of {_count(per_step, 'sample')}"
+    peak, rate = peak_learning_rate(plan.config), learning_rate(plan.config.optimizer, plan.config.model.model_type)
+    if peak != rate:
+        yield f"learning rate {peak:.3g}, which is {rate:.3g} scaled to the samples of a step"
+    yield f"{_count(length.batches_per_epoch, 'batch', 'batches')} an epoch, {_count(length.epochs, 'epoch')}"
+    if plan.resume is not None:
+        yield f"continues from {plan.resume.path.name} (step {plan.resume.step})"
+
+
+def _setting_lines(plan: Plan) -> Iterator[str]:
+    values = redact_settings(plan.config.flat())
+    changed = [name for name in all_options() if plan.config.origins[name] != "default"]
+    width = max((len(name) for name in changed), default=0)
+    for name in changed:
+        yield f"  {name:<{width}}  {_written(values[name])}  ({plan.config.origins[name]})"
+
+
+def _written(value: Any) -> str:
+    """A value as in config.json; strings without quotes."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _count(number: int, word: str, words: str = "") -> str:
+    return f"{number} {word if number == 1 else words or word + 's'}"
+
+
+def _ledger_lines(dataset: Dataset) -> Iterator[str]:
+    total = len(dataset.samples) + len(dataset.rejected)
+    yield f"Dataset {dataset.id}: {len(dataset.samples)} of {total} files are used"
+    if dataset.changes_each_epoch:
+        yield "  crops are redrawn and re-encoded each epoch (vae_cache_clear_each_epoch false keeps the first)"
+    for label, count in sorted(dataset.sizes().items()):
+        yield f"  bucket {label}: {count}"
+    shown = dataset.ledger() if total <= LONGEST_LEDGER else dataset.unused()
+    for entry in shown[:LONGEST_LEDGER]:
+        yield f"  {entry.name}: {_fate(entry)}"
+    if len(shown) > LONGEST_LEDGER:
+        yield f"  and {len(shown) - LONGEST_LEDGER} more"
+
+
+def _fate(entry: LedgerEntry) -> str:
+    if entry.use or entry.geometry is None or entry.original_size is None:
+        return f"not used, {entry.use}"
+    geometry = entry.geometry
+    width, height = geometry.size
+    left, top = geometry.crop
+    size = f"{entry.original_size[0]}x{entry.original_size[1]}"
+    resized = f"{geometry.resized[0]}x{geometry.resized[1]}"
+    frames = f"{entry.frames} frames, " if entry.frames > 1 else ""
+    fitted = f"resized to {resized}, cropped to {width}x{height} at {left},{top}"
+    note = f", {entry.note}" if entry.note else ""
+    return f"{size}, {frames}{fitted}, {_count(entry.captions, 'caption')}{note}"
+
+
+def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+    listing = budget.listing
+    if listing is None:
+        yield "Caches: the checkpoint will be downloaded first; then everything is encoded once."
+        return
+    for what, absent, total in (
+        ("captions and prompts", len(listing.texts.missing), len(listing.texts)),
+        (plan.spec.media_noun, len(listing.ahead.missing), len(listing.ahead)),
+    ):
+        yield f"Cache of {what}: {total - absent} of {total} are there, {absent} to encode"
+    later = len(listing.encoded_in_training)
+    if later:
+        what = f"{later} {plan.spec.media_noun}"
+        yield f"Encoded in training: {what}; the VAE stays on the device, and its time is not counted below"
+    if listing.features:
+        absent, total = len(listing.features.missing), len(listing.features)
+        seconds = duration(feature_costs(plan.spec, listing).flops / budget.device.rates.matmul)
+        time = f" (about {seconds}, and the time to decode them)" if absent else ""
+        yield f"Cache of features: {total - absent} of {total} are there, {absent} to encode{time}"
+
+
+def _preview_lines(plan: Plan) -> Iterator[str]:
+    watched = evaluated(plan)
+    if watched:
+        names = ", ".join(f"{each.id} ({_count(len(each.samples), 'sample')})" for each in watched)
+        yield f"Evaluation loss at {plan.config.evaluation.eval_timesteps} timesteps: {names}"
+    if plan.prompts:
+        sizes = ", ".join(f"{width}x{height}" for width, height in plan.sizes)
+        names = ", ".join(prompt.short_name for prompt in plan.prompts)
+        yield f"Previews every {plan.config.validation.validation_step_interval} steps at {sizes}: {names}"
+    for hook in plan.config.webhooks.hooks:
+        yield f"Events are sent to a {hook}"
+
+
+SHOWN_BUCKETS = 4
+
+
+def budget_lines(plan: Plan, budget: Budget, writings: Sequence[Writing]) -> Iterator[str]:
+    """The estimates of memory, time and disk, line by line."""
+    device = budget.device
+    room = "unknown memory" if device.memory is None else gigabytes(device.memory)
+    room = ", ".join(filter(None, [room, taken_by_others(device)]))
+    host = f", host memory {gigabytes(device.host_memory)}" if device.is_gpu and device.host_memory else ""
+    yield f"Estimate for {device.name}, {room}{host} ({device.note})"
+    yield from _process_lines(budget)
+    yield from _phase_lines(budget)
+    yield from _bucket_lines(budget)
+    yield from _time_lines(plan, budget)
+    yield from _way_lines(budget)
+    yield from _technique_lines(budget)
+    disk = ", ".join(f"{each.what} up to {gigabytes(each.total)}" for each in writings)
+    yield f"  disk: {disk}"
+    if budget.parts.assumed:
+        yield f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {plan.flavour.name}"
+    for decision in budget.decisions:
+        yield f"  offload auto: {decision}"
+
+
+def _process_lines(budget: Budget) -> Iterator[str]:
+    """How the processes of a run train together; no lines for one process."""
+    launch = budget.config.launch
+    if launch.num_processes > 1:
+        where = _count(launch.num_machines, "machine")
+        yield f"  {launch.num_processes} processes on {where}, one per device, {way_of(budget.config)}"
+        yield "  memory is that of one device, and on the host of all processes of a machine"
+
+
+def _way_lines(budget: Budget) -> Iterator[str]:
+    """The ways to use several devices: peak memory, bytes that each process sends in a step, and time."""
+    ways = find_ways(budget)
+    if ways:
+        yield f"  {'ways to train':<17}{'device':>10}{'host':>10}{'sent':>10}{'step':>10}"
+    for way in ways:
+        if way.budget is None:
+            yield f"  {way.name}: {way.reason}"
+            continue
+        cells = (*map(gigabytes, (*way.peaks, way.budget.sent.total)), duration(way.budget.step_seconds))
+        chosen = ", as configured" if way.name == way_of(budget.config) else ""
+        verdict = ("fits" if way.fits else "does not fit") + chosen
+        yield f"  {way.name:<17}{''.join(f'{cell:>10}' for cell in cells)}  {verdict}"
+
+
+def _phase_lines(budget: Budget) -> Iterator[str]:
+    """Peaks of the phases; for training, of the largest bucket."""
+    training = [phase for phase in budget.phases if phase.name.startswith("training")]
+    worst = max(training, key=lambda phase: phase.device, default=None)
+    shown = [phase for phase in budget.phases if phase not in training or phase is worst]
+    names = ["peak memory", *(phase.name for phase in shown)]
+    width = max(map(len, names)) + 2
+    yield f"  {names[0]:<{width}}{'device':>10}{'host':>10}"
+    for phase in shown:
+        on_device = gigabytes(phase.device) if phase.device else "-"
+        yield f"  {phase.name:<{width}}{on_device:>10}{gigabytes(phase.on_host(budget.device)):>10}"
+
+
+def _bucket_lines(budget: Budget) -> Iterator[str]:
+    """The largest buckets: tokens, FLOPs, memory by kind, and time."""
+    shown = budget.buckets[:SHOWN_BUCKETS]
+    width = max((len(each.bucket.label) for each in shown), default=0) + 2
+    width = max(width, len("micro-step") + 2)
+    heads = ("tokens", "TFLOP", "weights", "trained", "inputs", "block", "time")
+    yield f"  {'micro-step':<{width}}" + "".join(f"{head:>10}" for head in heads)
+    for each in shown:
+        yield f"  {each.bucket.label:<{width}}" + "".join(f"{cell:>10}" for cell in _cells(budget, each))
+    if len(budget.buckets) > SHOWN_BUCKETS:
+        yield f"  and {len(budget.buckets) - SHOWN_BUCKETS} smaller buckets"
+
+
+def _cells(budget: Budget, each: BucketCost) -> Iterator[str]:
+    memory, load = each.memory, budget.parts.load(each.bucket)
+    yield str(load.samples * load.tokens)
+    yield f"{each.step.executed.total / 1e12:.3g}"
+    for part in (memory.weights, memory.trained + memory.update, memory.inputs, memory.block + memory.outside):
+        yield gigabytes(part)
+    yield duration(each.step.seconds)
+
+
+def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+    if plan.is_finished:
+        yield "  no steps remain: this run is finished"
+        return
+    training, previews = remaining_seconds(plan, budget)
+    beside = f", and {duration(previews)} for previews" if previews else ""
+    each, whole, steps = duration(budget.step_seconds), duration(training), remaining_steps(plan)
+    yield f"  about {each} a step, {whole} for {steps} steps{beside}; without filling the caches"
+
+
+def _technique_lines(budget: Budget) -> Iterator[str]:
+    """Extra forward passes of techniques, which the estimates above include."""
+    load = budget.parts.load(budget.buckets[0].bucket)
+    added = technique_cost(budget.parts.transformer, budget.setup, load)
+    for count, kind in ((added.forwards, "forward"), (added.passes, "forward and backward")):
+        if count:
+            yield f"  with {count:.2g} extra {kind} passes a micro-step on average"
+
+
+def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
+    """A summary of the plan for the start of a run: model, data, duration, output folder, and whether it fits."""
+    kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
+    yield f"{kind} on {plan.spec.title} {plan.flavour.name}"
+    names = [dataset.id for dataset in plan.trained]
+    samples = sum(len(dataset.samples) for dataset in plan.trained)
+    yield f"  on {samples} {plan.spec.media_noun} (dataset{'s' if len(names) > 1 else ''} {', '.join(names)})"
+    steps = remaining_steps(plan)
+    rounds = preview_rounds(plan)
+    seconds = sum(remaining_seconds(plan, budget))
+    after = f" after step {plan.resume.step}" if plan.resume else ""
+    shown = f" and {_count(rounds, 'round')} of previews" if rounds else ""
+    yield f"  {_count(steps, 'step')}{after}{shown}, about {duration(seconds)}; saved to {plan.output_dir}"
+    yield fit_line(budget)
+
+
+def fit_line(budget: Budget) -> str:
+    """`  fits: up to 16.4 GB of 25.8 GB on a GPU with 24 GiB, while training at 1024x1024`"""
+    device = budget.device
+    needs = {each.name: each.needed(device) for each in budget.phases}
+    peak = max(needs, key=lambda name: needs[name])
+    room = "" if device.memory is None else f" of {gigabytes(device.memory)}"
+    verdict = "fits" if fits(budget.phases, device) else "does not fit"
+    return f"  {verdict}: up to {gigabytes(needs[peak])}{room} on {device.name}, while {peak}"
+
+
+def duration(seconds: float) -> str:
+    """A duration with at most two digits: estimates are no more precise."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    for unit, size, end in (("s", 1, 100), ("min", 60, 6000), ("h", 3600, 360_000)):
+        if seconds < end:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"

@@ -1,0 +1,249 @@
+"""Find the runs of a project, and start, stop and continue them. Free of torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from simpletuner.annexes.page.files import values_in
+from simpletuner.annexes.page.plans import Unsaved
+from simpletuner.annexes.page.project import CONFIG_NAME, EXAMPLE, Project, Refusal, chosen_by
+from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
+from simpletuner.atomic import write_json
+from simpletuner.config.load import canonical
+from simpletuner.config.locate import DATASET_FILE, ENV_VARIABLES, example_names, read_config_file
+from simpletuner.config.schema import all_options
+from simpletuner.distributed.requests import Request, make_request
+from simpletuner.errors import UserError
+from simpletuner.models.lora_keys import LORA_FILE
+from simpletuner.redaction import redact
+from simpletuner.reporting.metrics import METRICS_FILE
+from simpletuner.reporting.payloads import EVENTS_FILE, last_id
+from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
+
+# How far runs are searched for below a folder.
+DEPTH, FOLDERS = 4, 2000
+BULKY = frozenset({"cache", "checkpoint", "datasets", "node_modules", "site-packages", "validation_images"})
+NOTHING_RUNS = "No active training job."
+
+
+class Runs:
+    """The runs of a project. What is remembered of one only saves reading it again."""
+
+    def __init__(self, project: Project) -> None:
+        self.project = project
+        self._runs: dict[Path, Run] = {}
+        self._lock = threading.Lock()
+
+    def all(self) -> list[Run]:
+        """Every run: those at work first, then the newest."""
+        folders = {self.project.run: ""} if self.project.run else {**found_below(self.project), **self._configured()}
+        runs = [self._at(folder) for folder in folders]
+        for run in runs:
+            run.written_by = folders[run.folder]
+        runs += [run for run in self._runs.values() if run not in runs and run.child]
+        return sorted(runs, key=lambda run: (run.pid is not None, run.seen), reverse=True)
+
+    def find(self, name: str | None) -> Run:
+        """A run by its id; without one the first of all.
+
+        Raises:
+            Refusal: 404 if there is none.
+        """
+        # A known one needs no search, which visits many folders.
+        known = [run for run in list(self._runs.values()) if run.id == name]
+        for run in known or self.all():
+            if name in (None, "", run.id):
+                return run
+        raise Refusal(404, f"There is no run {name!r}." if name else "There are no runs yet.")
+
+    def _at(self, folder: Path) -> Run:
+        return self._runs.setdefault(folder, Run(run_id(folder), folder, self.project.run is None))
+
+    def _configured(self) -> dict[Path, str]:
+        """The output folders of all configs; those of packaged examples only if they exist."""
+        found = {}
+        for name in (*(EXAMPLE + each for each in example_names()), *self.project.config_names()):
+            with suppress(UserError, OSError):
+                folder = self.project.inside(output_dir_of(self.project.config_file(name)))
+                if folder.is_dir() or not name.startswith(EXAMPLE):
+                    found[folder] = name
+        return found
+
+    def start(self, name: str, settings: Mapping[str, Any]) -> Run:
+        """Start training with a config as a process of its own, which outlives this one.
+
+        Args:
+            settings: override those of the config.
+
+        Raises:
+            Refusal: 404 without such a config, 409 if its folder is in use, 422 with the problems of the settings, 403
+                in the page of a run.
+        """
+        if self.project.run is not None:
+            raise Refusal(403, "This page belongs to a run; start others with `simpletuner server`.")
+        file = self._existing(name)
+        judgement, outside, _ = Unsaved.saved(self.project, name, settings).judge(self.project)
+        if fatal := [*outside, *(problem for problem in judgement.problems if problem.fatal)]:
+            raise Refusal(422, fatal)
+        run = self._at(self.project.inside(judgement.config.run.output_dir))
+        with self._lock:
+            refuse_if_busy(run)
+            after = last_id(run.folder / EVENTS_FILE)
+            write_json(run.folder / STARTED_FILE, {"config": name, "settings": dict(settings), "after": after})
+            run.child = self._spawn(run.folder, command_line(name, file, settings))
+        threading.Thread(target=run.child.wait, daemon=True).start()  # no zombie stays
+        return run
+
+    def _existing(self, config: str) -> Path:
+        file = self.project.config_file(config)
+        if not file.is_file():
+            raise Refusal(404, f"There is no config {config!r}.")
+        return file
+
+    def resume(self, run: Run, settings: Mapping[str, Any]) -> Run:
+        """Start a run again as it was started before, with further settings, wherever its config writes to by now.
+
+        Raises:
+            Refusal: as `start`, and 400 if its config is not known.
+        """
+        if not run.config:
+            raise Refusal(400, f"No config of this project writes into {run.folder}.")
+        written = self.project.inside(output_dir_of(self._existing(run.config)))
+        here = {"output_dir": str(run.folder)} if run.status()["can"]["continue"] and written != run.folder else {}
+        return self.start(run.config, {**run.settings, **here, **settings})
+
+    def _spawn(self, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
+        environment = {key: value for key, value in os.environ.items() if key not in ENV_VARIABLES}
+        with (folder / CONSOLE_FILE).open("ab") as console:
+            console.write(redact(f"{PROMPT}{shlex.join(arguments)}\n").encode())
+            console.flush()
+            return subprocess.Popen(
+                [sys.executable, "-m", "simpletuner", *arguments], cwd=self.project.folder, env=environment,
+                stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def renew(self, run: Run, name: str) -> Path:
+        """Write config/NAME/config.json: the config of a run, starting from its LoRA, into a folder of its own.
+
+        Raises:
+            Refusal: 400 if there is nothing to start from, 409 if the config exists, 422 if it cannot have this name.
+        """
+        if not run.status()["can"]["new"]:
+            raise Refusal(400, "A new run needs the config and the LoRA of a run that has ended.")
+        if not CONFIG_NAME.fullmatch(name) or name == "config":
+            raise Refusal(422, f"{name!r} cannot name a config: use letters, digits, '.', '_' and '-'.")
+        file = self.project.config_file(name)
+        if file.exists():
+            raise Refusal(409, f"There is a config {name!r} already.")
+        source = self._existing(run.config)
+        given = {"data_backend_config": str(source.with_name(DATASET_FILE)), **values_in(source), **run.settings}
+        write_json(file, {**given, "init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"})
+        return file
+
+
+def ask(run: Run, request: Request) -> None:
+    """Ask the training loop of a run for something; before the loop, only to stop.
+
+    Raises:
+        Refusal: 400 if it does not run.
+    """
+    status = run.status()
+    if not status["can"][request]:
+        raise Refusal(400, NOTHING_RUNS)
+    if status["status"] == "running" or run.pid is None:
+        make_request(run.folder, request)
+    else:
+        send(run.pid, signal.SIGINT)
+
+
+def cancel(run: Run) -> None:
+    """End a run at once; what it did since its last checkpoint is lost.
+
+    Raises:
+        Refusal: 400 if it does not run, or not here.
+    """
+    if (pid := run.pid) is None:
+        raise Refusal(400, NOTHING_RUNS)
+    # The first asks the loop to stop, the second interrupts it; two of a kind might arrive as one.
+    send(pid, signal.SIGINT, signal.SIGTERM)
+
+
+def send(pid: int, *numbers: signal.Signals) -> None:
+    """Send signals to a process, unless it has just ended.
+
+    Raises:
+        Refusal: 403 if it belongs to another user.
+    """
+    with suppress(ProcessLookupError):
+        for number in numbers:
+            try:
+                os.kill(pid, number)
+            except PermissionError:
+                raise Refusal(403, f"Process {pid} belongs to another user.") from None
+
+
+def refuse_if_busy(run: Run) -> None:
+    """Raise if a process is at work in a run's folder, or may be.
+
+    Raises:
+        Refusal: 409.
+    """
+    try:
+        # A silent lock of another machine is left to the new process, which watches it and may take it over.
+        if (owner := run.owner) is not None and not owner.counts_elsewhere:
+            refuse_if_in_use(run.folder / LOCK_FILE, owner)
+        is_active = run.judge()[0] in ACTIVE
+    except (UserError, OSError) as error:
+        raise Refusal(409, str(error)) from None
+    if is_active:
+        raise Refusal(409, f"output_dir: {run.folder} is in use by a run that is starting.")
+
+
+def command_line(name: str, file: Path, settings: Mapping[str, Any]) -> list[str]:
+    """The arguments of `simpletuner` that train with a config and further settings."""
+    texts = {key: each if isinstance(each, str) else json.dumps(each) for key, each in settings.items()}
+    return ["train", chosen_by(name, file), *(f"--{key}={text}" for key, text in texts.items())]
+
+
+def output_dir_of(file: Path) -> str:
+    """Where a config writes to, whatever else is wrong with it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    given = canonical(read_config_file(file, []), []).get("output_dir")
+    return str(given or all_options()["output_dir"].default)
+
+
+def found_below(project: Project) -> dict[Path, str]:
+    """Folders with the files of a run, near the top of a project."""
+    walked = islice((each for root in (project.folder, *project.roots) for each in walk(root)), FOLDERS)
+    return {folder: "" for folder, files in walked if {METRICS_FILE, LOCK_FILE, CONSOLE_FILE} & files}
+
+
+def walk(root: Path) -> Iterator[tuple[Path, set[str]]]:
+    """Folders and their files, without hidden and bulky ones and links to others."""
+    for name, folders, files in os.walk(root):
+        folder = Path(name)
+        is_deep = len(folder.relative_to(root).parts) >= DEPTH
+        kept = [] if is_deep else [each for each in folders if not each.startswith(".")]
+        folders[:] = sorted(each for each in kept if re.split(r"-\d", each)[0] not in BULKY)
+        yield folder, set(files)
+
+
+def run_id(folder: Path) -> str:
+    """A name for addresses: that of the folder, made unique by its path."""
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', folder.name)}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:6]}"

@@ -1,0 +1,225 @@
+"""Uploads of a run and the user's scripts: in order, in a thread, and without ever ending the run. Free of torch."""
+
+from __future__ import annotations
+
+import queue
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletuner.annexes.publishing.card import move_card
+from simpletuner.annexes.publishing.upload import BucketCopy, Destination, Upload, make_upload
+from simpletuner.config.publishing import PLACEHOLDERS, PublishConfig
+from simpletuner.errors import Interrupted, UserError
+from simpletuner.redaction import redact
+from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
+from simpletuner.run.ledger import Ledger, strike
+from simpletuner.training.manifest import Checkpoint, find_checkpoints, result_step
+
+if TYPE_CHECKING:
+    from simpletuner.reporting.events import StepReport
+    from simpletuner.training.state import Assembly, TrainState
+
+# Seconds to wait after the first and after the second attempt; the third is the last one.
+WAITS = (5.0, 20.0)
+LONGEST = 600.0
+
+
+class UploadError(Exception):
+    """An upload has failed for the last time, and the user knows."""
+
+
+def repeat_command(output_dir: Path) -> str:
+    """The command that repeats the uploads of a run."""
+    return f"simpletuner publish {shlex.quote(str(output_dir))}"
+
+
+@dataclass
+class Uploads:
+    """Callback that uploads checkpoints, and what uploads the result; see `Callback` for the order.
+
+    Attributes:
+        run_name: value of `tracker_run_name`.
+        describe: writes the model card as of a step and an epoch; None if it is to stay as it is.
+        waits: seconds between attempts.
+        in_use: checkpoints that are being uploaded or handed to a script, so that nothing may delete them.
+        failed: what could not be uploaded, as messages.
+    """
+
+    publish: PublishConfig
+    output_dir: Path
+    run_name: str
+    destinations: Sequence[Destination]
+    events: EventStream
+    describe: Callable[[int, int], None] | None = None
+    waits: Sequence[float] = field(default_factory=lambda: WAITS)
+    in_use: list[Path] = field(default_factory=list, init=False)
+    failed: list[str] = field(default_factory=list, init=False)
+    _saved: CheckpointSaved | None = field(default=None, init=False)
+    _due: CheckpointSaved | None = field(default=None, init=False)  # saved, and not uploaded yet
+    _jobs: queue.Queue[tuple[Callable[[], None], Path | None]] = field(default_factory=queue.Queue, init=False)
+    _worker: threading.Thread | None = field(default=None, init=False)
+
+    def __call__(self, event: Event) -> None:
+        """Notice a checkpoint, and run the user's script for it."""
+        if isinstance(event, CheckpointSaved):
+            self._saved = self._due = event
+            if script := self.publish.post_checkpoint_script:
+                self._add(
+                    lambda: self._run_script("post_checkpoint_script", script, event.path, event.step), event.path
+                )
+
+    def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
+        """Nothing is saved yet."""
+
+    def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
+        """Upload the checkpoint that was completed last; that of the last step goes with the result."""
+        due, self._due = self._due, None
+        folders = self._checkpoints(due.step) if due is not None else []
+        if due is not None and folders and due.step < assembly.settings.total_steps:
+            step, epoch = due.step, state.epoch
+            hubs = [each for each in self.destinations if not isinstance(each, BucketCopy)]
+            self._add(lambda: self._send(folders[0], step, epoch, folders, hubs), folders[0])
+            if not self.publish.push_to_hub_background:
+                self.join()
+
+    def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
+        """Wait for scripts and a running upload if the run stops early; else the result follows once it is verified."""
+        if state.global_step < assembly.settings.total_steps:
+            self.join()
+
+    def finish(self, ledger: Ledger) -> None:
+        """Write the card of the result and upload it everywhere; returns when it is there, or has failed.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the next start does the rest.
+        """
+        # A session that has saved nothing makes up for one that was killed.
+        folders = self._checkpoints(ledger.step) if self._saved else self._pushed(self._regular())
+        places = self.destinations if "uploads" in ledger.tasks else ()
+        self._add(lambda: self._send(self.output_dir, ledger.step, ledger.epoch, folders, places))
+        self.join()
+        if not self.failed:
+            strike(self.output_dir, "card", "uploads")
+
+    def repeat(self, repository: str | None) -> None:
+        """Upload what there is of a run that has ended: its result, else its last checkpoint.
+
+        Args:
+            repository: on the hub; the model card names it from now on.
+
+        Raises:
+            UserError: there is neither.
+        """
+        regular = self._regular()
+        step = next(filter(None, (result_step(self.output_dir, kind) for kind in ("lora", "full"))), None)
+        if step is None and not regular:
+            raise UserError(f"{str(self.output_dir)!r} holds no result and no checkpoint to upload.")
+        folder, step = (regular[-1].path, regular[-1].step) if step is None else (self.output_dir, step)
+        if repository:
+            move_card(self.output_dir, repository)
+        checkpoints = self._pushed(regular)
+        self._add(lambda: self._send(folder, step, 0, checkpoints, self.destinations))
+        self.join()
+
+    def join(self) -> None:
+        """Wait for all uploads and scripts."""
+        try:
+            while self._jobs.unfinished_tasks:  # `Queue.join` would not let Ctrl-C through
+                time.sleep(0.002)
+        except KeyboardInterrupt:
+            if self.destinations:
+                self.events.say(f"An upload was interrupted; to upload the rest: {repeat_command(self.output_dir)}")
+            raise
+
+    def _regular(self) -> list[Checkpoint]:
+        return [each for each in find_checkpoints(self.output_dir)[0] if not each.rolling]
+
+    def _pushed(self, checkpoints: Sequence[Checkpoint]) -> list[Path]:
+        return [each.path for each in checkpoints] if self.publish.push_checkpoints_to_hub else []
+
+    def _checkpoints(self, step: int) -> list[Path]:
+        """The checkpoint of a step, if it is to be uploaded; rolling ones are for resuming only."""
+        saved, publish = self._saved, self.publish
+        is_due = publish.push_to_hub and publish.push_checkpoints_to_hub and saved is not None and saved.step == step
+        return [saved.path] if is_due and saved and not saved.path.name.endswith("-rolling") else []
+
+    def _add(self, job: Callable[[], None], folder: Path | None = None) -> None:
+        """Do something after what was added before; `folder` may not be deleted until then."""
+        if self._worker is None:
+            # A daemon, because a hanging connection must not keep an interrupted run from ending.
+            self._worker = threading.Thread(target=self._work, daemon=True)
+            self._worker.start()
+        self.in_use += [folder] if folder else []
+        self._jobs.put((job, folder))
+
+    def _work(self) -> None:
+        while True:
+            job, folder = self._jobs.get()
+            try:
+                job()
+            except Interrupted:
+                self.failed.append("A stop was requested before the upload.")
+            except Exception as error:  # noqa: BLE001 - whatever a library raises, the run goes on
+                what = "Publishing" if self.destinations else "Writing the model card"
+                self._fail(f"{what} failed ({type(error).__name__}: {error}).")
+            finally:
+                if folder is not None:
+                    self.in_use.remove(folder)
+                self._jobs.task_done()
+
+    def _send(
+        self, folder: Path, step: int, epoch: int, checkpoints: Sequence[Path], places: Sequence[Destination]
+    ) -> None:
+        if self.describe:
+            self.describe(step, epoch)
+        upload = make_upload(self.output_dir, folder, step, checkpoints)
+        for place in places:
+            name = f"{upload.name} to {place.title}"
+            with suppress(UploadError), self.events.phase(f"Uploading {name}", kind=UPLOADING):
+                url = self._attempt(name, place, upload)
+                self.events.publish(Uploaded(name, url, step))
+                if script := self.publish.post_upload_script:
+                    self._run_script("post_upload_script", script, folder, step, url)
+
+    def _attempt(self, name: str, place: Destination, upload: Upload) -> str:
+        for wait in (*self.waits, None):
+            try:
+                return place.upload(upload)
+            except Exception as error:  # noqa: BLE001 - whatever a library raises, the run goes on
+                reason = f"Uploading {name} failed ({type(error).__name__}: {error})"
+            if wait is not None:
+                self.events.say(redact(f"{reason}; next attempt in {wait:g} s."), warning=True)
+                time.sleep(wait)
+        self._fail(f"{reason}.")
+        raise UploadError(reason)
+
+    def _fail(self, reason: str) -> None:
+        self.failed.append(redact(reason))
+        self.events.say(redact(reason), warning=True)
+
+    def _run_script(self, key: str, script: str, folder: Path, step: int, url: str = "") -> None:
+        """Run a program without a shell; a failure is a warning."""
+        values = dict(zip(PLACEHOLDERS, (str(folder.resolve()), url, str(step), self.run_name), strict=True))
+        command, said = [expand(word, values) for word in shlex.split(script)], ""
+        try:
+            subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LONGEST, check=True)
+        except subprocess.CalledProcessError as error:
+            said = f" ended with code {error.returncode}: {(error.stderr or error.stdout).strip()[-500:]}"
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            said = f" failed: {error}"
+        if said:
+            self.events.say(redact(key + said), warning=True)
+
+
+def expand(word: str, values: Mapping[str, str]) -> str:
+    """A word of a command with its placeholders replaced; each value stays one word."""
+    for name, value in values.items():
+        word = word.replace(f"{{{name}}}", value)
+    return word

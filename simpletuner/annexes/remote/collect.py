@@ -1,0 +1,75 @@
+"""Remote datasets become folders: their files are listed and downloaded, and the rest works as for local ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from simpletuner.annexes.remote.bucket import list_bucket
+from simpletuner.annexes.remote.hub import list_rows
+from simpletuner.annexes.remote.store import Offer, Store, UnfetchedError
+from simpletuner.annexes.remote.table import list_table
+from simpletuner.annexes.remote.web import PRIVATE
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.data.context import Announce, DataContext
+from simpletuner.data.discovery import Scan, classify, wanted_suffixes
+from simpletuner.data.sample import Reason
+from simpletuner.errors import Problem, UserError
+
+Lister = Callable[[DatasetConfig, Store, list[Problem]], Offer]
+LISTERS: Mapping[str, Lister] = {"csv": list_table, "aws": list_bucket, "huggingface": list_rows}
+RETRY = "; --retry-failed tries again"
+
+
+def collect(
+    entries: Sequence[DatasetConfig], context: DataContext, problems: list[Problem], announce: Announce | None
+) -> dict[str, Scan]:
+    """What each remote entry consists of, by id, after downloading what is missing if the context allows it.
+
+    Args:
+        entries: with their defaults filled in.
+        problems: receives errors. With a fatal one, nothing is downloaded.
+    """
+    offers: dict[str, tuple[Store, Offer]] = {}
+    for entry in (entry for entry in entries if entry.type in LISTERS):
+        if any(problem.fatal and problem.where.startswith(entry.id) for problem in problems):
+            continue
+        store = Store(
+            Path(entry.instance_data_dir or ""),
+            wanted_suffixes(entry, context),
+            retry_failed=context.defaults.retry_failed,
+            forgiven=PRIVATE if entry.allow_private_urls else "",
+            fetches=context.fetches,
+        )
+        try:
+            offers[entry.id] = store, LISTERS[entry.type](entry, store, problems)
+        except UserError as error:
+            problems.append(Problem(entry.id, str(error)))
+    if any(problem.fatal for problem in problems):
+        return {}
+    return {name: _download(name, *offer, problems, announce) for name, offer in offers.items()}
+
+
+def _download(dataset: str, store: Store, offer: Offer, problems: list[Problem], announce: Announce | None) -> Scan:
+    """What is there, as if a folder had been listed, and why the rest is not."""
+    missing = store.missing(offer.items)
+    if missing and not store.fetches:
+        error = UnfetchedError(f"{len(missing)} of {len(offer.items)} files are")
+        problems.append(Problem(dataset, str(error), fatal=len(missing) == len(offer.items)))
+    elif missing:
+        try:
+            with announce(f"Downloading {dataset}", len(missing), "files") if announce else nullcontext() as bar:
+                store.fetch(missing, bar)
+        except UserError as error:
+            problems.append(Problem(dataset, str(error)))
+    names = {name: item.key for item in offer.items if (name := store.name_of(item)) is not None}
+    failed: dict[str, tuple[Reason, str]] = {
+        item.key: ("not downloaded", store.failed[item.key].reason + RETRY)
+        for item in offer.items
+        if item.key in store.failed
+    }
+    listing = classify([(name, None) for name in names], store.wanted)
+    table = {name: offer.captions[key] for name, key in names.items() if key in offer.captions}
+    return replace(listing, ignored={**listing.ignored, **offer.ignored, **failed}, table=table, origins=names)

@@ -1,0 +1,258 @@
+"""The wizard's questions, in their order. All else about a setting comes from the option schema and the family: help,
+choices, defaults, limits, what it requires, and the section whose name is the heading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from huggingface_hub import get_token
+
+from simpletuner.annexes.wizard.proposals import (
+    default_optimizer,
+    flavours,
+    nearest_lengths,
+    nearest_sizes,
+    prompt_library,
+    run_length,
+    usable_trackers,
+)
+from simpletuner.config.option import Option
+from simpletuner.config.schema import DEFAULT_LEARNING_RATES, all_options
+from simpletuner.errors import Problem, did_you_mean, nearest
+from simpletuner.models.registry import FAMILIES
+from simpletuner.plan.draft import Draft
+
+Condition = Callable[[Draft], bool]
+Choices = Callable[[Draft], Mapping[str, str]]
+
+
+# Similarity (difflib's ratio) from which an answer counts as a misspelled choice, which is then proposed.
+MISSPELLED = 0.75
+
+
+def _without_lora(model_type: Any) -> dict[str, Any]:
+    """A full fine-tune has no LoRA that could have a rank."""
+    return {"lora_rank": None} if model_type == "full" else {}
+
+
+@dataclass(frozen=True)
+class Question:
+    """One setting to ask for.
+
+    Attributes:
+        key: the setting.
+        text: the question in a few words.
+        when: whether it makes sense with the answers so far, if the setting has an effect with them.
+        propose: a default if the file does not have the key; without it, the value that training would use.
+        remarks: on choices of the schema.
+        names: choices with a remark each, for keys whose choices are not in the schema.
+        is_open: answers other than `names` are allowed.
+        implied: further settings that an answer decides; None removes one.
+        follows: the default depends on another setting, so the key is written only if it differs.
+        alternatives: (value, draft) -> better values for one that does not fit.
+        meanings: values that words stand for.
+    """
+
+    key: str
+    text: str
+    when: Condition = lambda draft: True
+    propose: Callable[[Draft], Any] | None = None
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    names: Choices | None = None
+    is_open: bool = False
+    implied: Callable[[Any], dict[str, Any]] = lambda value: {}
+    follows: bool = False
+    alternatives: Callable[[str, Draft], list[str]] = lambda value, draft: []
+    meanings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def option(self) -> Option:
+        return all_options()[self.key]
+
+    def applies(self, draft: Draft) -> bool:
+        """Whether to ask: the setting has an effect with the answers so far, and nothing excludes it."""
+        settings = draft.config.flat()
+        excluded = any(other.holds(settings) for other in self.option.excludes)
+        return self.key not in draft.judgement.without_effect and not excluded and self.when(draft)
+
+    def default(self, draft: Draft) -> Any:
+        """The value that Enter takes."""
+        if self.key not in draft.values and self.propose is not None:
+            return self.propose(draft)
+        return draft.effective(self.key)
+
+    def choices(self, draft: Draft) -> Mapping[str, str]:
+        """Allowed words with a remark each; empty if any answer is allowed."""
+        if self.names is not None:
+            return self.names(draft)
+        return {name: self.remarks.get(name, "") for name in self.option.choices}
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether a plain `no` leaves the setting out."""
+        return not self.option.required and not self.option.is_flag
+
+    def refusals(self, value: Any, choices: Mapping[str, str], draft: Draft) -> list[Problem]:
+        """Why an answer cannot be used, apart from the checks of training."""
+        if choices and not self.is_open and value is not None and value not in choices:
+            message = f"{value!r} is not one of: {', '.join(choices)}.{did_you_mean(str(value), choices)}"
+            return [Problem(self.key, message)]
+        if value is None and self.option.required:
+            return [Problem(self.key, "is required.")]
+        better = self.alternatives(str(value), draft) if value is not None else []
+        if better:
+            return [Problem(self.key, f"{value} does not fit the model; {_near(better)}.")]
+        return []
+
+    def suggestion(self, answer: str, choices: Mapping[str, str], draft: Draft) -> str | None:
+        """What to propose after an invalid answer; None if it was spelled right and is wrong for another reason."""
+        better = self.alternatives(answer, draft)
+        if better or answer in choices:
+            return better[-1] if better else None
+        return nearest(answer, choices, cutoff=MISSPELLED)
+
+    def changes(self, value: Any, draft: Draft) -> dict[str, Any]:
+        """The settings that an answer decides."""
+        if self.follows and self.key not in draft.values and value == self.default(draft):
+            return {}
+        return {self.key: value, **self.implied(value)}
+
+
+def _near(values: list[str]) -> str:
+    return f"the nearest are {' and '.join(values)}" if len(values) > 1 else f"the nearest is {values[0]}"
+
+
+def _by_hand(draft: Draft) -> bool:
+    return draft.config.offload.offload == "manual"  # a key that is set is one that auto leaves alone
+
+
+def _is_tracked(draft: Draft) -> bool:
+    return draft.config.tracking.report_to not in ("none", "simpletuner")
+
+
+def _routes(share: float) -> dict[str, Any]:
+    """One route around all but the outermost blocks."""
+    return {"routes": [{"selection_ratio": share, "start_layer_idx": 2, "end_layer_idx": -2}]}
+
+
+TREAD_WORDS = {
+    "none": "every block sees every token",
+    "quarter": "a quarter of the tokens skip it",
+    "half": "half of them, the usual choice; routes of your own: JSON, see docs/TREAD.md",
+}
+MODEL_TYPES = {
+    "lora": "a small file that is loaded on top of the model",
+    "full": "the whole model; needs far more memory",
+}
+CHOOSERS = {"manual": "you, in the next questions", "auto": "the plan: the fastest settings that fit the card"}
+QUESTIONS = (
+    Question("output_dir", "Output folder"),
+    Question("model_family", "Model", names=lambda draft: {n: spec.title for n, spec in FAMILIES.items()}),
+    Question(
+        "model_flavour", "Version of the model", propose=lambda draft: draft.spec.flavours[0].name, names=flavours
+    ),
+    Question("model_type", "What to train", remarks=MODEL_TYPES, implied=_without_lora),
+    Question("lora_rank", "LoRA rank (higher learns more and takes more memory)"),
+    Question(
+        "lora_alpha",
+        "LoRA alpha (strength of the LoRA)",
+        propose=lambda draft: float(draft.config.lora.lora_rank),
+        follows=True,
+    ),
+    Question("plan_device_memory_gb", "GPU memory in GB, for the estimate at the end"),
+    Question("offload", "Settings that save memory: who chooses them", remarks=CHOOSERS),
+    Question(
+        "enable_group_offload",
+        "Keep the model in host memory and stream it to the GPU block by block (group offload)?",
+        when=_by_hand,
+        implied=lambda value: {"group_offload_use_stream": True if value else None},
+    ),
+    Question(
+        "base_model_precision", "Precision of the model", when=lambda draft: draft.config.model.model_type == "lora"
+    ),
+    Question("text_encoder_1_precision", "Precision of the text encoder"),
+    Question(
+        "gradient_checkpointing",
+        "Save memory by recomputing activations (gradient checkpointing, slower)?",
+        when=_by_hand,
+    ),
+    Question(
+        "max_train_steps",
+        "Training steps (0: count epochs instead)",
+        propose=run_length,
+        implied=lambda value: _other_length(value),
+    ),
+    Question(
+        "num_train_epochs",
+        "Epochs (passes over the dataset)",
+        when=lambda draft: not draft.config.schedule.max_train_steps,
+        propose=lambda draft: 1,
+    ),
+    Question("train_batch_size", "Batch size"),
+    Question("gradient_accumulation_steps", "Gradient accumulation steps"),
+    Question("optimizer", "Optimizer", propose=default_optimizer),
+    Question(
+        "learning_rate", "Learning rate", propose=lambda draft: DEFAULT_LEARNING_RATES[draft.config.model.model_type]
+    ),
+    Question("lr_scheduler", "Schedule of the learning rate"),
+    Question("lr_warmup_steps", "Warm-up steps"),
+    Question("checkpoint_step_interval", "Save a checkpoint every N steps; N"),
+    Question("checkpoints_total_limit", "Checkpoints to keep (0: all)"),
+    Question("validation_prompt", "Prompt for previews"),
+    Question("user_prompt_library", "File with more prompts", propose=prompt_library),
+    Question("validation_resolution", "Preview size, width x height", alternatives=nearest_sizes),
+    Question("validation_num_video_frames", "Preview length in frames", alternatives=nearest_lengths),
+    Question("framerate", "Frames per second"),
+    Question("validation_guidance", "Guidance scale (how closely previews follow the prompt)"),
+    Question("validation_num_inference_steps", "Sampling steps"),
+    Question("validation_step_interval", "Render previews every N training steps; N"),
+    Question("validation_seed", "Preview seed"),
+    Question(
+        "flow_schedule_shift",
+        "Flow shift (above 1 favours composition, below 1 detail)",
+        when=lambda draft: "flow_schedule_shift" in draft.spec.defaults,
+        follows=True,
+    ),
+    Question(
+        "tread_config",
+        "Tokens that skip the middle of the model (TREAD: faster steps, previews as always)",
+        when=lambda draft: draft.spec.token_blocks is not None,
+        names=lambda draft: TREAD_WORDS,
+        is_open=True,
+        meanings={"none": None, "quarter": _routes(0.25), "half": _routes(0.5)},
+    ),
+    Question("crepa_enabled", "CREPA (steadier video)?", when=lambda draft: draft.spec.media == "video"),
+    Question("use_ema", "Keep a running average of the weights (EMA)?"),
+    Question("ema_validation", "Previews with EMA"),
+    Question("report_to", "Send curves to", names=usable_trackers, is_open=True),
+    Question("tracker_project_name", "Project name there", when=_is_tracked),
+    Question("tracker_run_name", "Run name there", when=_is_tracked),
+    Question("push_to_hub", "Upload the result to the Hugging Face hub?", when=lambda draft: get_token() is not None),
+    Question("hub_model_id", "Name on the hub"),
+    Question("model_card_private", "Private?"),
+    Question("seed", "Seed of the run (the same seed repeats it)", propose=lambda draft: 42),
+    Question("data_backend_config", "Dataset file", propose=lambda draft: draft.dataset_file),
+)
+
+
+def _other_length(steps: Any) -> dict[str, Any]:
+    """Steps and epochs exclude each other: with steps the epochs become 0, without steps such a 0 is removed."""
+    return {"num_train_epochs": 0} if str(steps or 0) != "0" else {"num_train_epochs": None}
+
+
+def stale_keys(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
+    """Keys whose questions no longer apply with these changes, and what a yes to them implied. The review drops them.
+
+    Keys of the loaded file are kept, and epochs of 0, which a number of steps implies.
+    """
+    after = draft.after(changes)
+    answered = [each for each in QUESTIONS if each.key in draft.values and each.key not in draft.loaded]
+    stale = [each for each in answered if not each.applies(after) and not _is_zero(draft.values[each.key])]
+    implied = [key for each in stale if draft.values[each.key] is True for key in each.implied(True)]
+    return [*(each.key for each in stale), *implied]
+
+
+def _is_zero(value: Any) -> bool:
+    return value == 0 and value is not False

@@ -1,0 +1,219 @@
+"""Asks a question until the answer can be used: in a terminal, through a pipe, or by taking the default."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from simpletuner.annexes.wizard.questions import Question, stale_keys
+from simpletuner.config.values import parse_flag, plain_key
+from simpletuner.errors import ConfigError, UserError, nearest
+from simpletuner.plan.draft import Draft
+
+HELP, NONE, BACK = "?", "-", "back"
+# Other answers that leave out an optional setting.
+NOTHING = frozenset({"n", "no", "none"})
+# Invalid answers to a question after which its default is taken, so that piped input cannot loop for ever.
+PATIENCE = 5
+# Unicode categories that no setting may contain: control characters, and surrogates, which stand for invalid UTF-8.
+NO_TEXT = ("Cc", "Cs")
+# A longer list would hide the question; `?` shows it.
+LONGEST_LIST = 20
+
+
+class Back(Exception):
+    """The user wants the previous question again."""
+
+
+class InputEnded(UserError):
+    """There is no more input."""
+
+
+class Talk:
+    """A conversation with the user.
+
+    Args:
+        defaults: ask nothing; every question gets its default.
+    """
+
+    def __init__(self, *, defaults: bool = False) -> None:
+        self.defaults = defaults
+        self.console = Console(highlight=False)
+        if sys.stdin.isatty() and importlib.util.find_spec("readline") is not None:
+            import readline  # noqa: F401 - arrow keys and history in input()
+
+    def say(self, text: str = "", style: str = "") -> None:
+        """Print a line of the conversation, unless nothing is asked."""
+        if not self.defaults:
+            self.tell(text, style)
+
+    def tell(self, text: str = "", style: str = "") -> None:
+        """Print a line in any case, without interpreting markup."""
+        self.console.print(text, style=style, markup=False, soft_wrap=True)
+
+    def ask(self, question: Question, draft: Draft) -> None:
+        """Ask for one setting and put the answer into the draft."""
+        proposed = question.default(draft)
+        choices = question.choices(draft)
+        self._list_choices(question, choices, proposed)
+        for _ in range(PATIENCE):
+            answer = self._read(f"  {question.text} {_bracketed(proposed, question)}: ")
+            if answer == HELP:
+                self._explain(question, draft, choices)
+                continue
+            if answer.lower() == BACK:
+                raise Back
+            value = _interpret(answer, question, proposed, choices)
+            if self._accept(question, draft, value, choices, is_proposed=not answer):
+                draft.change(question.changes(value, draft))
+                return
+            proposed = question.suggestion(answer, choices, draft) or proposed
+        self._give_up(question, draft, choices)
+
+    def _give_up(self, question: Question, draft: Draft, choices: Mapping[str, str]) -> None:
+        """Take the default after too many invalid answers.
+
+        Raises:
+            InputEnded: the default is invalid too.
+        """
+        value = question.default(draft)
+        if not self._accept(question, draft, value, choices, is_proposed=True):
+            raise InputEnded(f"{question.key}: {PATIENCE} invalid answers. Nothing was written.")
+        self.refuse(f"Left at {_worded(value, question)}; name {question.key} at the end to change it.")
+        draft.change(question.changes(value, draft))
+
+    def confirm(self, text: str, *, default: bool) -> bool:
+        """Ask yes or no; the default after too many other answers."""
+        for _ in range(PATIENCE):
+            answer = self._read(f"  {text} {_bracketed(default)}: ")
+            try:
+                return default if not answer else bool(parse_flag(_word(answer)))
+            except ValueError:
+                self.refuse(f"{answer!r} is neither yes nor no.")
+        return default
+
+    def choose(self, text: str, names: Sequence[str]) -> str | None:
+        """Ask for yes (None), no (an empty text) or one of the names; no after too many other answers."""
+        for _ in range(PATIENCE):
+            answer = self._read(f"  {text} [Y/n]: ")
+            try:
+                return None if not answer or parse_flag(_word(answer)) else ""
+            except ValueError:
+                name = plain_key(answer).lower()
+            if name in names:
+                return name
+            guess = nearest(name, names)
+            self.refuse(f"{answer!r} is neither yes, no nor a setting of the list." + (f" {guess}?" if guess else ""))
+        return ""
+
+    def refuse(self, reason: str) -> None:
+        """Say what is wrong, even if nothing is asked."""
+        self.tell(f"    {reason}", "yellow")
+
+    def _read(self, prompt: str) -> str:
+        """One stripped line; empty for the default.
+
+        Raises:
+            InputEnded: there is no more input.
+        """
+        if self.defaults:
+            return ""
+        while True:
+            try:
+                answer = input(prompt).strip()
+            except EOFError:
+                self.say()
+                raise InputEnded("The input ended before the last question. Nothing was written.") from None
+            if not sys.stdin.isatty():
+                self.say(answer)  # what comes through a pipe is not on the screen
+            if all(unicodedata.category(each) not in NO_TEXT for each in answer):
+                return answer
+            self.refuse("This contains control characters; type it again.")
+
+    def _list_choices(self, question: Question, choices: Mapping[str, str], proposed: Any) -> None:
+        if not choices or len(choices) > LONGEST_LIST:
+            return
+        width, digits = max(len(name) for name in choices), len(str(len(choices)))
+        for number, (name, note) in enumerate(choices.items(), start=1):
+            mark = "*" if name == _worded(proposed, question) else " "
+            self.say(f"  {mark} {number:>{digits}}  {name:<{width}}  {note}".rstrip())
+
+    def _accept(
+        self, question: Question, draft: Draft, value: Any, choices: Mapping[str, str], *, is_proposed: bool
+    ) -> bool:
+        """Whether an answer is valid, or doubtful and confirmed; otherwise the reasons are shown.
+
+        The wizard's own proposal needs no confirmation.
+
+        Raises:
+            ConfigError: it is invalid, and nothing is asked.
+        """
+        if question.key in draft.loaded and value == draft.values.get(question.key):
+            return True  # problems of the file were shown when it was loaded
+        changes = question.changes(value, draft)
+        judged = {**dict.fromkeys(stale_keys(draft, changes)), **changes}
+        problems = question.refusals(value, choices, draft) or draft.weigh(question.key, judged)
+        fatal = [problem for problem in problems if problem.fatal]
+        if self.defaults and fatal:
+            raise ConfigError(fatal)
+        for problem in fatal or problems:
+            self.refuse(problem.message if problem.where == question.key else str(problem))
+        return not problems or (not fatal and (is_proposed or self.confirm("  Keep it?", default=False)))
+
+    def _explain(self, question: Question, draft: Draft, choices: Mapping[str, str]) -> None:
+        """Show the help of the option."""
+        option = question.option
+        self.say(f"    {option.help}", "cyan")
+        allowed = ", ".join(choices) if choices else " ".join(filter(None, (option.type_name, option.limit_text)))
+        self.say(f"    Allowed: {allowed}. Setting: {option.name}.", "cyan")
+        if choices and len(choices) <= LONGEST_LIST:
+            for name, note in choices.items():
+                self.say(f"      {name}{f': {note}' if note else ''}", "cyan")
+        if option.default_note:
+            self.say(f"    Default: {option.default_note.replace('`', '')}.", "cyan")
+        if not option.required:
+            self.say(f"    {NONE} leaves it out.", "cyan")
+
+
+def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[str, str]) -> Any:
+    """The value of an answer: the proposal, None, a choice by its number, or the text itself."""
+    if not answer:
+        return proposed
+    if answer == NONE:
+        return None
+    if answer.lower() in NOTHING and question.is_optional:
+        answer = "none"
+        if answer not in choices:
+            return None
+    if answer.isdecimal() and 1 < len(choices) <= LONGEST_LIST and 0 < int(answer) <= len(choices):
+        answer = list(choices)[int(answer) - 1]
+    if answer in question.meanings:
+        return question.meanings[answer]
+    if choices:
+        spelled = {name.lower().replace("_", "-"): name for name in choices}
+        return spelled.get(answer.lower().replace("_", "-"), answer)
+    return _word(answer) if question.option.is_flag else answer
+
+
+def _word(answer: str) -> str:
+    return {"y": "yes", "n": "no"}.get(answer.lower(), answer)
+
+
+def _bracketed(value: Any, question: Question | None = None) -> str:
+    """The default as a prompt shows it."""
+    if isinstance(value, bool):
+        return "[Y/n]" if value else "[y/N]"
+    return f"[{_worded(value, question)}]"
+
+
+def _worded(value: Any, question: Question | None) -> str:
+    if value is None:
+        note = question.option.default_note.replace("`", "") if question else ""
+        return note or "none"
+    known = [word for word, meaning in question.meanings.items() if meaning == value] if question else []
+    return known[0] if known else f"{value:g}" if isinstance(value, float) else str(value)

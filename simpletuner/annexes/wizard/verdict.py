@@ -1,0 +1,98 @@
+"""What the plan says about a draft: whether it fits the GPU, how long it takes, and which problems it has."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from PIL import Image
+
+from simpletuner.annexes.fitting.ready import weigh_plan
+from simpletuner.annexes.fitting.show import duration
+from simpletuner.annexes.wizard.config_file import example_datasets, render_config
+from simpletuner.budget.budget import Budget, gigabytes
+from simpletuner.config.arguments import Arguments
+from simpletuner.config.values import Size
+from simpletuner.errors import ConfigError, Problem
+from simpletuner.models.spec import FamilySpec
+from simpletuner.plan.build import Plan
+from simpletuner.plan.draft import Draft
+from simpletuner.validation.clip_writer import write_mp4
+
+NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb below and enter the memory of yours."
+
+
+def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list[Problem]]:
+    """One or two sentences, and the problems that training would refuse or warn about.
+
+    Without a dataset file, the plan is for one sample of the family's usual size.
+    """
+    problems: list[Problem] = []
+    has_data = Path(draft.dataset_file).expanduser().is_file()
+    with TemporaryDirectory() as name, contextlib.suppress(ConfigError):
+        folder = Path(name)
+        config = folder / "config.json"
+        config.write_text(render_config(draft.values), encoding="utf-8")
+        settings: list[tuple[str, object]] = [("data_backend_config", draft.dataset_file)]
+        if not has_data:
+            settings = [("data_backend_config", str(provisional_dataset(draft, folder)))]
+        if device_gigabytes is not None:
+            settings.append(("plan_device_memory_gb", device_gigabytes))
+        plan, budget = weigh_plan(Arguments(settings, {"config_path": str(config)}, fetches=False), problems)
+        if budget.device.is_gpu:
+            return list(verdict(plan, budget, problems, has_data=has_data)), problems
+        return [NO_GPU], [problem for problem in problems if problem.where != "memory"]
+    return [], problems
+
+
+def verdict(plan: Plan, budget: Budget, problems: list[Problem], *, has_data: bool) -> Iterator[str]:
+    """Whether the run fits, its peak, and how long it takes."""
+    device = budget.device
+    room = "unknown memory" if device.memory is None else gigabytes(device.memory)
+    worst = max(budget.phases, key=lambda phase: phase.device if device.is_gpu else phase.host)
+    peak = gigabytes(worst.device if device.is_gpu else worst.host)
+    short = any(problem.where == "memory" for problem in problems)
+    fits = "does not fit" if short else "fits"
+    yield f"On {device.name} ({room}) this {fits}: at most {peak}, while {worst.name}."
+    steps = plan.length.total_steps
+    whole = f"about {duration(budget.step_seconds)} a step, {duration(budget.step_seconds * steps)} for {steps} steps"
+    yield f"{whole}, without previews." if has_data else f"{whole}, for samples of the usual size, without previews."
+
+
+def provisional_dataset(draft: Draft, folder: Path) -> Path:
+    """Writes a dataset with one grey sample of the family's usual size into `folder`; returns its dataset file."""
+    entries = example_datasets(draft.spec, draft.judgement.flavour.task)
+    for entry in entries:
+        if "instance_data_dir" in entry:
+            entry["instance_data_dir"] = str(folder / entry["id"])
+            # The dataset must fill at least one step.
+            config = draft.config.schedule
+            entry["repeats"] = config.train_batch_size * config.gradient_accumulation_steps
+            _make_sample(folder / entry["id"], draft, entry)
+    path = folder / "multidatabackend.json"
+    path.write_text(json.dumps(entries), encoding="utf-8")
+    return path
+
+
+def _make_sample(folder: Path, draft: Draft, entry: dict[str, Any]) -> None:
+    spec = draft.spec
+    picture = Image.new("RGB", usual_size(spec), "grey")
+    folder.mkdir()
+    (folder / "sample.txt").write_text("a sample", encoding="utf-8")
+    if spec.media == "image" or entry["dataset_type"] == "conditioning":
+        picture.save(folder / "sample.png")
+        return
+    frames = draft.config.validation.validation_num_video_frames or 1
+    rate = spec.frame_rate or 1
+    write_mp4(folder / "sample.mp4", [picture] * frames, rate)
+    entry["video"] = {"num_frames": frames, "min_frames": frames}
+
+
+def usual_size(spec: FamilySpec) -> Size:
+    """Width and height that the family was trained at, for its default resolution."""
+    resolution = spec.defaults["resolution"]
+    return spec.native_sizes[resolution][0] if resolution in spec.native_sizes else (resolution, resolution)

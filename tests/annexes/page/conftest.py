@@ -1,0 +1,42 @@
+"""The browser that the tests of a module share."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.annexes.page.visitor import VARIABLE
+from tests.processes import PATIENCE
+
+
+@pytest.fixture(scope="session")
+def state_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(autouse=True)
+def _token_elsewhere(state_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test makes a token in the home folder of whoever runs it."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(state_folder))
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A browser; the tests are skipped if none is installed."""
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip("needs an installed Chromium")
+    from playwright.sync_api import expect, sync_playwright
+
+    wait = PATIENCE * 1000.0
+    expect.set_options(timeout=wait)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=wait)
+        yield browser
+        browser.close()

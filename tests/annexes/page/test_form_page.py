@@ -1,0 +1,273 @@
+"""The form in Chromium: labels, greying, defaults, problems beside their fields, saving, and what a conflict loses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.annexes.page.page import opened
+from tests.annexes.page.test_form import csv_entry
+from tests.annexes.web import picture, serve
+from tests.workspace import DATASETS, Workspace
+
+pytestmark = pytest.mark.slow
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
+expect = sync_api.expect
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    made = Workspace.create(tmp_path / "project", tmp_path, pictures=2)
+    made.write_config(pretrained_model_name_or_path=None, my_own_key={"kept": [1, 2]})
+    monkeypatch.chdir(made.folder)
+    return made
+
+
+@pytest.fixture
+def page(browser: Any, workspace: Workspace) -> Iterator[Any]:
+    """The page, with the first check done."""
+    with opened(browser, workspace.folder.resolve()) as page:
+        expect(page.locator("#problems")).to_contain_text("my_own_key is not a known key.")
+        yield page
+
+
+def saved(workspace: Workspace) -> dict[str, Any]:
+    return dict(json.loads(workspace.path("config/config.json").read_text()))
+
+
+def save(page: Any) -> None:
+    page.get_by_role("button", name="Save", exact=True).click()
+    expect(page.locator("#saved")).to_have_text("Saved")
+
+
+def test_crepa_stands_where_the_guides_say(page: Any, workspace: Workspace) -> None:
+    page.get_by_role("tab", name="Training").click()
+    section = page.get_by_role("region", name="Loss functions")
+    assert section.get_attribute("id") == "training/loss_functions"
+    for label in ("Block Index", "Weight", "Adjacent Distance", "Temporal Decay", "Vision Encoder"):
+        expect(section.locator("[data-group=CREPA]").get_by_label(label, exact=True)).to_be_disabled()
+    drop = section.get_by_label("Drop VAE Encoder", exact=True)
+    expect(drop).to_be_disabled()
+    expect(section).to_contain_text("options have no effect without crepa_enabled.")
+    section.get_by_label("CREPA", exact=True).check()
+    expect(drop).to_be_enabled()
+    expect(page.locator("[data-key=crepa_enabled] .bad")).to_contain_text("aligns the frames of clips")
+    drop.check()
+    save(page)
+    assert saved(workspace)["crepa_drop_vae_encoder"] is True
+    # Defaults follow the family.
+    block, flavour = page.locator("#f-crepa_block_index"), page.locator("#f-model_flavour")
+    expect(block).to_have_attribute("placeholder", "8")
+    page.get_by_role("tab", name="Basic").click()
+    page.get_by_label("Family", exact=True).select_option("sanavideo")
+    expect(block).to_have_attribute("placeholder", "10")
+    expect(flavour.locator("option", has_text="2b-480p")).to_have_count(1)
+    expect(page.locator("[data-key=model_flavour] .bad")).to_contain_text("'t2i-lite-sft' is not one of")
+
+
+def test_conflict_stands_beside_its_field(page: Any) -> None:
+    page.get_by_role("tab", name="Hardware").click()
+    page.get_by_label("Enable Group Offload", exact=True).check()
+    page.get_by_label("Enable Model CPU Offload", exact=True).check()
+    told = page.locator("[data-key=enable_group_offload] .bad")
+    expect(told).to_have_text(
+        "and enable_model_cpu_offload exclude each other: one streams the blocks, the other moves them all."
+    )
+    expect(page.get_by_role("tab", name="Hardware")).to_contain_text("1")
+    page.get_by_role("button", name="Use the default of Enable Model CPU Offload").click()
+    expect(told).to_have_count(0)
+
+
+def test_saving_writes_what_was_changed_and_keeps_the_rest(page: Any, workspace: Workspace) -> None:
+    secret = "https://hooks.slack.com/services/old"
+    workspace.write_config(webhook_config=secret)
+    page.reload()
+    expect(page.locator("#f-webhook_config")).to_have_value("set")
+    before = saved(workspace)
+    page.get_by_label("Batch Size", exact=True).fill("4")
+    page.locator("#f-seed").fill("")  # a cleared field removes its key
+    expect(page.locator("#saved")).to_have_text("2 unsaved")
+    assert page.evaluate("!dispatchEvent(new Event('beforeunload', {cancelable: true}))")
+    save(page)
+    after = saved(workspace)
+    assert after == {**{key: value for key, value in before.items() if key != "seed"}, "train_batch_size": 4}
+    assert list(after) == [key for key in before if key != "seed"]
+    page.get_by_role("tab", name="Publishing").click()
+    page.get_by_role("button", name="Replace").click()
+    page.locator("#f-webhook_config").fill(secret.replace("old", "new"))
+    save(page)
+    assert saved(workspace)["webhook_config"].endswith("new")
+    page.get_by_role("tab", name="Basic").click()
+    page.get_by_label("Batch Size", exact=True).fill("two")
+    expect(page.locator("[data-key=train_batch_size] .bad")).to_contain_text("is not a whole number")
+
+
+def test_nothing_is_lost_when_the_file_changed_meanwhile(page: Any, workspace: Workspace) -> None:
+    page.get_by_label("Batch Size", exact=True).fill("4")
+    workspace.write_config(train_batch_size=8, lora_rank=64)
+    page.get_by_role("button", name="Save", exact=True).click()
+    dialog = page.get_by_role("dialog", name="Changed by somebody else")
+    expect(dialog.get_by_role("row", name="train_batch_size")).to_have_text("train_batch_size84")
+    expect(dialog.get_by_role("row", name="lora_rank")).to_have_text("lora_rank64not changed by you")
+    dialog.get_by_role("button", name="Go on editing").click()
+    expect(page.get_by_label("Batch Size", exact=True)).to_have_value("4")
+    assert saved(workspace)["train_batch_size"] == 8
+    page.get_by_role("button", name="Save", exact=True).click()
+    dialog.get_by_role("button", name="Save mine over it").click()
+    expect(page.locator("#save")).to_be_disabled()
+    assert (saved(workspace)["train_batch_size"], saved(workspace)["lora_rank"]) == (4, 64)
+
+
+@pytest.mark.parametrize("way", ["Restore everything", "Save only mine as new", "Drop my changes"])
+def test_a_file_that_is_gone_loses_no_key(page: Any, workspace: Workspace, way: str) -> None:
+    workspace.write_config(hub_token="hf_0123456789abcdefgh")
+    page.reload()
+    expect(page.locator("#f-seed")).to_have_value("7")
+    before = {key: value for key, value in saved(workspace).items() if key != "hub_token"}
+    entries = json.loads(workspace.path("config/multidatabackend.json").read_text())
+    workspace.path("config").rename(workspace.path("away"))
+    page.get_by_label("Batch Size", exact=True).fill("4")
+    page.get_by_role("button", name="Save", exact=True).click()
+    dialog = page.get_by_role("dialog", name="The file is gone")
+    expect(dialog).to_contain_text("config/config.json was deleted or moved")
+    expect(dialog).to_contain_text("enter them again: hub_token.")
+    dialog.get_by_role("button", name="Save only mine as new").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("Give it a name")
+    dialog.get_by_label("Name of a new config").fill("mine")
+    dialog.get_by_role("button", name=way).click()
+    expect(dialog).to_be_hidden()
+    if way == "Drop my changes":
+        expect(page.locator("#save")).to_be_disabled()
+        assert not workspace.path("config").exists()
+        return
+    expect(page.locator("#saved")).to_have_text("Saved")
+    if way == "Restore everything":
+        assert saved(workspace) == before | {"train_batch_size": 4}
+        assert json.loads(workspace.path("config/multidatabackend.json").read_text()) == entries
+    else:
+        expect(page.locator("#config")).to_have_value("mine")
+        assert json.loads(workspace.path("config/mine/config.json").read_text()) == {"train_batch_size": 4}
+        assert [path.name for path in workspace.path("config").rglob("*.json")] == ["config.json"]
+
+
+def test_a_broken_config_is_named_and_the_next_one_opened(page: Any, workspace: Workspace) -> None:
+    workspace.path("config/torn").mkdir()
+    workspace.path("config/torn/config.json").write_text('{"seed": ')
+    page.goto(f"{page.url.partition('?')[0]}?config=torn")
+    expect(page.locator("#saved")).to_contain_text("torn cannot be opened")
+    expect(page.locator("#config")).to_have_value("config")
+    expect(page.locator("#config option", has_text="torn (broken)")).to_have_count(1)
+
+
+def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> None:
+    page.get_by_role("tab", name="Run").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("output")
+    page.get_by_role("button", name="New", exact=True).click()
+    dialog = page.get_by_role("dialog", name="New config")
+    refusals = {"": "Give it a name", "../evil": "Give it a name", "config": "There is a config config already."}
+    for name, refusal in refusals.items():
+        dialog.get_by_label("Name, for").fill(name)
+        dialog.get_by_role("button", name="Create", exact=True).click()
+        expect(dialog.get_by_role("alert")).to_contain_text(refusal)
+    dialog.get_by_label("Name, for").fill("second")
+    dialog.get_by_role("button", name="Create", exact=True).click()
+    expect(dialog).to_be_hidden()
+    expect(page.locator("#config")).to_have_value("second")
+    page.get_by_role("tab", name="Basic").click()
+    page.get_by_label("Output Folder", exact=True).fill("there")
+    page.get_by_role("tab", name="Run").click()
+    # Start asks for unsaved changes, and saves nothing unless told to.
+    page.get_by_role("button", name="Start", exact=True).click()
+    dialog = page.get_by_role("dialog", name="There are unsaved changes")
+    dialog.get_by_role("button", name="Cancel").click()
+    assert not workspace.path("config/second").exists()
+    assert not workspace.path("output").exists()
+    save(page)
+    expect(page.get_by_role("heading", level=1)).to_have_text("there")
+    page.goto(page.url.replace("#run", "#basic"))
+    page.reload()
+    expect(page.get_by_label("Output Folder", exact=True)).to_have_value("there")
+    expect(page.locator("#config")).to_have_value("second")
+    # A project that has no config/config.json opens another one.
+    workspace.path("config/config.json").unlink()
+    page.goto(page.url.partition("?")[0])
+    expect(page.locator("#config")).to_have_value("second")
+
+
+def test_datasets_are_edited_as_cards(page: Any, workspace: Workspace) -> None:
+    workspace.path("datasets/others").mkdir()
+    page.get_by_role("tab", name="Dataset").click()
+    card = page.locator(".dataset-card").first
+    card.get_by_label("Repeats", exact=True).fill("-3")
+    expect(card.locator("[data-key=repeats] .bad")).to_contain_text("-3")
+    card.get_by_label("Repeats", exact=True).fill("3")
+    expect(card.locator("[data-key=repeats] .bad")).to_have_count(0)
+    card.get_by_role("button", name="Browse").click()
+    dialog = page.get_by_role("dialog", name="Choose a folder")
+    expect(dialog).to_contain_text("2 images")
+    dialog.get_by_role("button", name="‹ up").click()
+    dialog.get_by_role("button", name="others").click()
+    expect(dialog.locator(".here")).to_have_text(str(workspace.path("datasets/others").resolve()))
+    dialog.get_by_role("button", name="Use this folder").click()
+    card.get_by_text("All keys as JSON").click()
+    raw = card.get_by_label("The whole entry as JSON")
+    entry = json.loads(raw.input_value())
+    assert entry["instance_data_dir"].endswith("datasets/others")
+    raw.fill(json.dumps({**entry, "_note": "mine", "instance_data_dir": "datasets/pictures"}))
+    page.locator(".dataset-card").nth(1).get_by_label("Use", exact=True).uncheck()
+    save(page)
+    entries = json.loads(workspace.path("config/multidatabackend.json").read_text())
+    assert (entries[0]["repeats"], entries[0]["_note"], entries[1]["disabled"]) == (3, "mine", True)
+
+
+def test_plan_is_live_and_answers_what_if(page: Any, workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    workspace.path("datasets/pictures/notes.pdf").write_bytes(b"?")
+    workspace.write_config(my_own_key=None)
+    page.reload()
+    plan = page.get_by_role("complementary", name="Plan")
+    expect(plan.locator("#verdict")).to_have_text("no GPU")
+    expect(plan.locator(".bad")).to_contain_text("no GPU can be used here: about ")
+    page.get_by_label("Plan for a GPU with").fill("48")
+    expect(plan).to_contain_text("a GPU with 48 GiB")
+    expect(plan.locator("#verdict")).to_have_text("fits")
+    page.get_by_label("Plan for a GPU with").fill("4")
+    expect(plan.locator("#verdict")).to_have_text(re.compile(r"[\d.]+ GB too much"))
+    page.get_by_role("tab", name="Dataset").click()
+    card = page.locator(".dataset-card").first
+    expect(card.locator(".used")).to_have_text("2 of 3 files used")
+    card.get_by_text("1 files not used").click()
+    expect(card.locator(".ledger li")).to_contain_text("notes.pdf does not have the extension of a picture")
+
+
+def test_search_and_keys_reach_every_option(page: Any) -> None:
+    page.keyboard.press("/")
+    page.keyboard.type("huber")
+    expect(page.locator("#f-huber_c")).to_be_visible()
+    expect(page.locator("#f-learning_rate")).to_be_hidden()
+    page.locator("#search").fill("no such option")
+    expect(page.get_by_text("No option matches.")).to_be_visible()
+    page.locator("#search").fill("")
+    page.locator("#tab-basic").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("tab", name="Hardware")).to_have_attribute("aria-selected", "true")
+    page.set_viewport_size({"width": 400, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_remote_files_are_fetched_with_a_button(browser: Any, workspace: Workspace) -> None:
+    workspace.write_config(my_own_key=None)
+    with serve() as site:
+        workspace.write_datasets([csv_entry(workspace, site.add("/a.png", picture(1))), DATASETS[1]])
+        with opened(browser, workspace.folder.resolve(), "#dataset") as page:
+            card = page.locator(".dataset-card").first
+            expect(card.locator(".told .bad")).to_contain_text("1 of 1 files are not fetched yet")
+            assert not site.asked
+            page.get_by_role("button", name="Fetch now").click()
+            expect(card.locator(".used")).to_have_text("1 of 1 files used")
+            expect(page.get_by_role("button", name="Fetch now")).to_have_count(0)

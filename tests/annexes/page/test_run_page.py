@@ -1,0 +1,177 @@
+"""The pane "Run" in Chromium: a run from its start to its last preview, stopped, killed and continued."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from simpletuner.annexes.page.control import run_id
+from simpletuner.annexes.page.runs import Run
+from simpletuner.reporting.events import MediaRendered, StateChanged
+from simpletuner.reporting.metrics import MEDIA_FILE, MediaFile, MediaRecord
+from simpletuner.reporting.report import REPORT_FILE
+from simpletuner.validation.clip_writer import write_mp4
+from tests.annexes.page.page import ending_runs, opened, serving
+from tests.annexes.page.test_runs import STEPS, own, tell
+from tests.workspace import Workspace
+
+pytestmark = pytest.mark.slow
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
+expect = sync_api.expect
+
+
+@pytest.fixture
+def project(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workspace]:
+    made = Workspace.create(tmp_path.resolve() / "project", t2i_checkpoint)
+    monkeypatch.chdir(made.folder)
+    with ending_runs(made.folder):
+        yield made
+
+
+@pytest.fixture
+def page(browser: Any, project: Workspace) -> Iterator[Any]:
+    with opened(browser, project.folder, "#run") as page:
+        yield page
+
+
+def state(page: Any) -> Any:
+    return page.locator("[data-part=head] .state")
+
+
+def press(page: Any, name: str) -> None:
+    page.get_by_role("button", name=name, exact=True).click()
+
+
+def test_a_run_goes_from_its_start_to_its_last_preview(page: Any, project: Workspace) -> None:
+    shown = {"validation_disable": False, "validation_step_interval": 20, "checkpoint_step_interval": 1000}
+    project.write_config(**shown, max_train_steps=5000)
+    expect(state(page)).to_have_text("idle")
+    press(page, "Start")
+    # The caption of a preview; a browser that is slow to start sees none of the first ones.
+    expect(page.get_by_text(re.compile(r"^step \d+$")).first).to_be_visible()
+    expect(state(page)).to_have_text("running")
+    expect(page.locator(".run-list .state").first).to_have_text("running")
+    expect(page.locator("figure.chart").first).to_contain_text("Loss")
+    page.locator(".prompt-row img").last.scroll_into_view_if_needed()
+    expect(page.locator(".prompt-row img").last).to_have_js_property("naturalWidth", 128)
+    page.reload()
+    expect(state(page)).to_have_text("running")
+    press(page, "Save now")
+    expect(page.locator(".console")).to_contain_text("Saved checkpoint-")
+
+    pid = Run("", project.path("output")).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    expect(state(page)).to_have_text("interrupted")
+    expect(page.locator(".message")).to_contain_text("Ended unexpectedly at step")
+    last = int(project.metrics()[-1]["step"]) + 2  # it goes on from the checkpoint, some steps before
+    page.get_by_label("to step").fill(str(last))
+    press(page, "Continue")
+    expect(state(page)).to_have_text("completed")
+    expect(page.locator(".message")).to_contain_text("pytorch_lora_weights.safetensors")
+    expect(page.get_by_text(f"step {last}", exact=True).first).to_be_visible()
+    expect(page.get_by_role("link", name="Report")).to_be_visible()
+
+
+@pytest.fixture
+def finished(project: Workspace) -> Path:
+    """A run that has ended, with two previews of two prompts."""
+    output = project.path("output")
+    output.mkdir()
+    tell(output, *STEPS, StateChanged("finished", 3, 9, "done"))
+    preview(output, *((step, name) for step in (0, 3) for name in ("validation", "bird")))
+    return output
+
+
+def preview(output: Path, *shots: tuple[int, str]) -> list[MediaRendered]:
+    """Record that pictures were rendered; any will do."""
+    events = []
+    media = MediaFile(output / MEDIA_FILE, 9)
+    for step, name in shots:
+        path = output / f"{name}-{step}.png"
+        path.write_bytes((output.parent / "datasets" / "pictures" / "p1.png").read_bytes())
+        events.append(MediaRendered(MediaRecord(step, name, f"a {name}", path.name, 64, 64)))
+        media.append(events[-1].media)
+    media.close()
+    return events
+
+
+def test_previews_grow_compare_and_enlarge(page: Any, project: Workspace, finished: Path) -> None:
+    page.reload()
+    expect(page.locator("#comparison .compare")).to_have_count(2)
+    first = page.locator("button.preview").first
+    first.click()
+    viewer = page.locator("#viewer")
+    expect(viewer).to_contain_text("a validation")
+    page.keyboard.press("ArrowRight")
+    expect(viewer).to_contain_text("step 3")
+    page.get_by_role("button", name="Compare with step 0").click()
+    expect(viewer.locator(".compare")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(viewer).to_be_hidden()
+    first.evaluate("node => { node.kept = true; node.focus(); }")
+    own(finished)
+    tell(finished, *STEPS, *preview(finished, (4, "validation"), (4, "bird")))
+    expect(state(page)).to_have_text("running")
+    expect(page.locator("button.preview")).to_have_count(6)
+    expect(first).to_have_js_property("kept", True)
+    expect(first).to_be_focused()
+
+
+def test_a_server_that_is_away_is_not_mistaken_for_a_run_that_runs(browser: Any, project: Workspace) -> None:
+    output = project.path("output")
+    output.mkdir()
+    tell(output, *STEPS)
+    own(output)
+    with ExitStack() as second, browser.new_context() as context:
+        with serving(project.folder) as (port, _):
+            page = context.new_page()
+            page.goto(f"http://127.0.0.1:{port}/#run")
+            expect(state(page)).to_have_text("running")
+        expect(page.get_by_role("alert")).to_contain_text("The server does not answer. This was the state at")
+        assert page.locator("[data-part=head]").get_attribute("inert") is not None
+        tell(output, StateChanged("failed", 3, 9, "The disk is full."))  # while the page was away
+        second.enter_context(serving(project.folder, port=port))
+        expect(state(page)).to_have_text("error")
+        expect(page.locator(".absence")).to_be_hidden()
+
+
+def test_all_runs_are_one_click_away_and_addresses_last(page: Any, project: Workspace, finished: Path) -> None:
+    other = project.path("other")
+    other.mkdir()
+    tell(other, *STEPS, StateChanged("failed", 3, 9, "The disk is full."))
+    page.reload()
+    page.locator(".run-list a", has_text="other").click()
+    expect(page.locator(".message")).to_have_text("The disk is full.")
+    assert f"run={run_id(other)}" in page.url
+    page.reload()
+    expect(page.get_by_role("heading", level=1)).to_have_text("other")
+    expect(page.locator(".run-list a[aria-current=true]")).to_contain_text("other")
+
+
+def test_a_report_plays_its_large_clips_and_calls_nothing(browser: Any, tmp_path: Path) -> None:
+    folder = tmp_path.resolve() / "output"
+    (folder / "validation_images").mkdir(parents=True)
+    tell(folder, *STEPS)
+    write_mp4(folder / "validation_images/bird.mp4", [Image.new("RGB", (64, 32), "red")] * 5, 8)
+    script = "fetch('/api/configs/').then(() => 'called', () => 'refused').then((told) => { document.title = told })"
+    clip = '<video src="validation_images/bird.mp4" preload="auto"></video>'
+    (folder / REPORT_FILE).write_text(f"<!DOCTYPE html>{clip}<script>{script}; window.opened = open('/')</script>")
+    with opened(browser, folder.parent) as page:
+        statuses: list[int] = []
+        page.on("response", lambda response: statuses.append(response.status) if "mp4" in response.url else None)
+        page.goto(page.url.partition("#")[0] + f"report/{run_id(folder)}")
+        expect(page).to_have_title("refused")
+        page.wait_for_function("document.querySelector('video').networkState !== 2", timeout=10_000)
+        assert statuses
+        assert set(statuses) <= {200, 206}
+        assert page.evaluate("window.opened") is None
+        assert len(page.context.pages) == 1

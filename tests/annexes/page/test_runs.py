@@ -1,0 +1,336 @@
+"""What a run's folder and process say about it, whatever became of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.annexes.page.control import ask, refuse_if_busy
+from simpletuner.annexes.page.project import Refusal
+from simpletuner.annexes.page.runs import CONSOLE_FILE, STARTED_FILE, Run
+from simpletuner.annexes.page.story import Tail
+from simpletuner.reporting.events import (
+    UPLOADING,
+    Event,
+    EventStream,
+    Notice,
+    PhaseStarted,
+    StateChanged,
+    StepReport,
+    Uploaded,
+)
+from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile
+from simpletuner.reporting.payloads import EVENTS_FILE, EventLog, Payloads, last_id
+from simpletuner.run.lock import LOCK_FILE, lock_output, this_process
+from tests.processes import PATIENCE
+
+SESSION = """
+import sys
+from pathlib import Path
+from simpletuner.run.lock import lock_output
+from tests.annexes.page.test_runs import STEPS, tell
+with lock_output(Path(sys.argv[1])):
+    tell(Path(sys.argv[1]), *STEPS)
+    print("ready", flush=True)
+    sys.stdin.readline()
+"""
+STEPS: tuple[Event, ...] = (
+    StateChanged("starting", 0, 9),
+    StateChanged("running", 0, 9),
+    *(StepReport(number, 1, {"train_loss": 0.5, "learning_rate": 1e-4}, seconds=2.0) for number in (1, 2, 3)),
+)
+
+
+def tell(folder: Path, *events: Event) -> None:
+    """What a run records of some events."""
+    metrics = MetricsFile(folder / METRICS_FILE, 1)
+    stream = EventStream(EventLog(folder, Payloads(every=0)))
+    for event in events:
+        stream.publish(event)
+        if isinstance(event, StepReport):
+            metrics.append(event.step, event.metrics | {"seconds": event.seconds})
+    metrics.close()
+
+
+def own(folder: Path, **changes: Any) -> None:
+    """A lock of this process, or of one that differs from it."""
+    owner = replace(this_process(), since=time.time() - 60, **changes)
+    (folder / LOCK_FILE).write_text(json.dumps(asdict(owner)))
+
+
+def age(folder: Path, seconds: float) -> None:
+    for path in folder.iterdir():
+        os.utime(path, times=(time.time() - seconds,) * 2)
+
+
+def ended(how: Any) -> Callable[[Path], None]:
+    return lambda folder: tell(folder, *STEPS, StateChanged(how, 3, 9, "what became of it"))
+
+
+def killed(folder: Path) -> None:
+    tell(folder, *STEPS)
+    own(folder, started="1")
+
+
+def started_again(folder: Path) -> None:
+    ended("finished")(folder)
+    own(folder, after=last_id(folder / EVENTS_FILE))
+
+
+def start_from_the_page(folder: Path) -> None:
+    started = {"config": "config", "settings": {}, "after": last_id(folder / EVENTS_FILE), "time": time.time()}
+    (folder / STARTED_FILE).write_text(json.dumps(started))
+
+
+def silent_elsewhere(folder: Path) -> None:
+    tell(folder, *STEPS)
+    own(folder, host="elsewhere")
+    age(folder, 3600)
+
+
+def old_record(folder: Path) -> None:
+    tell(folder, *STEPS)
+    (folder / EVENTS_FILE).unlink()
+
+
+def refused(folder: Path) -> None:
+    """The page started it again, and the plan had problems."""
+    ended("finished")(folder)
+    start_from_the_page(folder)
+    said = "Step 9\n$ simpletuner train\nwarning: small\nerror: seed: is odd.\nerror: epochs: none.\n2 problems to fix"
+    (folder / CONSOLE_FILE).write_text(said)
+
+
+def stopped_at_once(folder: Path) -> None:
+    """The page started it, and Stop came before the program had set up anything."""
+    killed(folder)
+    (folder / LOCK_FILE).unlink()
+    start_from_the_page(folder)
+    (folder / CONSOLE_FILE).write_text("$ simpletuner train\nTraceback (most recent call last):\nKeyboardInterrupt\n")
+
+
+def told_by_a_clock_set_back(folder: Path) -> None:
+    """The page started it, and the clock was set back a year before it ended."""
+    start_from_the_page(folder)
+    ended("finished")(folder)
+    log = folder / EVENTS_FILE
+    log.write_text(re.sub(r'"timestamp": "\d+', '"timestamp": "2020', log.read_text()))
+    (folder / CONSOLE_FILE).write_text("$ simpletuner train\nTrained 3 steps.\n")
+
+
+def uploaded(folder: Path) -> None:
+    """Uploads are told as a status that has no progress."""
+    tell(folder, *STEPS, PhaseStarted("Uploading", kind=UPLOADING), Uploaded("the LoRA", "https://example.org", 3))
+    own(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "state", "message"),
+    [
+        (lambda folder: None, "idle", ""),
+        (lambda folder: (tell(folder, *STEPS), own(folder)), "running", ""),
+        (lambda folder: (tell(folder, STEPS[0], PhaseStarted("Encoding")), own(folder)), "starting", ""),
+        (started_again, "starting", ""),
+        (ended("finished"), "completed", "what became of it"),
+        (ended("failed"), "error", "what became of it"),
+        (ended("interrupted"), "cancelled", "what became of it"),
+        (killed, "interrupted", "Ended unexpectedly at step 3."),
+        (lambda folder: (tell(folder, *STEPS), own(folder, boot="an earlier one")), "interrupted", "at step 3."),
+        (lambda folder: (tell(folder, *STEPS), own(folder, pid=2**30, started="")), "interrupted", "at step 3."),
+        (lambda folder: (tell(folder, *STEPS), own(folder, host="elsewhere")), "running", "On elsewhere."),
+        (silent_elsewhere, "interrupted", "No sign of life for 1:0"),
+        (old_record, "cancelled", "Stopped at step 3."),
+        (refused, "error", "seed: is odd.\nepochs: none."),
+        (stopped_at_once, "cancelled", "Interrupted."),
+        (told_by_a_clock_set_back, "completed", "what became of it"),
+        (uploaded, "running", ""),
+    ],
+)
+def test_the_folder_says_what_became_of_a_run(
+    tmp_path: Path, make: Callable[[Path], object], state: str, message: str
+) -> None:
+    make(tmp_path)
+    status = Run("run", tmp_path, written_by="config").status()
+    assert status["status"] == state
+    assert message in status["message"]
+    is_active = state in ("starting", "running")
+    assert status["can"]["stop"] == is_active
+    assert status["can"]["start"] == (state == "idle")
+    assert status["can"]["continue"] == (not is_active and state != "idle")
+    assert status["can"]["save"] == (state == "running")
+    assert status["can"]["cancel"] == (is_active and "elsewhere" not in message)
+
+
+def test_a_run_that_ends_while_it_is_judged_was_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(tmp_path, *STEPS)
+    own(tmp_path)
+    run, read = Run("run", tmp_path), Run.read
+
+    def read_and_end(self: Run) -> Any:
+        found = read(self)
+        ended("finished")(tmp_path)
+        (tmp_path / LOCK_FILE).unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Run, "read", read_and_end)
+    assert run.judge()[0] == "running"
+    assert run.judge()[0] == "completed"
+    monkeypatch.setattr(Path, "is_file", lambda path: True)  # as it was a moment before
+    assert run.owner is None
+
+
+def test_what_a_thread_reads_does_not_change_under_it(tmp_path: Path) -> None:
+    tell(tmp_path, *STEPS, PhaseStarted("Encoding"))
+    run = Run("run", tmp_path)
+    before = run.read()[0]
+    stages = list(before.stages)
+    tell(tmp_path, PhaseStarted("Loading"))
+    assert len(run.read()[0].stages) == 1
+    assert list(before.stages) == stages
+
+
+def test_a_killed_process_leaves_no_state_behind(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SESSION, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    run = Run("run", tmp_path, written_by="config")
+    status = run.status()
+    assert (status["status"], run.pid) == ("running", process.pid)
+    assert (status["progress"]["current"], status["progress"]["total"]) == (3, 9)
+    assert status["progress"]["eta_seconds"] == pytest.approx(12)
+    process.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # nobody has collected it
+    status = run.status()
+    assert (status["status"], status["message"]) == ("interrupted", "Ended unexpectedly at step 3.")
+    assert status["progress"]["eta_seconds"] is None
+    assert status["can"]["continue"]
+    assert not status["can"]["cancel"]
+    process.communicate()
+
+
+def test_a_session_that_has_not_spoken_yet_is_not_running_and_can_be_stopped(tmp_path: Path) -> None:
+    tell(tmp_path, *STEPS, PhaseStarted("Rendering", stage="validation"))  # and then it was killed
+    start_from_the_page(tmp_path)
+    script = "import signal; signal.signal(signal.SIGINT, lambda *_: exit(5)); print(); signal.pause()"
+    run = Run("run", tmp_path, written_by="config")
+    run.child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert run.child.stdout is not None
+    run.child.stdout.readline()
+    status = run.status()
+    assert (status["status"], status["can"]["stop"], status["stages"]) == ("starting", True, {})
+    ask(run, "stop")
+    assert run.child.wait(PATIENCE) == 5, "it looks at no files yet"
+    run.child.stdout.close()
+    # A run in a terminal says in its lock which events are older.
+    run = Run("run", tmp_path, written_by="config")
+    with lock_output(tmp_path):
+        assert run.status()["status"] == "starting"
+        tell(tmp_path, *STEPS)
+        assert run.status()["status"] == "running"
+
+
+def lengthen(folder: Path, count: int) -> None:
+    """Give a run `count` events, and one step less; the last event stays the last."""
+    log, metrics = folder / EVENTS_FILE, folder / METRICS_FILE
+    events = [line.partition(",")[2] for line in log.read_text().splitlines()]
+    between = (f'{{"id": {number},{events[-2]}\n' for number in range(len(events), count))
+    head = [f'{{"id": {number},{event}\n' for number, event in enumerate(events[:-1], 1)]
+    with log.open("w") as file:
+        file.writelines([*head, *between, f'{{"id": {count},{events[-1]}\n'])
+    row = metrics.read_text().splitlines()[-1].partition(",")[2]
+    with metrics.open("a") as file:
+        file.writelines(f'{{"step": {number},{row}\n' for number in range(4, count))
+
+
+def test_long_runs_are_read_a_part_at_a_time(tmp_path: Path) -> None:
+    count = 10_000
+    tell(tmp_path, *STEPS, StateChanged("stopping", 3, 9, "as asked"))
+    lengthen(tmp_path, count)
+    run = Run("run", tmp_path)
+    tracemalloc.start()
+    status = run.status()
+    held, most = tracemalloc.get_traced_memory()
+    columns = run.metrics
+    columns_held = tracemalloc.get_traced_memory()[0] - held
+    tracemalloc.stop()
+    assert (status["message"], run.read()[0].status) == ("Ended unexpectedly at step 9,999.", "stopping")
+    assert [event["id"] for event in run.recent[-2:]] == [count - 1, count]
+    assert most < (tmp_path / EVENTS_FILE).stat().st_size / 4
+    assert held < 200_000
+    assert len(columns.points("train_loss")) == count - 1
+    assert columns_held < (len(columns.names) + 1) * 8 * count * 1.5
+
+
+def test_a_new_session_begins_a_new_story(tmp_path: Path) -> None:
+    run = Run("run", tmp_path)
+    tell(tmp_path, Notice("hot", warning=True), *STEPS, PhaseStarted("Rendering", stage="validation"))
+    first = run.status()
+    assert first["stages"]["validation"]["status"] == "failed", "nothing goes on in a run that has ended"
+    assert run.read()[0].notices == ["hot"]
+    tell(tmp_path, *STEPS)
+    second = run.status()
+    assert second["job_id"] != first["job_id"]
+    assert (second["stages"], run.read()[0].notices) == ({}, [])
+
+
+def test_each_line_is_read_once_and_torn_ones_later(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    renewed: list[None] = []
+    tail = Tail(path, "id", renew=lambda: renewed.append(None))
+
+    def read() -> list[dict[str, Any]]:
+        return list(tail.rows())
+
+    assert read() == []
+    path.write_text('{"id": 1}\nnot json\n[1]\n{"no": 1}\n{"id"')
+    assert read() == [{"id": 1}]
+    assert tail.damage == "lines has a line that cannot be used: not json"
+    with path.open("a") as file:
+        file.write(': 2}\n{"id": 3}\n')
+    assert read() == [{"id": 2}, {"id": 3}]
+    assert read() == []
+    path.write_text('{"id": 1}\n')  # cut
+    assert (read(), tail.damage) == ([{"id": 1}], "")
+    (tmp_path / "new").write_text('{"id": 1}\n{"id": 2}\n')
+    (tmp_path / "new").replace(path)
+    assert read() == [{"id": 1}, {"id": 2}]
+    path.unlink()
+    assert read() == []
+    assert len(renewed) == 4
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_loses_its_later_steps_here_too(tmp_path: Path) -> None:
+    run = Run("run", tmp_path)
+    tell(tmp_path, *STEPS)
+    assert list(run.metrics.steps) == [1, 2, 3]
+    resumed = MetricsFile(tmp_path / METRICS_FILE, 2)
+    resumed.append(3, {"train_loss": 0.25})
+    resumed.close()
+    assert run.metrics.points("train_loss") == [(1, 0.5), (2, 0.5), (3, 0.25)]
+
+
+def test_a_silent_lock_of_another_machine_is_left_to_the_run_that_watches_it(tmp_path: Path) -> None:
+    """As on the command line; one that does not count, or that changed a moment ago, is in use."""
+    run = Run("", tmp_path)
+    silent_elsewhere(tmp_path)
+    with pytest.raises(Refusal, match="cannot be seen from this machine"):
+        refuse_if_busy(run)
+    own(tmp_path, host="elsewhere", beat=f"{3:08}")
+    with pytest.raises(Refusal, match="is in use"):
+        refuse_if_busy(run)
+    age(tmp_path, 3600)
+    refuse_if_busy(run)

@@ -1,0 +1,515 @@
+"""Whether a run fits, the smallest change that makes it fit, and what `offload: auto` chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from simpletuner.annexes.fitting.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
+from simpletuner.annexes.fitting.ready import check_decoding, with_strips
+from simpletuner.budget.budget import HOST_BASE, LOADING, PREVIEWS, Budget, estimate, fits
+from simpletuner.budget.device import Device, rates_of
+from simpletuner.budget.duration import step_cost
+from simpletuner.budget.estimate import streamed_bytes
+from simpletuner.budget.parts import Parts, kernels_on
+from simpletuner.budget.workload import Bucket, Workload
+from simpletuner.config.load import Layer, RunConfig, resolve
+from simpletuner.models.cost import Kernels, VaeLoad
+from simpletuner.models.kandinsky5.cost import video_vae_decode
+from simpletuner.models.registry import FAMILIES
+
+STREAMING = "enable_group_offload true, group_offload_use_stream true"
+LITE = Bucket(768, 512, 61, 1, 1.0, 256)
+PICTURE = Bucket(1024, 1024, 1, 4, 1.0, 256)
+LEANEST = {
+    "enable_group_offload": True,
+    "group_offload_use_stream": True,
+    "offload_block_inputs": True,
+    "base_model_precision": "int8-quanto",
+}
+
+
+def config(family: str, **settings: Any) -> RunConfig:
+    values = {"model_type": "lora", "model_family": family, "speed": "reference", **settings}
+    problems: list[Any] = []
+    found = resolve([Layer("config.json", list(values.items()))], problems)
+    assert not problems, problems
+    return found
+
+
+def gpu(gigabytes: float, host: float | None = None) -> Device:
+    return Device("NVIDIA H100", gigabytes * 1e9, host, True, rates_of("NVIDIA H100"), "")
+
+
+def budget(
+    device: Device, bucket: Bucket = LITE, flavour: str = "t2v-lite-sft-5s", encodes_text: bool = False, **settings: Any
+) -> Budget:
+    """Training alone, every cache filled, unless captions are missing."""
+    family = {"t2i": "kandinsky5-image", "t2v": "kandinsky5-video", "2b-": "sanavideo"}[flavour[:3]]
+    spec = FAMILIES[family]
+    cost = spec.cost
+    transformer = cost.of_flavour(flavour)
+    parts = Parts(spec, transformer, list(spec.lora_targets), {}, cost.vae_parameters, cost.text_parameters, ())
+    return estimate(config(family, **settings), parts, Workload([bucket], [], encodes_text, [], 0.0), device, None)
+
+
+def complaint(*arguments: Any, **settings: Any) -> str:
+    (problem,) = check_fit(budget(*arguments, **settings))
+    return str(problem)
+
+
+def test_a_run_that_fits_is_not_mentioned() -> None:
+    assert list(check_fit(budget(gpu(12)))) == []
+    assert list(check_fit(budget(Device("?", None, None, True, rates_of(""), "")))) == [], "unknown memory is no limit"
+
+
+def test_it_says_what_needs_how_much_and_what_would_fit() -> None:
+    told = complaint(gpu(8))
+    assert told.startswith("memory: training at 768x512@61 needs 10.")
+    assert "where 7.2 GB can be used" in told
+    assert "This would fit: enable_group_offload true, group_offload_use_stream true." in told
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "settings", "changes"),
+    [
+        (24, {"gradient_checkpointing": False}, ["gradient_checkpointing true, gradient_checkpointing_interval 1"]),
+        (8, {}, [STREAMING]),
+        (5, {}, [STREAMING, "offload_block_inputs true"]),
+        (
+            3.9,
+            {},
+            [
+                STREAMING,
+                "offload_block_inputs true",
+                "num_frames 33 instead of 61",
+            ],
+        ),
+    ],
+)
+def test_the_smallest_change(gigabytes: float, settings: dict[str, Any], changes: list[str]) -> None:
+    before = budget(gpu(gigabytes), **settings)
+    assert [str(each) for each in smallest_change(before)] == changes
+
+
+def test_a_smaller_batch_before_smaller_pictures() -> None:
+    before = budget(gpu(3.5), PICTURE, "t2i-lite-sft", **LEANEST)
+    assert [str(each) for each in smallest_change(before)] == ["train_batch_size 2"]
+
+
+def test_when_nothing_helps_it_says_what_is_short() -> None:
+    streamed = {"group_offload_text_encoder": True, "text_encoder_1_precision": "int8-quanto"}
+    told = complaint(gpu(1), encodes_text=True, **streamed)
+    assert told.startswith("memory: encoding captions needs 2.8 GB on the device")
+    assert "(2 more phases lack room)" in told
+    assert "No setting makes it fit." in told
+
+
+def test_who_knows_better_is_warned() -> None:
+    (problem,) = check_fit(budget(gpu(8), i_know_what_i_am_doing=True))
+    assert not problem.fatal
+
+
+def test_host_memory_counts_where_weights_pass_through_it() -> None:
+    """A few blocks at a time; all of them where the adapter is computed from them."""
+    assert "host memory" in complaint(gpu(80, host=1.4e9))
+    assert list(check_fit(budget(gpu(80, host=2e9)))) == []
+    assert "host memory" in complaint(gpu(80, host=4e9), use_dora=True)
+    assert list(check_fit(budget(gpu(80, host=8e9), use_dora=True))) == []
+
+
+PRO = "t2v-pro-sft-5s-hd"
+CLIP = Bucket(1024, 512, 25, 1, 1.0, 256)  # of the example
+
+
+def card(host: float, **settings: Any) -> Budget:
+    """Pro on a card of 24 GiB."""
+    device = Device("NVIDIA GeForce RTX 4090", 24 * 2**30, host, True, rates_of("NVIDIA GeForce RTX 4090"), "")
+    return budget(device, CLIP, PRO, encodes_text=True, **settings)
+
+
+def test_pro_in_8_bits_with_32_gb_of_host_memory() -> None:
+    """No phase takes more than the packed weights, those outside the blocks, and 2 GB."""
+    chosen = card(32e9, base_model_precision="int8-quanto", enable_group_offload=True)
+    assert list(check_fit(chosen)) == []
+    packed = streamed_bytes(chosen.parts.transformer, chosen.setup)
+    loading = next(phase for phase in chosen.phases if phase.name == LOADING)
+    assert packed + HOST_BASE < loading.on_host(chosen.device) < packed + HOST_BASE + 2e9
+    auto = choose(card(20e9, offload="auto"))  # what stays on the card is no longer in host memory
+    assert auto.config.precision.base_model_precision == "int8-quanto"
+    assert list(check_fit(auto)) == []
+
+
+@pytest.mark.parametrize(("host", "settings"), [(32e9, {}), (20e9, {"base_model_precision": "int8-quanto"})])
+def test_the_disk_is_the_way_out_of_too_little_host_memory(host: float, settings: dict[str, Any]) -> None:
+    before = card(host, enable_group_offload=True, **settings)
+    assert before.config.offload.group_offload_to_disk_path is None, "only the user says where there is room"
+    (problem,) = check_fit(before)
+    assert "loading the transformer needs" in str(problem)
+    assert f"of host memory, this machine has {host / 1e9:.1f} GB" in str(problem)
+    assert "This would fit: group_offload_to_disk_path with a folder on a fast disk." in str(problem)
+    config = before.config.with_values({"group_offload_to_disk_path": "waiting"}, "test")
+    assert fits(estimate(config, before.parts, before.workload, before.device, None).phases, before.device)
+
+
+def test_without_a_gpu_everything_lies_in_one_memory() -> None:
+    machine = Device("CPU", 11e9, 11e9, False, rates_of(""), "")
+    told = complaint(machine)
+    assert "this machine has 11.0 GB and no GPU" in told
+    assert "--device-memory 24" in told
+
+
+def test_auto_leaves_nothing_unused_on_a_large_device() -> None:
+    chosen = choose(budget(gpu(141)))
+    assert chosen.config.precision.gradient_checkpointing is False
+    assert not chosen.config.is_explicit("gradient_checkpointing")
+
+
+def test_auto_checkpoints_no_more_than_it_must() -> None:
+    seconds = []
+    for gigabytes in (12, 50, 141):
+        chosen = choose(budget(gpu(gigabytes)))
+        assert fits(chosen.phases, chosen.device, headroom=HEADROOM)
+        seconds.append(chosen.buckets[0].step.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[1] > seconds[2]
+
+
+@pytest.mark.parametrize("gigabytes", [24, 50])
+def test_auto_checkpoints_all_but_the_blocks_that_fit(gigabytes: float) -> None:
+    chosen = choose(budget(gpu(gigabytes)))
+    key = "gradient_checkpointing_kept_blocks"
+    kept = chosen.config.precision.gradient_checkpointing_kept_blocks
+    assert 0 < kept < 34
+    assert f"activations of {kept} of 34 blocks" in chosen.decisions[0]
+    more = chosen.config.with_values({key: kept + 1}, "test")
+    again = estimate(more, chosen.parts, chosen.workload, chosen.device, None)
+    assert not fits(again.phases, again.device, headroom=HEADROOM)
+    mine = {"gradient_checkpointing": True, key: 34}
+    changes = [str(each) for each in smallest_change(budget(gpu(gigabytes), **mine))]
+    assert changes == [f"gradient_checkpointing true, gradient_checkpointing_interval 1, {key} 0"]
+
+
+@pytest.mark.parametrize(
+    ("family", "is_gpu", "settings", "compiled"),
+    [
+        ("kandinsky5-video", True, {"dynamo_backend": "inductor"}, True),
+        ("kandinsky5-video", False, {"dynamo_backend": "inductor"}, True),
+        ("kandinsky5-video", True, {"dynamo_backend": "inductor", "speed_plain_math": False}, False),
+        ("kandinsky5-video", True, {"dynamo_backend": "aot_eager"}, False),
+        ("kandinsky5-video", True, {"dynamo_backend": "no"}, False),
+        ("sanavideo", True, {"dynamo_backend": "inductor"}, True),
+        ("sanavideo", False, {"dynamo_backend": "inductor"}, False),
+    ],
+)
+def test_compiled_blocks_count_where_they_were_measured(
+    family: str, is_gpu: bool, settings: dict[str, Any], compiled: bool
+) -> None:
+    chosen = config(family, **{"speed": "auto", **settings})
+    assert kernels_on(chosen, FAMILIES[family], is_gpu=is_gpu) == Kernels(compiled, is_gpu)
+
+
+def test_auto_keeps_as_many_blocks_as_fit() -> None:
+    chosen = choose(budget(gpu(9)))
+    offload = chosen.config.offload
+    assert offload.enable_group_offload
+    assert not offload.offload_block_inputs
+    assert 0 < offload.group_offload_resident_blocks < 32
+    more = chosen.config.with_values(
+        {"group_offload_resident_blocks": offload.group_offload_resident_blocks + 1}, "test"
+    )
+    again = estimate(more, chosen.parts, chosen.workload, chosen.device, None)
+    assert not fits(again.phases, again.device, headroom=HEADROOM)
+    assert "stay" in chosen.decisions[0]
+
+
+def test_auto_turns_to_8_bits_last() -> None:
+    small = gpu(6)
+    as_is = choose(budget(small))
+    assert as_is.config.offload.offload_block_inputs
+    assert as_is.config.precision.base_model_precision == "no_change"
+    lean = choose(budget(gpu(3.5)))
+    assert lean.config.precision.base_model_precision == "int8-quanto"
+
+
+SANA = Bucket(832, 480, 81, 1, 1.0, 300)
+RELEASED = "optimizer_release_gradients true: each gradient is freed as soon as its weight is updated"
+
+
+@pytest.mark.parametrize(
+    ("flavour", "bucket", "gigabytes", "optimizer"),
+    [
+        ("t2v-lite-sft-5s", LITE, 24, None), ("t2v-lite-sft-5s", LITE, 16, None), ("2b-480p", SANA, 24, None),
+        ("t2v-lite-sft-5s", LITE, 16, "ao-adamw8bit"), ("2b-480p", SANA, 24, "ao-adamw8bit"),
+        ("t2i-lite-sft", replace(PICTURE, batch=1), 48, "ao-adamw8bit"),
+    ],
+)  # fmt: skip
+def test_auto_fits_full_fine_tunes_on_small_cards(
+    flavour: str, bucket: Bucket, gigabytes: int, optimizer: str | None
+) -> None:
+    """Labels are in 2^30 bytes; a moving average is in the 32 GB of the host, which for Image are 64."""
+    settings = {"model_type": "full", "speed": "auto", "use_ema": True, "ema_cpu_only": True}
+    settings |= {"optimizer": optimizer} if optimizer else {}
+    host = 64 if bucket.frames == 1 else 32
+    plain = budget(gpu(gigabytes * 2**30 / 1e9, host * 2**30), bucket, flavour, **settings)
+    chosen = choose(plain)
+    assert fits(chosen.phases, chosen.device, headroom=HEADROOM)
+    assert chosen.config.optimizer.optimizer == optimizer
+    if optimizer is None:
+        assert chosen.decisions[0] == RELEASED
+        assert not fits(plain.phases, plain.device)
+        assert smallest_change(plain)
+
+
+def test_auto_changes_the_optimizer_of_a_full_fine_tune_last_and_never_one_that_was_chosen() -> None:
+    """On a host that has no room for its state."""
+    small = gpu(18, host=10e9)
+    chosen = choose(budget(small, model_type="full"))
+    assert fits(chosen.phases, small, headroom=HEADROOM)
+    assert chosen.config.optimizer.optimizer == "ao-adamw8bit"
+    assert chosen.decisions[1].startswith("optimizer ao-adamw8bit: without state in 8 bits the run does not fit")
+    for mine in ({"optimizer": "optimi-adamw"}, {"optimizer_release_gradients": False}):
+        found = choose(budget(small, model_type="full", **mine)).config.optimizer.model_dump()
+        assert found | mine == found
+    accumulated = choose(budget(small, model_type="full", gradient_accumulation_steps=2))
+    assert not accumulated.config.optimizer.optimizer_release_gradients
+    assert not choose(budget(gpu(250), model_type="full")).config.optimizer.optimizer_release_gradients
+
+
+def test_auto_slows_no_step_down_for_previews_that_fit_in_no_way() -> None:
+    training = budget(gpu(12))
+    clip = Bucket(1024, 1024, 241, 1, 1.0, 256)
+    workload = replace(training.workload, previews=[clip])
+    rendering = estimate(training.config, training.parts, workload, training.device, None)
+    alone, both = choose(training), choose(rendering)
+    assert list(check_fit(both)), "the previews are too large for every choice"
+    assert (both.config, both.decisions) == (alone.config, alone.decisions)
+    assert both.config.precision.base_model_precision == "no_change"
+
+
+def test_auto_touches_nothing_that_the_user_set() -> None:
+    mine = {"gradient_checkpointing": True, "enable_group_offload": False, "base_model_precision": "bf16"}
+    for gigabytes in (4, 141):
+        chosen = choose(budget(gpu(gigabytes), **mine))
+        assert {key: chosen.config.flat()[key] for key in mine} == mine
+
+
+def test_nothing_moves_under_cuda_graphs() -> None:
+    recorded = budget(gpu(8), dynamo_mode="reduce-overhead", dynamo_backend="inductor")
+    chosen = choose(recorded).config.offload
+    assert not chosen.enable_group_offload
+    assert not chosen.offload_block_inputs
+    assert choose(budget(gpu(8))).config.offload.enable_group_offload
+    for change in smallest_change(recorded) or []:
+        assert not change.values.keys() & {"enable_group_offload", "offload_block_inputs"}
+
+
+def test_streaming_costs_time_where_the_step_is_short() -> None:
+    """A picture of 4096 tokens does not hide the copies of its blocks, a clip does."""
+    for bucket, flavour, hidden in ((PICTURE, "t2i-lite-sft", True), (LITE, "t2v-lite-sft-5s", True)):
+        streamed = budget(gpu(80), bucket, flavour, **STREAMED)
+        plain = budget(gpu(80), bucket, flavour)
+        step = streamed.buckets[0].step
+        assert step.copying > 0
+        assert (step.seconds == plain.buckets[0].step.seconds) is hidden
+    one = Bucket(512, 512, 1, 1, 1.0, 256)
+    short = budget(gpu(80), one, "t2i-lite-sft", **STREAMED)
+    step = step_cost(short.parts.transformer, short.setup, short.parts.load(one), short.device)
+    assert step.seconds == step.copying
+    waited = budget(gpu(80), one, "t2i-lite-sft", enable_group_offload=True).buckets[0].step
+    plain = budget(gpu(80), one, "t2i-lite-sft").buckets[0].step
+    assert waited.seconds == pytest.approx(plain.seconds + waited.copying), "without a stream they take turns"
+
+
+def test_without_a_gpu_nothing_is_streamed() -> None:
+    machine = Device("CPU", 9e9, 9e9, False, rates_of(""), "")
+    for settings in choose(budget(machine)).config, budget(machine).config:
+        assert not settings.offload.enable_group_offload
+    assert "group_offload" not in complaint(machine)
+
+
+def test_previews_take_weights_and_vae_unless_they_take_turns() -> None:
+    before = budget(gpu(80))
+    workload = Workload([LITE], [], False, [LITE], 0.0)
+    peaks = []
+    for turns in (False, True):
+        settings = config("kandinsky5-video", enable_model_cpu_offload=turns)
+        phases = estimate(settings, before.parts, workload, gpu(80), None).phases
+        peaks.append(next(each.device for each in phases if each.name == "rendering previews"))
+    weights = 4.573e9
+    assert peaks[0] - peaks[1] == pytest.approx(weights, rel=0.01)
+    assert peaks[0] > 20e9, "the VAE of HunyuanVideo decodes 17 frames at a time"
+
+
+def test_auto_keeps_what_is_fast_where_there_is_room() -> None:
+    """With checkpointing set by the user there is nothing left to choose: attention is not computed twice."""
+    chosen = choose(budget(gpu(80), speed="auto", gradient_checkpointing=True))
+    assert chosen.config.speed.speed_keep_attention is None
+    assert chosen.decisions == ["nothing to change: the blocks are checkpointed, and everything stays on the device"]
+
+
+def test_auto_streams_rather_than_computing_attention_twice() -> None:
+    """Copies hide behind the compute of a clip; a second self-attention does not."""
+    chosen = choose(budget(gpu(13), speed="auto"))
+    assert fits(chosen.phases, chosen.device, headroom=HEADROOM)
+    assert chosen.config.offload.enable_group_offload
+    assert chosen.config.speed.speed_keep_attention is None
+    twice = budget(gpu(13), speed="auto", speed_keep_attention=False)
+    assert fits(twice.phases, twice.device, headroom=HEADROOM), "it would have fitted, too"
+    assert chosen.step_seconds < 0.9 * twice.step_seconds
+
+
+def test_auto_moves_inputs_alone_where_weights_cannot_stream() -> None:
+    settings = {"model_type": "full", "gradient_checkpointing": True, "optimizer_release_gradients": False}
+    settings |= {"optimizer": "adamw_bf16"}
+    assert not fits(budget(gpu(33), **settings).phases, gpu(33), headroom=HEADROOM)
+    chosen = choose(budget(gpu(33), **settings))
+    assert fits(chosen.phases, chosen.device, headroom=HEADROOM)
+    assert chosen.decisions[0].startswith(
+        "offload_block_inputs true: the blocks are checkpointed, and their inputs are kept"
+    )
+
+
+def test_auto_streams_a_text_encoder_that_does_not_fit() -> None:
+    chosen = choose(budget(gpu(16), encodes_text=True))
+    assert fits(chosen.phases, chosen.device)
+    assert "group_offload_text_encoder true: encoding captions needs 17.3 GB" in chosen.decisions[0]
+    assert not choose(budget(gpu(24), encodes_text=True)).config.offload.group_offload_text_encoder
+    mine = choose(budget(gpu(16), encodes_text=True, group_offload_text_encoder=False))
+    assert not mine.config.offload.group_offload_text_encoder
+
+
+def encoding(device: Device, load: VaeLoad, flavour: str, **settings: Any) -> Budget:
+    """Training on small pictures that the VAE has to encode first at full size."""
+    before = budget(device, Bucket(256, 256, 1, 1, 1.0, 256), flavour, **settings)
+    workload = replace(before.workload, encoded=[load])
+    return estimate(before.config, before.parts, workload, device, None)
+
+
+def test_the_vae_is_given_less_at_a_time() -> None:
+    pictures = VaeLoad(8, 1, 2048, 2048)
+    before = encoding(gpu(18), pictures, "t2i-lite-sft", vae_batch_size=4)
+    assert [str(each) for each in smallest_change(before)] == ["vae_batch_size 1"]
+    assert fits(encoding(gpu(18), pictures, "t2i-lite-sft").phases, before.device)
+
+
+def test_latents_are_encoded_before_training_where_both_do_not_fit() -> None:
+    before = budget(gpu(80))
+    later = replace(before.workload, encoded_in_training=[VaeLoad(1, 61, 768, 512)])
+    peak, apart = (
+        max(each.device for each in before.phases),
+        estimate(before.config, before.parts, later, gpu(80), None),
+    )
+    beside = max(each.device for each in apart.phases) - peak
+    assert beside > 5e9
+    tight = estimate(before.config, before.parts, later, gpu((peak + beside / 2) / 0.9e9), None)
+    (change,) = smallest_change(tight)
+    assert str(change).startswith("latents encoded before training, without vae_cache_ondemand")
+
+
+@pytest.mark.parametrize(("gigabytes", "change"), [(10, "vae_enable_patch_conv true"), (7, "vae_enable_tiling true")])
+def test_the_vae_works_in_slices_or_tiles_before_anything_is_made_smaller(gigabytes: float, change: str) -> None:
+    before = encoding(gpu(gigabytes), VaeLoad(1, 61, 768, 512), "t2v-lite-sft-5s")
+    assert [str(each) for each in smallest_change(before)] == [change]
+
+
+def test_auto_takes_tiles_rather_than_refusing_a_small_card() -> None:
+    before = with_previews(encoding(gpu(8), VaeLoad(1, 61, 768, 512), "t2v-lite-sft-5s"))
+    chosen = choose(before)
+    assert fits(chosen.phases, chosen.device)
+    assert any("vae_enable_tiling true" in each and "seams" in each for each in chosen.decisions)
+    before = replace(before, config=before.config.with_values({"vae_enable_tiling": False}, "config.json"))
+    refused = choose(before)
+    assert not refused.config.caching.vae_enable_tiling, "what the user set is left alone"
+    assert not fits(refused.phases, refused.device)
+
+
+def with_previews(before: Budget, preview: Bucket = LITE) -> Budget:
+    workload = replace(before.workload, previews=[preview])
+    return estimate(before.config, before.parts, workload, before.device, None)
+
+
+@pytest.mark.parametrize(("gigabytes", "how"), [(6, "tiles"), (9, "strips"), (16, "strips"), (40, "whole")])
+def test_auto_decodes_previews_in_the_first_way_that_fits_beside_training(gigabytes: float, how: str) -> None:
+    alone = budget(gpu(gigabytes))
+    chosen = choose(with_previews(alone))
+    assert chosen.config.validation.validation_decoding == how
+    assert fits(chosen.phases, chosen.device)
+    assert chosen.step_seconds == choose(alone).step_seconds, "previews slow no step down"
+    assert not chosen.config.caching.vae_enable_tiling
+    assert how == "whole" or f"previews are decoded in {how}" in chosen.decisions[0]
+    mine = choose(with_previews(budget(gpu(gigabytes), validation_decoding="whole")))
+    assert mine.config.validation.validation_decoding == "whole", "what the user set is left alone"
+
+
+def test_where_nothing_is_trained_blocks_stream_before_pixels_change() -> None:
+    before = budget(gpu(8))
+    chosen = choose(estimate(before.config, before.parts, Workload([], [], False, [LITE], 0.0), before.device, None))
+    assert fits(chosen.phases, chosen.device)
+    assert chosen.config.offload.enable_group_offload
+    assert chosen.config.validation.validation_decoding == "strips"
+
+
+def test_a_preview_in_tiles_needs_no_more_than_training() -> None:
+    for settings in ({}, STREAMED, {**STREAMED, "offload_block_inputs": True}):
+        found = with_previews(budget(gpu(80), validation_decoding="tiles", **settings))
+        training, rendering = (
+            next(each.device for each in found.phases if each.name.startswith(name)) for name in ("training", "render")
+        )
+        assert rendering <= training
+
+
+def test_the_smallest_change_for_previews_is_how_they_are_decoded() -> None:
+    before = with_previews(budget(gpu(14)))
+    assert [str(each) for each in smallest_change(before)] == ["validation_decoding strips"]
+
+
+def test_cudnn_needs_room_beside_whole_clips_on_a_gpu() -> None:
+    before = with_previews(budget(gpu(80)))
+    on_gpu = replace(before.parts, on_gpu=True)
+
+    def rendering(parts: Parts, how: str, preview: Bucket = LITE) -> float:
+        settings = before.config.with_values({"validation_decoding": how}, "test")
+        found = estimate(settings, parts, replace(before.workload, previews=[preview]), gpu(80), None)
+        return next(each.device for each in found.phases if each.name == PREVIEWS)
+
+    decoding = 2 * video_vae_decode({}, VaeLoad(1, 61, 768, 512))
+    more = rendering(on_gpu, "whole") - rendering(before.parts, "whole")
+    assert more == pytest.approx(0.3 * decoding)
+    assert 0.2 * 15e9 < more < 0.4 * 16e9
+    assert rendering(on_gpu, "strips") == rendering(before.parts, "strips")
+    picture = replace(LITE, frames=1)
+    assert rendering(on_gpu, "whole", picture) == rendering(before.parts, "whole", picture)
+
+
+@pytest.mark.parametrize(
+    ("size", "how"), [((768, 512), "whole"), ((960, 544), "whole"), ((1024, 512), "strips"), ((1024, 1024), "strips")]
+)
+def test_large_clips_are_decoded_in_strips_unless_the_user_says_otherwise(size: tuple[int, int], how: str) -> None:
+    preview = replace(LITE, width=size[0], height=size[1])
+    (unset, mine) = (with_previews(budget(gpu(80), **set_), preview) for set_ in ({}, {"validation_decoding": "whole"}))
+    assert decoding_of(unset) == how
+    assert decoding_of(mine) == "whole"
+    assert [each.fatal for each in check_decoding(mine)] == [False] * (how == "strips")
+    assert list(check_decoding(with_previews(budget(gpu(80), PICTURE, "t2i-lite-sft"), PICTURE))) == []
+
+
+def test_previews_that_fit_only_in_strips_are_decoded_so() -> None:
+    """A card of 24 GB has room for the packaged examples, with or without what cuDNN may take."""
+    for gigabytes, how in ((40, "whole"), (14, "strips"), (4, "whole")):  # the last has no room for strips either
+        assert decoding_of(with_previews(budget(gpu(gigabytes)))) == how
+    assert decoding_of(with_previews(budget(gpu(14), offload="auto"))) == "whole", "auto has other ways"
+    assert decoding_of(with_previews(budget(gpu(14), validation_decoding="whole"))) == "whole"
+
+
+def decoding_of(found: Budget) -> str:
+    return with_strips(found).config.validation.validation_decoding
+
+
+def test_streaming_and_moving_all_weights_exclude_each_other() -> None:
+    before = budget(gpu(8), enable_model_cpu_offload=True)
+    assert not choose(before).config.offload.enable_group_offload
+    (change,) = smallest_change(before)
+    assert change.values == {**STREAMED, "enable_model_cpu_offload": False}

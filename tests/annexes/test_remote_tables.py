@@ -1,0 +1,196 @@
+"""type csv: addresses become files; and what is refused on the way."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.annexes.remote import store, web
+from simpletuner.annexes.remote.store import DownloadError
+from simpletuner.data.context import DataContext
+from tests.annexes.web import Site, picture, serve
+from tests.data.test_build import build, fatal
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setattr(store, "PAUSES", (0.0, 0.0))
+    with serve() as running:
+        yield running
+
+
+def table(folder: Path, rows: list[tuple[str, str]], **more: Any) -> dict[str, Any]:
+    """An entry of type csv; addresses of this machine are allowed."""
+    folder.mkdir(exist_ok=True)
+    lines = ["url,text", *(f'"{address}","{caption}"' for address, caption in rows)]
+    (folder / "table.csv").write_text("\n".join(lines), encoding="utf-8-sig")
+    keys = {"csv_file": str(folder / "table.csv"), "csv_cache_dir": str(folder / "cache"), "csv_caption_column": "text"}
+    return {"id": "web", "type": "csv", "allow_private_urls": True, **keys, **more}
+
+
+def test_addresses_become_samples_and_nothing_is_fetched_twice(
+    context: DataContext, tmp_path: Path, site: Site
+) -> None:
+    rows = [(site.add(f"/{folder}/1.jpg", picture(number)), f"caption {folder}") for number, folder in enumerate("ab")]
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "local.webp").write_bytes(picture(5, kind="WEBP"))
+    rows += [("own/local.webp", "a local one"), (rows[0][0], "the last row wins")]
+    entry = table(tmp_path, rows)
+    (dataset,), problems = build(context, entry)
+    assert not fatal(problems)
+    assert [problem.message for problem in problems if "repeat" in problem.message] == [
+        "1 rows repeat the address of another; the last of them is used."
+    ]
+    captions = {dataset.origins[sample.name]: sample.captions[0] for sample in dataset.samples}
+    assert captions == {rows[0][0]: "the last row wins", rows[1][0]: "caption b", "own/local.webp": "a local one"}
+    assert {sample.path.suffix for sample in dataset.samples} == {".png", ".webp"}, "by content, whatever the address"
+    assert {entry.note for entry in dataset.ledger()} == set(captions)
+    assert build(context, entry)[0][0].samples == dataset.samples
+    assert set(site.asked.values()) == {1}
+
+
+def test_what_cannot_be_had_is_listed_and_left_alone_until_asked_for(
+    context: DataContext, tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simpletuner.annexes.remote.table.WEB_PICTURE", 5000)
+    site.status["/busy.png"] = [503, 429]
+    site.add("/short.png", picture(3))
+    site.announced["/short.png"] = 4000
+    site.moved |= {"/elsewhere.png": "/good.png", "/file.png": "file:///etc/hostname"}
+    good = {"/good.png": picture(1), "/busy.png": picture(2)}
+    for path, body in good.items():
+        site.add(path, body)
+    site.add("/page.png", b"<html>" * 20, "text/html")
+    site.add("/text.png", b"plain words" * 20)
+    site.add("/large.png", bytes(6000))
+    reasons = {
+        "/gone.png": "is answered with HTTP 404 Not Found",
+        "/page.png": "is text/html, not a picture or clip",
+        "/text.png": "is neither a picture nor a clip",
+        "/large.png": "has more than 0 MB",
+        "/short.png": "ends after",
+        "/file.png": "Redirection to url 'file:///etc/hostname' is not allowed",
+    }
+    paths = [*good, "/elsewhere.png", *reasons]
+    entry = table(
+        tmp_path, [(site.address + path, path) for path in paths] + [("ftp://host/x.png", "ftp"), ("a\0.png", "NUL")]
+    )
+    (dataset,), problems = build(context, entry)
+    assert not fatal(problems)
+    assert {sample.captions[0] for sample in dataset.samples} == {*good, "/elsewhere.png"}
+    found = {file.name.removeprefix(site.address): file.detail for file in dataset.rejected}
+    for path, reason in {**reasons, "ftp://host/x.png": "is an address of ftp", "a\0.png": "null byte"}.items():
+        assert reason in found[path]
+        assert "--retry-failed" in found[path]
+    assert len(found) == 8
+    assert site.asked["/short.png"] == site.asked["/busy.png"] == 3
+    lines = [json.loads(line) for line in (tmp_path / "cache" / "failed.jsonl").read_text().splitlines()]
+    assert {line["key"] for line in lines} == {file.name for file in dataset.rejected}
+    before = dict(site.asked)
+    site.add("/gone.png", picture(9))
+    assert len(build(context, entry)[0][0].samples) == 3
+    assert site.asked == before
+    assert len(build(context, entry, retry_failed=True)[0][0].samples) == 4
+    assert len(build(context, entry)[0][0].samples) == 4
+    assert site.asked["/good.png"] == 2
+
+
+def test_a_plan_that_may_not_fetch_takes_what_is_here(context: DataContext, tmp_path: Path, site: Site) -> None:
+    rows = [(site.add(f"/{number}.png", picture(number)), "x") for number in range(2)]
+    entry, here = table(tmp_path, rows), replace(context, fetches=False)
+    before = sorted(tmp_path.rglob("*"))
+    _, problems = build(here, entry)
+    assert [problem.message for problem in fatal(problems)] == [
+        "2 of 2 files are not fetched yet; `simpletuner plan` fetches them."
+    ]
+    assert (sorted(tmp_path.rglob("*")), site.asked) == (before, {})
+    build(context, entry)
+    asked, entry = dict(site.asked), table(tmp_path, [*rows, (site.add("/2.png", picture(2)), "x")])
+    (dataset,), problems = build(here, entry)
+    assert (len(dataset.samples), site.asked) == (2, asked)
+    assert not fatal(problems)
+    assert "1 of 3 files are not fetched yet" in "".join(problem.message for problem in problems)
+
+
+def test_what_was_refused_as_private_is_tried_again_when_it_is_allowed(
+    context: DataContext, tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [(site.add("/1.png", picture(1)), "x"), (f"{site.address}/gone.png", "x")]
+    _, problems = build(context, table(tmp_path, rows, allow_private_urls=False))
+    assert fatal(problems)
+    (dataset,), _ = build(context, table(tmp_path, rows))
+    assert len(dataset.samples) == 1
+    build(context, table(tmp_path, rows))
+    assert site.asked == {"/1.png": 1, "/gone.png": 1}, "other failures are still left alone"
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1", "10.1.2.3", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1", "::1", "fe80::1", "fd00::1",
+     "::ffff:127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "255.255.255.255"],
+)  # fmt: skip
+def test_private_addresses_are_no_public_ones(address: str) -> None:
+    assert not web.is_public(ipaddress.ip_address(address))
+    assert web.is_public(ipaddress.ip_address("93.184.216.34"))
+    assert web.is_public(ipaddress.ip_address("2606:2800:220:1:248:1893:25c8:1946"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0x7f000001", "2130706433", "[::ffff:127.0.0.1]"])
+def test_a_shared_table_reaches_nothing_in_this_network(
+    context: DataContext, tmp_path: Path, site: Site, host: str
+) -> None:
+    address = site.add("/secret.png", picture()).replace("127.0.0.1", host)
+    _, problems = build(context, table(tmp_path, [(address, "x")], allow_private_urls=False))
+    (problem,) = fatal(problems)
+    assert "which is not a public address; allow_private_urls accepts such ones" in problem.message
+    assert not site.asked
+
+
+def test_neither_a_redirect_nor_a_proxy_leads_into_the_network(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", site.address)
+    real = web.is_public
+    monkeypatch.setattr(web, "is_public", lambda address: str(address) == "127.0.0.1" or real(address))
+    monkeypatch.setattr(web.socket, "getaddrinfo", _answers(web.socket.getaddrinfo, site))
+    site.moved["/start.png"] = "http://inner.example/secret.png"
+    port = site.address.removeprefix("http://127.0.0.1")
+    with pytest.raises(DownloadError, match=r"leads to 10\.0\.0\.7"):
+        list(web.read_url(f"http://outer.example{port}/start.png", 5000))
+    assert site.asked == {"/start.png": 1}
+
+
+def _answers(real: Any, site: Site) -> Any:
+    """outer.example is this server, which counts as public; inner.example is in a private network."""
+
+    def resolve(host: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        names = {"outer.example": "127.0.0.1", "inner.example": "10.0.0.7"}
+        return real(names.get(host, host), port, *args, **kwargs)
+
+    return resolve
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "words"),
+    [
+        ({"csv_url_column": "link"}, "web.csv_url_column", "there is no column 'link'; the table has: url, text."),
+        ({"csv_caption_column": "txt"}, "web.csv_caption_column", "Did you mean 'text'?"),
+        ({"csv_file": "nowhere.csv"}, "web.csv_file", "'nowhere.csv' cannot be read: No such file"),
+        ({"csv_cache_dir": None}, "web.csv_cache_dir", "is required with type csv"),
+        ({"caption_strategy": "textfile"}, "web.type", "caption_strategy csv or instanceprompt"),
+        ({"aws_bucket_name": "b"}, "web.aws_bucket_name", "needs type aws; the type is csv."),
+        ({"instance_data_dir": "x"}, "web.instance_data_dir", "is for type local"),
+        ({"dataset_type": "text_embeds"}, "web.type", "caches are local"),
+    ],
+)
+def test_a_wrong_entry_is_one_clear_problem(
+    context: DataContext, tmp_path: Path, change: dict[str, Any], where: str, words: str
+) -> None:
+    _, problems = build(
+        context, {"instance_data_dir": str(tmp_path), "id": "b"}, table(tmp_path, [("a.png", "x")], **change)
+    )
+    assert [words in problem.message for problem in fatal(problems) if problem.where == where] == [True]

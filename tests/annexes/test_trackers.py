@@ -1,0 +1,183 @@
+"""Trackers for real where that needs no network, and training that goes on when they fail."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from simpletuner.annexes.trackers.trackers import GuardedTracker, build_trackers, check_trackers, has_wandb_login
+from simpletuner.config.schema import TrackingConfig
+from simpletuner.reporting.events import MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepReport
+from simpletuner.reporting.metrics import MediaRecord
+
+WANDB_VARIABLES = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE")
+
+
+@pytest.fixture(autouse=True)
+def clean_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in WANDB_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "home" / "wandb"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "home" / ".netrc"))
+    monkeypatch.chdir(tmp_path)
+
+
+def preview(folder: Path, step: int) -> MediaRecord:
+    path = f"validation_images/step_{step}_glimmer_0_32x32.png"
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (32, 32), (120, 40, 160)).save(folder / path)
+    return MediaRecord(step, "glimmer", "a purple star", path, 32, 32, 1)
+
+
+def messages(report_to: str) -> list[str]:
+    return [str(problem) for problem in check_trackers(report_to) if problem.fatal]
+
+
+def test_what_report_to_may_say() -> None:
+    assert messages("none") == messages("") == messages("simpletuner") == messages("all") == []
+    assert messages("wandb, TensorBoard") == []
+    assert "not available yet" in messages("comet_ml")[0]
+    assert "not available yet" in messages("wandb,swanlab")[0]
+    assert "Did you mean 'wandb'?" in messages("wanbd")[0]
+    assert "at once" in messages("none,wandb")[0]
+
+
+def test_a_missing_login_is_a_warning_and_no_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    problems = check_trackers("wandb")
+    assert [problem.fatal for problem in problems] == [False]
+    assert "wandb login" in problems[0].message
+    with caplog.at_level(logging.WARNING, logger="simpletuner"):
+        assert build_trackers(TrackingConfig(report_to="wandb"), tmp_path, tmp_path / "logs") == []
+    assert "training goes on without it" in caplog.text
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("simpletuner.annexes.trackers.trackers.find_spec", lambda name: None)
+    assert "simpletuner[tensorboard]" in check_trackers("tensorboard")[0].message
+    assert build_trackers(TrackingConfig(report_to="all"), tmp_path, tmp_path) == []
+
+
+def test_where_a_wandb_login_may_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_wandb_login()
+    netrc_file = tmp_path / "home" / ".netrc"
+    netrc_file.parent.mkdir(parents=True)
+    netrc_file.write_text("machine api.wandb.ai login user password " + "a" * 40 + "\n")
+    assert has_wandb_login()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert not has_wandb_login()
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text("[default]\nmode = offline\n")
+    assert has_wandb_login()
+
+
+def step_done(step: int) -> StepReport:
+    return StepReport(step, 1, {"train_loss": 1 / step}, 0.1, timesteps=[10.0, 500.0])
+
+
+def tell(tracker: GuardedTracker, output: Path, first: int, last: int) -> None:
+    """Steps with a preview after the last of them, and the end."""
+    for step in range(first, last + 1):
+        tracker(step_done(step))
+    tracker(MediaRendered(preview(output, last)))
+    tracker(PhaseEnded(PhaseStarted("previews"), 1, 0.1, complete=True))
+    tracker(StateChanged("finished", last, last))
+
+
+def test_wandb_offline_for_real(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    output, logs = tmp_path / "out", tmp_path / "logs"
+    settings = {"learning_rate": 1e-4, "webhook_config": {"webhook_url": "https://example.org/geheim"}}
+    for start in (0, 2):
+        [tracker] = build_trackers(TrackingConfig(report_to="wandb"), output, logs, start)
+        tracker.start(settings)
+        tell(tracker, output, start + 1, start + 2)
+    assert "stopped working" not in caplog.text
+    run_id = json.loads((output / "wandb_run.json").read_text())["id"]
+    files = sorted((logs / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
+    assert len(files) == 2, "the resumed session goes on under the same id"
+    content = b"".join(file.read_bytes() for file in files)
+    assert b"train_loss" in content
+    assert b"timesteps_scatter" in content
+    assert b"validation/glimmer" in content
+    assert b"geheim" not in content
+    assert list((logs / "wandb").glob("offline-run-*/files/media/images/validation/*.png"))
+
+
+def test_tensorboard_event_file(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = TrackingConfig(report_to="tensorboard", tracker_project_name="p", tracker_run_name="r")
+    for start, last in ((0, 5), (3, 6)):
+        [tracker] = build_trackers(config, tmp_path, tmp_path / "logs", start)
+        tracker.start({"learning_rate": 1e-4})
+        tell(tracker, tmp_path, start + 1, last)
+    events = EventAccumulator(str(tmp_path / "logs" / "p" / "r"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train_loss")] == [1, 2, 3, 4, 5, 6]
+    assert events.Tags()["images"] == ["validation/glimmer/0"]
+    assert events.Tags()["histograms"] == ["timesteps"]
+
+
+class BrokenTracker:
+    """A tracker whose server went away."""
+
+    name = "broken"
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def start(self, run_config: Mapping[str, Any]) -> None:
+        self.config = run_config
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.calls.append(step)
+        raise ConnectionError("no route; api_key=abcdef123456\nsecond line")
+
+    def log_timesteps(self, timesteps: Sequence[float], step: int) -> None: ...
+
+    def log_media(self, media: Sequence[MediaRecord], step: int) -> None: ...
+
+    def finish(self, exit_code: int = 0) -> None: ...
+
+
+def test_a_failing_tracker_is_named_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    broken = BrokenTracker()
+    tracker = GuardedTracker("broken", lambda: broken)
+    with caplog.at_level(logging.WARNING, logger="simpletuner"):
+        tracker.start({"hub_token": "abc"})
+        for step in (1, 2, 3):
+            tracker(step_done(step))
+        tracker(StateChanged("finished", 3, 3))
+    assert broken.calls == [1]
+    assert broken.config == {"hub_token": "[hidden]"}
+    assert len(caplog.records) == 1
+    assert "broken stopped working; training goes on without it. (ConnectionError: no route" in caplog.text
+    assert "abcdef" not in caplog.text
+
+
+def test_a_tracker_that_cannot_be_built_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> BrokenTracker:
+        raise ImportError("broken installation")
+
+    tracker = GuardedTracker("broken", build)
+    tracker.start({})
+    tracker(step_done(1))
+    assert "broken installation" in caplog.text
+
+
+def test_ctrl_c_inside_a_tracker_is_not_swallowed() -> None:
+    def build() -> BrokenTracker:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        GuardedTracker("x", build).start({})

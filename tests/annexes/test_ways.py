@@ -1,0 +1,165 @@
+"""Several devices: memory of each and of the host, the ways to use them, and what `offload: auto` makes of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from simpletuner.annexes.fitting.fit import check_fit, choose
+from simpletuner.annexes.fitting.ready import check_devices
+from simpletuner.annexes.fitting.ways import check_ways, find_ways
+from simpletuner.budget.budget import HOST_BASE, Budget, fits
+from simpletuner.budget.communication import sent_bytes
+from simpletuner.techniques.spec import TechniqueCost
+from tests.annexes.test_fit import budget, gpu
+from tests.budget.test_device import LISTED, fake_smi
+from tests.workspace import Workspace
+
+STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
+FULL = {"model_type": "full"}
+
+
+def peak(chosen: Budget, name: str) -> Any:
+    return next(each for each in chosen.phases if each.name.startswith(name))
+
+
+def test_under_ddp_a_device_holds_what_one_process_holds() -> None:
+    one, eight = budget(gpu(80)), budget(gpu(80), num_processes=8)
+    assert [each.device for each in eight.phases] == [each.device for each in one.phases]
+    assert (peak(one, "training").host, peak(eight, "training").host) == (HOST_BASE, 8 * HOST_BASE)
+    assert peak(eight, "loading").passing == 8 * peak(one, "loading").passing
+    assert eight.step_seconds == one.step_seconds, "gradients of a LoRA are sent meanwhile"
+
+
+@pytest.mark.parametrize(("machines", "local"), [(1, 8), (2, 4)])
+def test_processes_of_a_machine_share_streamed_weights(machines: int, local: int) -> None:
+    one = budget(gpu(80), **STREAMED)
+    many = budget(gpu(80), **STREAMED, num_processes=8, num_machines=machines)
+    streamed = peak(one, "training").host - HOST_BASE
+    assert streamed > 4e9
+    assert peak(many, "training").host == pytest.approx(local * HOST_BASE + streamed)
+    assert peak(many, "saving").host - peak(many, "training").host == pytest.approx(
+        peak(one, "saving").host - peak(one, "training").host
+    ), "one process saves"
+
+
+def test_shares_are_smaller_the_more_processes_there_are() -> None:
+    peaks = [
+        peak(budget(gpu(80), **FULL, fsdp_enable=True, num_processes=count), "training").device for count in (1, 2, 4)
+    ]
+    state = budget(gpu(80), **FULL).buckets[0].memory.trained
+    assert peaks[0] == peak(budget(gpu(80), **FULL), "training").device, "one process has nobody to share with"
+    assert peaks[1] - peaks[2] == pytest.approx(state / 2 - state / 4)
+
+
+def test_weights_are_in_the_host_s_memory_once() -> None:
+    """Blocks until FSDP2 splits them, text encoders while they are loaded; otherwise a few blocks of each process."""
+    one = peak(budget(gpu(80)), "loading")
+    assert one.passing < one.device / 5
+    sharded = peak(budget(gpu(80), **FULL, fsdp_enable=True, num_processes=8), "loading")
+    blocks = sum(budget(gpu(80), **FULL).parts.transformer.block_bytes("bf16", quantised=0.0))
+    assert sharded.host == 8 * HOST_BASE + blocks
+    assert sharded.passing == 8 * one.passing
+    texts = [peak(budget(gpu(80), encodes_text=True, num_processes=count), "encoding") for count in (1, 8)]
+    assert texts[0].passing == texts[1].passing
+
+
+def test_a_slow_link_is_waited_for() -> None:
+    far = budget(gpu(80), **FULL, fsdp_enable=True, num_processes=8, num_machines=8)
+    assert far.step_seconds == max(far.buckets[0].step.seconds, far.sent.total / 12.5e9)
+    assert far.sent == sent_bytes(far.parts.transformer, far.setup, TechniqueCost(), 1)
+
+
+def test_the_ways_to_train() -> None:
+    assert find_ways(budget(gpu(80))) == []
+    lora = find_ways(budget(gpu(8), num_processes=4))
+    assert [(way.name, way.fits) for way in lora] == [("DDP", False), ("DDP, streamed", True), ("FSDP2", False)]
+    full = find_ways(budget(gpu(24), num_processes=4, **FULL))
+    assert [(way.name, way.fits) for way in full] == [("DDP", False), ("DDP, streamed", False), ("FSDP2", True)]
+    assert full[1].reason.startswith("enable_group_offload and model_type full exclude each other")
+    quantised = find_ways(budget(gpu(80), num_processes=4, base_model_precision="int8-quanto"))
+    assert [way.budget is None for way in quantised] == [False, False, True]
+
+
+def test_a_lora_goes_by_ddp_as_long_as_it_fits() -> None:
+    """Rank 16 on q, k and v of 34 self- and 32 cross-attentions, 1792 wide: 22.7 MB of bf16, 1.5 times of which go."""
+    chosen = choose(budget(gpu(80), num_processes=4))
+    assert not chosen.config.launch.fsdp_enable
+    assert chosen.decisions[0].startswith("DDP: each process has room for it and sends 34.1 MB a step, while FSDP2")
+    streamed = choose(budget(gpu(8), num_processes=4))
+    assert streamed.config.offload.enable_group_offload
+    assert "DDP: " in streamed.decisions[0]
+    lean = choose(budget(gpu(3.5), num_processes=4))
+    assert lean.config.precision.base_model_precision == "int8-quanto", "where FSDP2 does not fit either"
+    assert not lean.config.launch.fsdp_enable
+
+
+@pytest.mark.parametrize(("size", "settings"), [(20, FULL), (8, {"enable_group_offload": False})])
+def test_what_does_not_fit_otherwise_is_sharded(size: float, settings: dict[str, Any]) -> None:
+    chosen = choose(budget(gpu(size), num_processes=8, **settings))
+    assert chosen.config.launch.is_sharded
+    assert fits(chosen.phases, chosen.device)
+    assert chosen.decisions[0].startswith("fsdp_enable true: each process keeps a share of the weights, to fit")
+    assert not choose(budget(gpu(size), num_processes=8, fsdp_enable=False, **settings)).config.launch.fsdp_enable
+    assert not choose(budget(gpu(size), **settings)).config.launch.fsdp_enable
+
+
+def test_a_full_fine_tune_that_fits_is_not_sharded() -> None:
+    chosen = choose(budget(gpu(80), num_processes=8, **FULL))
+    assert not chosen.config.launch.fsdp_enable
+    assert chosen.decisions[0] == f"DDP: each process has room for it and sends {chosen.sent.total / 1e9:.1f} GB a step"
+
+
+def test_sharding_is_what_would_help_a_full_fine_tune() -> None:
+    (told,) = check_fit(budget(gpu(24), num_processes=8, **FULL))
+    assert "This would fit: fsdp_enable true." in told.message
+    assert "fsdp_enable" not in next(check_fit(budget(gpu(8), num_processes=8))).message, "a LoRA streams"
+
+
+def test_sharding_a_lora_for_nothing_is_said() -> None:
+    (warning,) = check_ways(budget(gpu(80), num_processes=4, fsdp_enable=True))
+    assert not warning.fatal
+    assert "DDP fits too, and each process sends 34.1 MB a step instead of " in warning.message
+    assert list(check_ways(budget(gpu(80), num_processes=4, fsdp_enable=True, **FULL))) == []
+    assert list(check_ways(budget(gpu(80), num_processes=4))) == []
+
+
+@pytest.mark.parametrize("visible", [None, "0,1", "GPU-bb"])
+def test_each_process_needs_a_device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None) -> None:
+    assert list(check_devices(64)) == [], "processes on the CPU are no matter of devices"
+    fake_smi(tmp_path, monkeypatch, f"echo '{LISTED}'")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    there = "1 GPU" if visible == "GPU-bb" else "2 GPUs"
+    assert list(check_devices(int(there[0]))) == []
+    (problem,) = check_devices(3)
+    assert str(problem).startswith(f"num_processes: 3 processes on this machine, which has {there};")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert list(check_devices(3)) == [], "a launcher may have shown each process its own"
+
+
+def test_a_plan_for_several_devices(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    asked = ("plan", "--devices=4", "--machines=2", "--device-memory=80", "num_train_epochs=1", "max_train_steps=0")
+    workspace.write_config(pretrained_model_name_or_path=None, lr_scale=True, learning_rate=1e-4)
+    assert workspace.run(*asked) == 0
+    shown = capsys.readouterr().out
+    for line in (
+        "2 steps of 8 samples",
+        "learning rate 0.0008, which is 0.0001 scaled to the samples of a step",
+        "  4 processes on 2 machines, one per device, DDP",
+    ):
+        assert line in shown.splitlines(), shown
+    seconds = {}
+    for devices in (1, 2, 4):
+        assert workspace.run(*asked, "--machines=1", f"--devices={devices}", "--json", "validation_disable=false") == 0
+        seconds[devices] = json.loads(capsys.readouterr().out)["seconds"]["previews"]
+    assert [seconds[1] / each for each in seconds.values()] == pytest.approx([1, 2, 2]), "of two prompts each"
+    assert workspace.run(*asked, "--json") == 0
+    told = json.loads(capsys.readouterr().out)["processes"]
+    assert (told["count"], told["machines"], told["way"]) == (4, 2, "DDP")
+    assert told["sent"]["reduced"] > 0 == told["sent"]["gathered"]
+    assert [way["fits"] for way in told["ways"]] == [True, True, True]

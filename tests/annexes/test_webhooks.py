@@ -1,0 +1,388 @@
+"""Webhooks against a real server on this machine: what arrives, and what a bad receiver costs."""
+
+from __future__ import annotations
+
+import base64
+import email.policy
+import io
+import json
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from email.message import EmailMessage
+from email.parser import BytesParser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from simpletuner.annexes import webhooks
+from simpletuner.annexes.webhooks import LONGEST_TEXT, WAITING, Delivery, Outbox, delivered
+from simpletuner.config.webhooks import Hook
+from simpletuner.plan.draft import Draft
+from simpletuner.reporting.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    EventStream,
+    MediaRendered,
+    Notice,
+    PreviewGrew,
+    StateChanged,
+    StepReport,
+)
+from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.payloads import Payloads, read_events
+from simpletuner.validation.clip_writer import write_mp4
+from tests.processes import PATIENCE, free_port
+from tests.run.test_interruption import PREVIEWED
+from tests.workspace import Workspace
+
+SECRET_PATH = "/a-long-secret-path"
+PICTURE = MediaRecord(4, "bird", "@everyone a bird", "validation_images/bird.png", 64, 32)
+CLIP = MediaRecord(4, "bird", "a bird", "validation_images/bird.mp4", 64, 32)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine answers late."""
+    monkeypatch.setattr(webhooks, "TIMEOUT", PATIENCE)
+
+
+@dataclass
+class Receiver:
+    """What a server has got, and how it answers."""
+
+    url: str = ""
+    status: int = 204
+    location: str | None = None
+    late: float | None = None  # it answers after so many seconds
+    answers: threading.Event = field(default_factory=threading.Event)
+    got: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
+
+    @property
+    def payloads(self) -> list[dict[str, Any]]:
+        return [json.loads(body) for _, _, body in self.got]
+
+    @property
+    def types(self) -> list[str]:
+        return [payload["type"] for payload in self.payloads]
+
+
+@contextmanager
+def served(receiver: Receiver) -> Iterator[Receiver]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            receiver.got.append((self.path, {key.lower(): value for key, value in self.headers.items()}, body))
+            receiver.answers.wait(receiver.late)
+            self.send_response(receiver.status)
+            if receiver.location is not None:
+                self.send_header("Location", receiver.location)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    receiver.url = f"http://127.0.0.1:{server.server_address[1]}{SECRET_PATH}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield receiver
+    finally:
+        receiver.answers.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with served(Receiver()) as receiver:
+        receiver.answers.set()
+        yield receiver
+
+
+def hook(url: str, kind: str = "raw", **settings: Any) -> Hook:
+    return Hook(kind, webhook_url=url, **settings)  # type: ignore[arg-type]
+
+
+def deliver(target: Hook, folder: Path, *events: Event, images: str = "data_uri") -> Delivery:
+    delivery = Delivery(target, Payloads(every=0), folder, images)
+    for event in events:
+        delivery(event)
+    delivery.close(time.monotonic() + PATIENCE)
+    delivery.finish(time.monotonic() + PATIENCE)
+    return delivery
+
+
+def step(number: int) -> StepReport:
+    return StepReport(number, 1, {"train_loss": 0.5, "learning_rate": 1e-4}, seconds=1.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "validation_images").mkdir()
+    Image.new("RGB", (64, 32), "red").save(tmp_path / PICTURE.path)
+    write_mp4(tmp_path / CLIP.path, [Image.new("RGB", (64, 32), "red")] * 5, 8)
+    return tmp_path
+
+
+def test_raw_messages_arrive_in_order_with_the_token(receiver: Receiver, tmp_path: Path) -> None:
+    events = [StateChanged("running", 0, 2), step(1), step(2), StateChanged("finished", 2, 2, "done")]
+    deliver(hook(receiver.url, auth_token="open sesame"), tmp_path, *events)
+    assert receiver.types == ["training.status"] * 4 + ["lifecycle.stage"]
+    assert [payload["data"]["status"] for payload in receiver.payloads[:4]] == ["running"] * 3 + ["completed"]
+    for path, headers, _ in receiver.got:
+        assert (path, headers["x-api-key"]) == (SECRET_PATH, "open sesame")
+        assert headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize(
+    ("level", "wanted"), [("error", ["error", "lifecycle.stage", "training.status"]), ("critical", [])]
+)
+def test_less_severe_messages_are_left_out(receiver: Receiver, tmp_path: Path, level: str, wanted: list[str]) -> None:
+    events = [Notice("hot", warning=True), Notice("warm"), StateChanged("failed", 1, 2, "broken")]
+    deliver(hook(receiver.url, log_level=level), tmp_path, *events)
+    assert sorted(receiver.types) == wanted
+
+
+@pytest.mark.parametrize("images", ["data_uri", "base64"])
+def test_pictures_and_clips_are_inside(receiver: Receiver, folder: Path, images: str) -> None:
+    gone = MediaRecord(4, "bird", "", "validation_images/gone.png", 64, 32)
+    shown = [MediaRendered(PICTURE), PreviewGrew(PICTURE, 5, 20, 750.0), MediaRendered(CLIP), MediaRendered(gone)]
+    deliver(hook(receiver.url), folder, *shown, images=images)
+    picture, growing, clip, lost = receiver.payloads
+    head, data = "data:image/png;base64,", picture["images"][0]
+    assert data.startswith(head) == (images == "data_uri")
+    assert base64.b64decode(data.removeprefix(head)) == (folder / PICTURE.path).read_bytes()
+    assert growing["images"] == picture["images"]
+    video = clip["videos"][0]
+    assert video["mime_type"] == "video/mp4"
+    assert base64.b64decode(video["src"].partition(",")[2]) == (folder / CLIP.path).read_bytes()
+    assert lost["images"] == []
+
+
+def parts_of(receiver: Receiver) -> list[EmailMessage]:
+    """The parts of the only message, by the standard library."""
+    ((_, headers, body),) = receiver.got
+    head = f"Content-Type: {headers['content-type']}\r\n\r\n".encode()
+    whole = BytesParser(EmailMessage, policy=email.policy.HTTP).parsebytes(head + body)
+    return list(whole.iter_parts())  # type: ignore[arg-type]
+
+
+def fields_of(receiver: Receiver) -> dict[str, bytes]:
+    return {
+        str(part.get_param("name", header="content-disposition")): part.get_payload(decode=True)  # type: ignore[misc]
+        for part in parts_of(receiver)
+    }
+
+
+def test_discord_gets_a_form_with_the_file(receiver: Receiver, folder: Path) -> None:
+    deliver(
+        hook(receiver.url, "discord", message_prefix="birds"),
+        folder,
+        StateChanged("running", 0, 2),
+        step(1),
+        MediaRendered(PICTURE),
+    )
+    fields = fields_of(receiver)
+    assert fields["content"].decode().startswith("`(birds)` Validation image for `bird`\nValidation prompt: @everyone")
+    settings = json.loads(fields["payload_json"])
+    assert settings == {"content": fields["content"].decode(), "allowed_mentions": {"parse": []}}
+    assert fields["file0"] == (folder / PICTURE.path).read_bytes()
+    assert parts_of(receiver)[-1].get_filename() == "bird.png"
+
+
+def test_discord_gets_a_still_of_a_clip_that_is_too_large(
+    receiver: Receiver, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhooks, "LARGEST_FILE", 10)
+    long = MediaRecord(4, "bird", "x" * 3000, CLIP.path, 64, 32)
+    deliver(hook(receiver.url, "discord"), folder, MediaRendered(long))
+    fields = fields_of(receiver)
+    assert len(fields["content"].decode()) == LONGEST_TEXT
+    assert Image.open(io.BytesIO(fields["file0"])).size == (64, 32)
+
+
+@pytest.mark.parametrize(
+    ("host", "status", "follows"),
+    [("127.0.0.1", 307, True), ("127.0.0.1", 302, True), ("127.0.0.1", 303, False), ("localhost", 307, False)],
+)
+def test_redirects_stay_on_their_host(
+    receiver: Receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str, status: int, follows: bool
+) -> None:
+    with served(Receiver()) as target:
+        target.answers.set()
+        receiver.status = status
+        receiver.location = target.url.replace("127.0.0.1", host)
+        deliver(hook(receiver.url, auth_token="open sesame"), tmp_path, Notice("hello"))
+        assert len(target.got) == follows
+        assert [body for *_, body in target.got] == [receiver.got[0][-1]] * follows, "the message, not an empty GET"
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    place = receiver.location.removesuffix(SECRET_PATH)
+    error = f"The webhook at 127.0.0.1 answers with status 307: it has moved to {place}/, where nothing is sent."
+    assert told == ([f"{error} Change webhook_config if that is right."] if host == "localhost" else [])
+
+
+def test_the_end_reaches_a_slow_receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhooks, "TIMEOUT", 0.3)
+    with served(Receiver(late=0.4)) as slow:
+        target = {"webhook_type": "raw", "callback_url": slow.url}
+        config, events = Draft(tmp_path / "config.json", {"webhook_config": target}).config, EventStream()
+        with delivered(config, tmp_path, events, "job"):
+            for number in range(20):
+                events.publish(Notice(str(number)))
+            events.publish(StateChanged("finished", 50, 50, "done"))
+        assert "completed" in [payload.get("data", {}).get("status") for payload in slow.payloads]
+        assert len(slow.got) < 20, "the rest gave way"
+
+
+def test_a_refusal_is_told_once_a_minute_without_the_address(
+    receiver: Receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver.status = 500
+    deliver(hook(receiver.url), tmp_path, *(Notice(str(number)) for number in range(4)))
+    assert len(receiver.got) == 4
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert told == ["The webhook at 127.0.0.1 answers with status 500."]
+
+
+def test_a_receiver_that_is_gone_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gone = Receiver(f"http://127.0.0.1:{free_port()}")
+    caplog.set_level(logging.DEBUG, "simpletuner")
+    deliver(hook(gone.url), tmp_path, Notice("hello"), Notice("is anybody there?"))
+    records = [record for record in caplog.records if record.name.startswith("simpletuner")]
+    assert {each.getMessage() for each in records} == {"The webhook at 127.0.0.1 could not be reached: ConnectError"}
+    assert [each.levelname for each in records] == ["WARNING", "DEBUG"], "a warning once"
+
+
+def test_many_receivers_share_the_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[bool] = []
+    original = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", lambda *a, **b: loaded.append(True) or original(*a, **b))
+    hook = Hook("raw", callback_url=f"http://127.0.0.1:{free_port()}/")
+    deliveries = [Delivery(hook, Payloads(), tmp_path) for _ in range(20)]
+    for delivery in deliveries:
+        delivery(Notice("hello", warning=True))
+        delivery.finish(time.monotonic() + PATIENCE)
+    assert len(loaded) <= 1
+
+
+def test_a_silent_receiver_holds_up_neither_steps_nor_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with served(Receiver()) as silent:
+        delivery = Delivery(hook(silent.url), Payloads(every=0), tmp_path)
+        delivery(StateChanged("running", 0, 900))
+        for number in range(1, 501):
+            delivery(step(number))
+        delivery(CheckpointSaved(Path("checkpoint-500"), 500, 1.0))
+        assert len(delivery.outbox) <= WAITING
+        delivery.finish(time.monotonic() + 0.2)
+        assert len(silent.got) <= 1, "it has not even answered the first"
+    assert "messages were not sent" in caplog.text
+
+
+def test_what_gives_way_in_a_full_queue() -> None:
+    outbox, payloads = Outbox(), Payloads(every=0)
+
+    def put(*events: Event) -> None:
+        for event in events:
+            for payload in payloads(event):
+                outbox.put(payload)
+
+    put(CheckpointSaved(Path("checkpoint-1"), 1, 1.0), Notice("first"))
+    put(StateChanged("running", 0, 1000), *(step(number) for number in range(1, 200)))
+    put(*(Evaluated(number, {"loss/val/a": 0.5}) for number in range(70)))
+    put(StateChanged("failed", 200, 1000, "broken"))
+    outbox.close()
+    left = list(iter(outbox.take, None))
+    assert len(left) == WAITING
+    assert [message["type"] for message in left].count("training.metric") == WAITING - 3
+    assert {"training.checkpoint", "error"} < {message["type"] for message in left}
+    assert outbox.dropped == 2 + 200 + (70 - (WAITING - 3)) + 1
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        ({"webhook_type": "raw"}, "webhook_config[0].callback_url: is required for a raw webhook"),
+        *(
+            ({"webhook_type": "raw", "callback_url": "http://h/", "auth_token": token}, "auth_token: cannot be sent")
+            for token in ("schlüssel-schlüssel", "open-sesame\n")
+        ),
+        ([{"webhook_type": "discord", "callback_url": "http://a"}], "webhook_config[0].webhook_url: is required"),
+        ({"webhook_type": "raw", "callback_url": "ftp://a/b"}, "webhook_config[0].callback_url: is no address"),
+        ({"webhook_type": "slack"}, "is not one of: discord, raw."),
+        ({"webhook_type": "raw", "callback_url": "http://a", "log_level": "loud"}, "is not one of: critical, error"),
+        ({"callback_url": "http://a"}, "webhook_type: is required."),
+        ("hooks.json", "is not valid JSON"),
+    ],
+)
+def test_bad_settings_end_the_plan(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], value: object, complaint: str
+) -> None:
+    workspace.path("hooks.json").write_text("[{]")
+    workspace.write_config(webhook_config=value)
+    assert workspace.run("plan") == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_an_unset_variable_ends_only_what_sends(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], in_file: bool
+) -> None:
+    target = {"webhook_type": "raw", "callback_url": "{env:NO_SUCH_HOOK}", "auth_token": "{env:NO_SUCH_HOOK}"}
+    workspace.path("hooks.json").write_text(json.dumps(target))
+    store = {"provider": "s3", "bucket": "b", "secret_key": "{env:NO_SUCH_KEY}"}
+    workspace.write_config(webhook_config="hooks.json" if in_file else target, publishing_config=store)
+    told = "needs the environment variable NO_SUCH_{}, which is not set"
+    assert workspace.run("plan") == 0
+    shown = capsys.readouterr().out
+    assert f"webhook_config: {told.format('HOOK')}; training will need it" in shown
+    assert f"publishing_config: {told.format('KEY')}; training will need it" in shown
+    assert workspace.run("train") == 2
+    refused = capsys.readouterr().err
+    assert f"error: webhook_config: {told.format('HOOK')}." in refused
+    assert f"error: publishing_config: {told.format('KEY')}." in refused
+    assert not workspace.path("output").exists()
+
+
+def test_the_plan_shows_hosts_only(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    hooks = [{"webhook_type": "raw", "callback_url": f"https://example.org{SECRET_PATH}", "ssl_no_verify": True}]
+    workspace.path("hooks.json").write_text(json.dumps(hooks))
+    workspace.write_config(webhook_config="hooks.json")
+    assert workspace.run("plan") == 0
+    told = capsys.readouterr().out
+    assert "Events are sent to a raw webhook at example.org, info and above" in told
+    assert "the certificate of example.org is not checked" in told
+    assert SECRET_PATH not in told
+
+
+def test_a_run_is_told_from_its_start_to_its_end(
+    receiver: Receiver, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhooks, "WAITING", 1000)
+    monkeypatch.setenv("SIMPLETUNER_JOB_ID", "job-7")
+    target = {"webhook_type": "raw", "callback_url": receiver.url}
+    workspace.write_config(webhook_config=target, max_train_steps=2, **PREVIEWED)
+    assert workspace.run("train") == 0
+    statuses = [payload["data"]["status"] for payload in receiver.payloads if payload["type"] == "training.status"]
+    assert statuses == ["starting", "running", "running", "running", "completed"]
+    keys = {payload["stage"]["key"] for payload in receiver.payloads if payload["type"] == "lifecycle.stage"}
+    assert {"init_text_embed_cache", "init_vae_cache", "init_load_base_model", "final_validation"} < keys
+    assert {payload["job_id"] for payload in receiver.payloads} == {"job-7"}
+    assert any(payload["images"] for payload in receiver.payloads if payload["type"] == "training.validation")
+    logged = read_events(workspace.path("output/events.jsonl"))
+    assert [event["type"] for event in logged if event["type"] != "lifecycle.stage"] == [
+        kind for kind in receiver.types if kind != "lifecycle.stage"
+    ]
+    assert SECRET_PATH not in workspace.path("output/events.jsonl").read_text()
+    assert SECRET_PATH not in workspace.path("debug.log").read_text()
