@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from simpletuner.cli.train import parse_settings
 from simpletuner.errors import Problem, SimpleTunerError, UserError
 
 if TYPE_CHECKING:
@@ -52,6 +51,7 @@ def _settings(output_dir: Path, tokens: list[str], problems: list[Problem]) -> t
     from simpletuner.config.json_files import check_unset, read_json
     from simpletuner.config.load import build_group, canonical, raise_if_fatal
     from simpletuner.config.publishing import KEY, PublishConfig, check_publishing, without_hidden
+    from simpletuner.config.sources import parse_settings
     from simpletuner.training.manifest import find_checkpoints
 
     whole = find_checkpoints(output_dir)[0]
@@ -79,8 +79,8 @@ def _settings(output_dir: Path, tokens: list[str], problems: list[Problem]) -> t
 def _stores_with_keys(origin: str, recorded: Any, problems: list[Problem]) -> Any:
     """`publishing_config` as it stands in the config file of the run, with the keys that are recorded nowhere else."""
     from simpletuner.config.load import canonical
-    from simpletuner.config.locate import read_config_file
     from simpletuner.config.publishing import KEY
+    from simpletuner.config.sources import read_config_file
 
     found: list[Problem] = []
     values = canonical(read_config_file(Path(origin), found), found) if Path(origin).is_file() else {}

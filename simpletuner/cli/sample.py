@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from simpletuner.cli.train import parse_settings, prepare_output, uncollected
+from simpletuner.cli.train import prepare_output, uncollected
 
 if TYPE_CHECKING:
     from simpletuner.errors import Problem
@@ -101,6 +101,7 @@ def _planned(
     from simpletuner.annexes.fitting.ready import weigh
     from simpletuner.annexes.fitting.show import fit_line
     from simpletuner.config.load import raise_if_fatal
+    from simpletuner.config.sources import parse_settings
     from simpletuner.config.values import plain_key
     from simpletuner.models.registry import load_adapter
     from simpletuner.plan.sampling import SampleRequest, plan_samples

@@ -21,7 +21,7 @@ from simpletuner.errors import ConfigError, Problem, UserError
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
     from simpletuner.cli.server import ServePage
-    from simpletuner.config.arguments import Arguments
+    from simpletuner.config.sources import Arguments
     from simpletuner.plan.build import Plan
     from simpletuner.reporting.events import EventStream
 
@@ -73,6 +73,8 @@ def train(
         raise UserError("--bisect needs --replay FOLDER, which goes without --dry-run and --page.")
     if no_auth and not (page or page_port):
         raise UserError("--no-auth needs --page: it lets other users of this machine use the page.")
+    from simpletuner.config.sources import parse_settings
+
     arguments, problems = parse_settings(context.args)
     if dry_run:
         _show_plan(arguments, problems)
@@ -127,10 +129,10 @@ def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
 def start_limit(arguments: Arguments) -> float:
     """`start_timeout` of the configuration; what is wrong with that is reported by all processes together."""
     from simpletuner.config.launch import LaunchConfig
-    from simpletuner.plan.build import read_settings
+    from simpletuner.plan.settings import read_layers, resolve_layers
 
     try:
-        return read_settings(arguments, [])[0].launch.start_timeout
+        return resolve_layers(read_layers(arguments, [])[0], [])[0].launch.start_timeout
     except ConfigError:
         return LaunchConfig().start_timeout
 
@@ -263,6 +265,8 @@ def plan(
     cached: Cached = False,
 ) -> None:
     """Check everything that needs no weights, and print what a run would do, how long it takes and what it needs."""
+    from simpletuner.config.sources import parse_settings
+
     arguments, problems = parse_settings(context.args)
     arguments.fetches = not cached
     planned = {"plan_device_memory_gb": device_memory, "num_processes": devices, "num_machines": machines}
@@ -313,12 +317,3 @@ def configure(
     from simpletuner.annexes.wizard.talk import Talk
 
     run_session(file, Talk(defaults=defaults))
-
-
-def parse_settings(tokens: list[str]) -> tuple[Arguments, list[Problem]]:
-    """The settings on the command line, and problems of their syntax."""
-    import simpletuner.models.registry  # noqa: F401 - families declare options of their own
-    from simpletuner.config.arguments import parse_arguments
-
-    problems: list[Problem] = []
-    return parse_arguments(tokens, problems), problems
