@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from simpletuner.config.load import CHOSEN, RunConfig
+from simpletuner.config.load import RunConfig
 from simpletuner.config.option import (
     BITSANDBYTES,
     PRODIGY,
@@ -21,7 +21,7 @@ from simpletuner.config.option import (
     check_installed,
 )
 from simpletuner.config.precision import transformer_dtype
-from simpletuner.config.schema import DEFAULT_LEARNING_RATES, OptimizerConfig, OptimizerName, PrecisionConfig
+from simpletuner.config.schema import CHOSEN, DEFAULT_LEARNING_RATES, OptimizerConfig, OptimizerName, PrecisionConfig
 from simpletuner.config.speed import has_compiler
 from simpletuner.config.values import parse_flag, parse_number
 from simpletuner.errors import NoEffect, Problem, did_you_mean

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 from pydantic import BeforeValidator
 
@@ -616,35 +618,82 @@ class DatasetDefaults(Group):
     )
 
 
+GroupType = TypeVar("GroupType", bound=Group)
+FAMILY_DEFAULT = "family default"
+FAMILY_FIXED = "fixed by the family"
+CHOSEN = "chosen by offload auto"
+BY_SIZE = "chosen by the size of previews"
+NOT_SET_BY_USER = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN, BY_SIZE)
+
+
+@dataclass(frozen=True)
+class FamilyOptions:
+    """The option groups of all model families; those of other families than the run's have no effect."""
+
+    groups: Mapping[type[Group], Group]
+
+    def of(self, group: type[GroupType]) -> GroupType:
+        """The group of one family."""
+        return cast(GroupType, self.groups[group])
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All settings of a run, one immutable group per component, with the origin of every key."""
+
+    model: ModelConfig
+    run: RunOptions
+    tracking: TrackingConfig
+    publish: PublishConfig
+    webhooks: WebhookConfig
+    schedule: ScheduleConfig
+    checkpoints: CheckpointConfig
+    optimizer: OptimizerConfig
+    precision: PrecisionConfig
+    speed: SpeedConfig
+    launch: LaunchConfig
+    ema: EmaConfig
+    lora: LoraConfig
+    offload: OffloadConfig
+    caching: CachingConfig
+    flow: FlowConfig
+    text: TextConfig
+    loss: LossConfig
+    masked_loss: MaskedLossConfig
+    preservation: PreservationConfig
+    tread: TreadConfig
+    crepa: CrepaConfig
+    layersync: LayerSyncConfig
+    scheduled_sampling: ScheduledSamplingConfig
+    validation: ValidationConfig
+    validation_adapters: ValidationAdapterConfig
+    evaluation: EvaluationConfig
+    datasets: DatasetDefaults
+    family: FamilyOptions
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def is_explicit(self, key: str) -> bool:
+        """Whether the user set the key, in a file or on the command line."""
+        return self.origins.get(key, "default") not in NOT_SET_BY_USER
+
+    def with_values(self, values: Mapping[str, Any], origin: str) -> RunConfig:
+        """The config with some keys replaced, and `origin` recorded as their source."""
+        updates = {}
+        for attribute, group in GROUPS.items():
+            own = {name: value for name, value in values.items() if name in group.model_fields}
+            if own:
+                updates[attribute] = getattr(self, attribute).model_copy(update=own)
+        return replace(self, **cast(Any, updates), origins={**self.origins, **dict.fromkeys(values, origin)})
+
+    def flat(self) -> dict[str, Any]:
+        """Every key and its value, for snapshots and the plan."""
+        groups = [*(getattr(self, attribute) for attribute in GROUPS), *self.family.groups.values()]
+        return {name: value for group in groups for name, value in group.model_dump(by_alias=True).items()}
+
+
+# By the attributes of a RunConfig, in this order on the reference page.
 GROUPS: dict[str, type[Group]] = {
-    "model": ModelConfig,
-    "run": RunOptions,
-    "tracking": TrackingConfig,
-    "publish": PublishConfig,
-    "webhooks": WebhookConfig,
-    "schedule": ScheduleConfig,
-    "checkpoints": CheckpointConfig,
-    "optimizer": OptimizerConfig,
-    "precision": PrecisionConfig,
-    "speed": SpeedConfig,
-    "launch": LaunchConfig,
-    "ema": EmaConfig,
-    "lora": LoraConfig,
-    "offload": OffloadConfig,
-    "caching": CachingConfig,
-    "flow": FlowConfig,
-    "text": TextConfig,
-    "loss": LossConfig,
-    "masked_loss": MaskedLossConfig,
-    "preservation": PreservationConfig,
-    "tread": TreadConfig,
-    "crepa": CrepaConfig,
-    "layersync": LayerSyncConfig,
-    "scheduled_sampling": ScheduledSamplingConfig,
-    "validation": ValidationConfig,
-    "validation_adapters": ValidationAdapterConfig,
-    "evaluation": EvaluationConfig,
-    "datasets": DatasetDefaults,
+    name: group for name, group in get_type_hints(RunConfig).items() if name not in ("family", "origins")
 }
 
 
@@ -661,13 +710,21 @@ def family_groups() -> list[type[Group]]:
 
 
 @functools.cache
+def options_of(*groups: type[Group]) -> dict[str, Option]:
+    """Every key of some groups by name and by alias."""
+    declared = (describe(name, group, field) for group in groups for name, field in group.model_fields.items())
+    return {name: option for option in declared for name in (option.name, *option.aliases)}
+
+
+def option_names() -> dict[str, Option]:
+    """Every key of config.json by name and by alias."""
+    return options_of(*GROUPS.values(), *family_groups())
+
+
+@functools.cache
 def all_options() -> dict[str, Option]:
     """Every key of config.json by name, in the order of this module, those of the families last."""
-    return {
-        name: describe(name, group, field)
-        for group in (*GROUPS.values(), *family_groups())
-        for name, field in group.model_fields.items()
-    }
+    return {option.name: option for option in option_names().values()}
 
 
 def sections() -> dict[str, list[Option]]:
@@ -682,9 +739,3 @@ def main_name(written: str) -> str:
     """The main name of a key, however it is written; unknown keys stay as they are."""
     known = option_names().get(plain_key(written))
     return known.name if known else written
-
-
-@functools.cache
-def option_names() -> dict[str, Option]:
-    """Every key of config.json by name and by alias."""
-    return {name: option for option in all_options().values() for name in (option.name, *option.aliases)}

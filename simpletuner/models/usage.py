@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from simpletuner.config.load import FamilyOptions
+from simpletuner.config.schema import FamilyOptions
 from simpletuner.config.values import Size
 from simpletuner.models.spec import Task
 

@@ -14,9 +14,9 @@ from simpletuner.annexes.fitting.ways import STREAMED
 from simpletuner.budget.budget import PREVIEWS, Budget, PhasePeak, estimate, find_phases, fits, gigabytes, shortage
 from simpletuner.budget.device import Device
 from simpletuner.budget.workload import Choice, Workload
-from simpletuner.config.load import CHOSEN, RunConfig
+from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import may_change
-from simpletuner.config.schema import PLAIN_PRECISIONS
+from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS
 from simpletuner.config.speed import graph_key, keeps_attention
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec

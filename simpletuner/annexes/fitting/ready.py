@@ -14,8 +14,9 @@ from simpletuner.budget.budget import PREVIEWS, Budget, estimate, make_budget, s
 from simpletuner.budget.device import NCCL_BUFFERS, compute_capability, count_gpus, find_device
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
 from simpletuner.config.json_files import check_unset
-from simpletuner.config.load import BY_SIZE, RunConfig, raise_if_fatal
+from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import check_capability, multiplied
+from simpletuner.config.schema import BY_SIZE
 from simpletuner.config.sources import Arguments
 from simpletuner.distributed.world import launched
 from simpletuner.errors import Problem

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.budget.budget import Budget, estimate, fits, gigabytes
-from simpletuner.config.load import CHOSEN, RunConfig
+from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import CHOSEN
 from simpletuner.errors import Problem
 from simpletuner.plan.checks import exclusions
 from simpletuner.plan.launch import check_launch, check_offload

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 
-from simpletuner.config.load import FamilyOptions, RunConfig
+from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import FamilyOptions
 from simpletuner.config.values import Size
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, TRANSFORMER_CLASS

@@ -11,7 +11,7 @@ import json
 import re
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.load import FamilyOptions
+from simpletuner.config.schema import FamilyOptions
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.spec import Flavour
 
