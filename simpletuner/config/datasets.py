@@ -261,9 +261,7 @@ def read_datasets(path: Path, problems: list[Problem], *, placeholders: dict[str
     if not content:
         problems.append(Problem(str(path), "holds no datasets."))
         return []
-    entries = [
-        _read_entry(entry, f"{path.name}[{at}]", path, problems, placeholders) for at, entry in enumerate(content)
-    ]
+    entries = [_read_entry(entry, index, path, problems, placeholders) for index, entry in enumerate(content)]
     enabled = [entry for entry in entries if entry is not None and not entry.disabled]
     if all(entry is not None and entry.disabled for entry in entries):
         problems.append(Problem(str(path), "all datasets are disabled."))
