@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from simpletuner.config.option import BITSANDBYTES, TORCHAO, Group, Package, check_installed, common, option, when
+from simpletuner.config.option import (
+    BITSANDBYTES,
+    TORCHAO,
+    Group,
+    Package,
+    check_installed,
+    common,
+    option,
+    unless,
+    when,
+)
 from simpletuner.config.values import Flag, Integer
 from simpletuner.errors import Problem
 
@@ -41,12 +51,15 @@ class PrecisionConfig(Group):
         "no_change",
         "Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others quantise its "
         "linear layers, for LoRA only. Names without a library mean optimum-quanto.",
+        excludes=when(model_type="full", because="a quantised model cannot be trained in full; use model_type lora")
+        & unless(base_model_precision=PLAIN_PRECISIONS),
     )
     quantized_matmul: Flag = option(
         False,
         "Multiply with the quantised weights of int8-quanto or fp8-quanto directly; activations and gradients are "
         "rounded to the same type. Gradients differ by a percent or more; a run prints the error.",
         requires=when(base_model_precision=("int8", "int8-quanto", "fp8", "fp8-quanto")),
+        excludes=when(model_type="full", because="it multiplies frozen weights; use model_type lora"),
     )
     text_encoder_1_precision: Precision = common(
         "no_change",
@@ -175,15 +188,11 @@ def check_quantisations(config: PrecisionConfig) -> Iterator[Problem]:
             yield Problem(key, f"{name!r} cannot be used: {reason}; the nearest supported value is {instead}.")
 
 
-def check_products(config: PrecisionConfig, model_type: str) -> Iterator[Problem]:
+def check_products(config: PrecisionConfig) -> Iterator[Problem]:
     """Whether `quantized_matmul` can multiply the weights as they are stored."""
     base = config.base_model_precision
     stored = None if base in UNSUPPORTED else quantisation(base)
     if not config.quantized_matmul or (stored is not None and stored.multiplies and not stored.always):
-        return
-    if model_type == "full":
-        message = "and model_type full exclude each other: it multiplies frozen weights; use model_type lora."
-        yield Problem("quantized_matmul", message)
         return
     allowed = ", ".join(name for name, each in QUANTISATIONS.items() if each.multiplies and not each.always)
     yield Problem("quantized_matmul", f"multiplies weights stored as {allowed}, not {base!r}: {_why_not(stored)}.")

@@ -454,6 +454,7 @@ class FlowConfig(Group):
         excludes=(
             when("flow_use_uniform_schedule", because="MixFlow has a distribution of its own"),
             when("flow_use_beta_schedule", because="MixFlow has a distribution of its own"),
+            when("scheduled_sampling_max_step_offset", because="both make inputs for the same end"),
         ),
         label="MixFlow",
     )

@@ -65,7 +65,8 @@ def exclusions(config: RunConfig) -> Iterator[Problem]:
     for key, option in all_options().items():
         for other in option.excludes if settings[key] else ():
             if other.holds(settings):
-                yield Problem(key, f"and {other.shown(settings)} exclude each other{other.reason}.")
+                value = f"{settings[key]!r} " if isinstance(settings[key], str) else ""
+                yield Problem(key, f"{value}and {other.shown(settings)} exclude each other{other.reason}.")
 
 
 def findings(settings: Settings, purpose: Purpose) -> Iterator[Problem]:
@@ -146,27 +147,17 @@ def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_flow(config: RunConfig) -> Iterator[Problem]:
-    """One shift, and one way to make inputs."""
+    """A shift that is set wins over one that follows from the size."""
     if config.is_explicit("flow_schedule_shift"):
         yield NoEffect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.")
-    if config.flow.mixflow_enabled and config.scheduled_sampling.is_on:
-        message = "and scheduled_sampling_max_step_offset exclude each other: both make inputs for the same end."
-        yield Problem("mixflow_enabled", message)
 
 
 def check_memory(config: RunConfig) -> Iterator[Problem]:
-    """Precisions that exclude other settings."""
-    precision = config.precision
-    is_quantised = precision.base_model_precision not in PLAIN_PRECISIONS
-    if config.model.model_type == "full" and is_quantised:
-        message = (
-            f"{precision.base_model_precision!r} and model_type full exclude each other: a quantised model cannot be "
-            "trained in full; use model_type lora."
-        )
-        yield Problem("base_model_precision", message)
-    yield from check_quantisations(precision)
-    yield from check_products(precision, config.model.model_type)
-    if precision.mixed_precision == "fp8":
+    """Precisions that cannot be had."""
+    yield from check_quantisations(config.precision)
+    if config.model.model_type == "lora":  # of a full fine-tune, no weight is multiplied as it is stored
+        yield from check_products(config.precision)
+    if config.precision.mixed_precision == "fp8":
         yield Problem("mixed_precision", "'fp8' is not available yet; use bf16.")
 
 
