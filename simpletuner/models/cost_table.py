@@ -254,7 +254,7 @@ def _activations(
         held=elements * size,
         saved=sums[saved] + _adapted(block, factors["reads"], axes, adapters) * size + tiles.saved,
         transient=max(sums["transient"], tiles.making),
-        attention=kept if table.keeps_attention else 0.0,
+        attention=kept + tiles.saved if table.keeps_attention else 0.0,
         outside=sums["outside"],
         sampling=sums["sampling"] + tiles.saved + tiles.making,
         traffic=sums["traffic"] + 2 * (tiles.saved + tiles.making),
