@@ -79,7 +79,7 @@ _TINY = {"in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": WIDTH, "model_
          "num_text_blocks": 1, "num_visual_blocks": 2}  # fmt: skip
 _MEDIUM = {"in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": 128, "model_dim": 384, "ff_dim": 1536,
            "num_text_blocks": 2, "num_visual_blocks": 8}  # fmt: skip
-_NABLA = {"attention_type": "nabla", "attention_P": 0.9, "attention_add_sta": True, "attention_method": "topcdf",
+_NABLA = {**_MEDIUM, "attention_type": "nabla", "attention_P": 0.9, "attention_add_sta": True, "attention_method": "topcdf",
           "attention_wT": 3, "attention_wW": 3, "attention_wH": 3}  # fmt: skip
 _DEEP = {**_MEDIUM, "num_visual_blocks": 16}
 _TINY_SANA = {"num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 2, "num_cross_attention_heads": 2,
@@ -97,7 +97,7 @@ SHAPES: dict[str, Size] = {
                          (5, 16, 24), 64, _SMALL_TEXT),
     "deep": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_DEEP, _NARROW, visual_cond=True), (4, 32, 32),
                  128, _SMALL_TEXT),
-    "medium-nabla": Size("kandinsky5-video", "t2v-lite-sft-10s", _kandinsky(_MEDIUM, _NARROW, visual_cond=True, **_NABLA),
+    "medium-nabla": Size("kandinsky5-video", "t2v-lite-sft-10s", _kandinsky(_NABLA, _NARROW, visual_cond=True),
                          (4, 32, 32), 64, _SMALL_TEXT),
     "tiny-sana": Size("sanavideo", "2b-480p", _TINY_SANA, (3, 8, 12), 300, {"prompt_embeds": WIDTH}),
     # 512 x 768, 61 frames
