@@ -40,7 +40,7 @@ def checkpoints(
     tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path, i2i_checkpoint: Path
 ) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("video")
-    made = {task: make_checkpoint(folder / task, task) for task in ("t2v", "i2v")}  # type: ignore[arg-type]
+    made = {task: make_checkpoint(folder / task, task) for task in ("t2v", "i2v")}
     made["nabla"] = make_checkpoint(folder / "nabla", "t2v", nabla=True)
     return {**made, "t2i": t2i_checkpoint, "i2i": i2i_checkpoint}
 
@@ -198,7 +198,7 @@ class NoBackward(torch.autograd.Function):
         return query.clone()
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> Any:
         raise RuntimeError("No execution plans support the graph.")
 
 
