@@ -64,8 +64,7 @@ def dataset(
     from simpletuner.plan.build import survey
     from simpletuner.reporting.progress import shown_events
 
-    arguments, problems = parse_settings(context.args)
-    arguments.fetches = not cached
+    arguments, problems = parse_settings(context.args, cached=cached)
     found = survey(arguments, problems)
     with shown_events() as events:
         from simpletuner.annexes.captions.dataset_page import write_page
