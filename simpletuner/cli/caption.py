@@ -24,8 +24,8 @@ def caption(
 
     Nothing is overwritten, and a call that was stopped continues when repeated. Settings follow as in train.
     """
+    from simpletuner.annexes.captions.wording import Wording, check_captions, uncaptioned, unread
     from simpletuner.plan.build import survey
-    from simpletuner.plan.captions import Wording, check_captions, uncaptioned, unread
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
 
