@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import pkgutil
+from typing import TYPE_CHECKING
 
 from simpletuner.config.schema import declare_families
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
@@ -31,16 +31,11 @@ def canonical_family_name(name: str) -> str:
 
 def load_adapter(spec: FamilySpec) -> type[FamilyAdapter]:
     """Import the adapter class that a spec names, and torch with it."""
-    adapter: type[FamilyAdapter] = _load(spec.adapter)
+    adapter: type[FamilyAdapter] = pkgutil.resolve_name(spec.adapter)
     return adapter
 
 
 def load_captioner(spec: FamilySpec) -> type[Captioner]:
     """Import the captioner class that a spec names, and torch with it."""
-    captioner: type[Captioner] = _load(spec.captioner or "")
+    captioner: type[Captioner] = pkgutil.resolve_name(spec.captioner or "")
     return captioner
-
-
-def _load(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
