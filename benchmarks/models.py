@@ -24,8 +24,7 @@ from transformers import Gemma2Model, PreTrainedTokenizerBase, Qwen2_5_VLForCond
 from simpletuner.config.load import Layer, RunConfig, resolve
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter
-from simpletuner.models.cost import STOCK, Kernels, TransformerCost
-from simpletuner.models.cost_table import FamilyCost
+from simpletuner.models.cost import STOCK, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource, Part
 from tests.tiny import WIDTH, build_qwen
