@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from simpletuner.annexes.adapters.lycoris_file import resolve_lycoris
 from simpletuner.config.arguments import Arguments
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.load import Layer, RunConfig, canonical, raise_if_fatal, resolve, with_family
@@ -26,6 +25,7 @@ from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import Sampler
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem, did_you_mean
+from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.lora_keys import check_init_lora
 from simpletuner.models.lora_targets import (
     Targets,
@@ -336,16 +336,16 @@ def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, proble
     if config.model.model_type != "lora":
         return targets
     # Old formats do not list their weights without being loaded; they are checked then.
-    shapes = source["transformer"].weight_shapes()
-    if config.lora.lora_type == "lycoris":
+    shapes, kind = source["transformer"].weight_shapes(), adapter_kind(config.lora)
+    if kind.layers:
         quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
-        return resolve_lycoris(config.lora.lycoris_config, spec, weights_of(shapes), problems, quantised=quantised)
+        return kind.layers(config.lora, spec, weights_of(shapes), problems, quantised)
     modules = linear_modules(shapes)
     problems.extend(check_init_lora(config.lora, list(modules), targets))
     if modules:
         problems.extend(check_targets(modules, targets))
     narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
-    if narrowest is not None and config.lora.lora_rank > narrowest and config.lora.lora_type != "lokr":
+    if narrowest is not None and config.lora.lora_rank > narrowest and not kind.takes_any_rank:
         message = f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
         problems.append(Problem("lora_rank", message, fatal=False))
     return targets

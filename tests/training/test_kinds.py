@@ -19,7 +19,7 @@ from simpletuner.annexes.adapters.lycoris import MULTIPLIER
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.tread import Route
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.adapter_sizes import planned_adapters
+from simpletuner.models.adapter_kinds import planned_adapters
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.lora_targets import weights_of
 from simpletuner.run.rehearsal import rehearse_micro_step
