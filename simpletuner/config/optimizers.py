@@ -97,7 +97,7 @@ def _torch(
 def _optimi(
     name: str, settings: Mapping[str, OptimizerValue], *, is_adam: bool = True, moments: int = 2, temporaries: int = 0
 ) -> OptimizerSpec:
-    module = "simpletuner.training.second_moment" if is_adam else "optimi"
+    module = "simpletuner.training.optimizers" if is_adam else "optimi"
     return OptimizerSpec(
         f"{module}:{name}", settings, is_adam=is_adam, keeps_bf16=True, moments=moments,
         kernels=("triton", "foreach"), temporaries=temporaries,
@@ -266,7 +266,7 @@ def is_lost_in_bf16(beta: float) -> bool:
 
 
 def widens_second_moment(config: OptimizerConfig, mixed_precision: str) -> bool:
-    """Whether the second moment of bf16 weights is kept in float32 (`training.second_moment`)."""
+    """Whether the second moment of bf16 weights is kept in float32 (`training.optimizers.DecayingSquares`)."""
     name, settings = optimizer_name(config, mixed_precision), optimizer_settings(config, mixed_precision)
     spec = OPTIMIZERS[name]
     betas = [float(settings[beta]) for beta in BETAS if beta in settings]
