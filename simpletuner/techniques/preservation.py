@@ -1,9 +1,10 @@
 """Two ways to keep what the model could do before: other captions, and other pictures.
 
-Preservation needs no data: the LoRA must not change what the model predicts for other captions. In a share of the micro-batches the model predicts the same noisy latents again, with the empty caption or with the
-class word in place of the trained one. The loss grows by w mean |v - v_base|^2, where v_base is the prediction without
-the LoRA. This is the prior preservation of DreamBooth (Ruiz et al., arXiv 2208.12242) with the base model's predictions
-instead of generated pictures.
+Preservation needs no data: the LoRA must not change what the model predicts for other captions. In a share of the
+micro-batches the model predicts the same noisy latents again, with the empty caption or with the class word in place of
+the trained one. The loss grows by w mean |v - v_base|^2, where v_base is the prediction without the LoRA. This is the
+prior preservation of DreamBooth (Ruiz et al., arXiv 2208.12242) with the base model's predictions instead of generated
+pictures.
 
 Regularisation data: for datasets marked `is_regularisation_data` the target is the prediction of the base model (the
 transformer with its LoRA disabled), so pictures of the same kind do not drift while a new concept is learned.

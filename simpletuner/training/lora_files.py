@@ -5,8 +5,8 @@ Two forms are written. diffusers uses `transformer.<module>.lora_A.weight`. Comf
 5. ComfyUI defines the magnitudes of a DoRA differently, see `comfyui_magnitude`.
 
 For sampling only, files are applied without changing a weight or a module: a forward hook adds `strength · B(A(x))` to
-the output of each layer, as peft does. It works on a plain, quantised or streamed layer, and on one that holds a LoRA in
-training.
+the output of each layer, as peft does. It works on a plain, quantised or streamed layer, and on one that holds a LoRA
+in training.
 """
 
 from __future__ import annotations

@@ -347,7 +347,7 @@ class DecayingSquares(OptimiOptimizer):
     The second moment v is a running mean of squared gradients, of which a step keeps beta2 * v. optimi stores it in the
     weight's dtype. A bf16 number has 8 significant bits: rounding undoes whatever changes it by less than half its
     distance to the next one, which is 2**-9 to 2**-8 of the number. With 1 - beta2 below 2**-8 (beta2 .999, for
-    example), beta2 * v may be rounded back to v, so v only grows, and updates get too small. There v is kept in float32.
+    example), beta2 * v may be rounded back to v, so v only grows, and updates get too small. There v is float32.
     """
 
     def is_wide(self, group: Mapping[str, Any], weight: Tensor) -> bool:

@@ -3,7 +3,7 @@
 The optimizer is the usual one, restricted to one parameter at a time, so the weights are those of an update at the end
 of the step, bit for bit. What needs all gradients first is refused by the plan (`check_release`).
 
-`HostState` keeps the optimizer's state in host memory meanwhile, and a weight's state on the device only for its update.
+`HostState` keeps the optimizer's state in host memory, and a weight's state on the device only for its update.
 """
 
 from __future__ import annotations
