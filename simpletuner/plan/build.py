@@ -50,7 +50,7 @@ from simpletuner.plan.checks import (
 from simpletuner.plan.dataset_checks import check_cache_folders, check_datasets
 from simpletuner.plan.environment import as_launched, check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data, identify
-from simpletuner.techniques.spec import TechniqueSpec, chosen_techniques
+from simpletuner.techniques.spec import TechniqueSpec, TrainedData, chosen_techniques
 from simpletuner.training.manifest import Checkpoint, Identity, result_step
 from simpletuner.validation.adapters import adapter_runs, check_adapters
 from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, fit_sizes
@@ -151,7 +151,7 @@ class Plan:
         regularised = {each.id: shares[each.id] for each in self.trained if each.config.is_regularisation_data}
         masked = sum(shares[each.id] for each in self.trained if each.masks)
         strengths = {each.id: each.config.slider_strength for each in self.trained if each.config.slider_strength}
-        return chosen_techniques(self.config, regularised, self.length.total_steps, strengths, masked)
+        return chosen_techniques(self.config, TrainedData(self.length.total_steps, regularised, strengths, masked))
 
     def sampler(self, world: World | None = None) -> Sampler:
         """The sample order from the beginning, for one process (default: the first)."""
