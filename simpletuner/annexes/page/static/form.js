@@ -91,8 +91,7 @@ export function tell(field, problems, reason = "") {
   control(field).disabled = Boolean(reason);
   control(field).setAttribute("aria-invalid", String(problems.some((problem) => problem.fatal)));
   const lines = problems.map(({ message, fatal }) => element("p", { className: fatal ? "bad" : "warning", textContent: message }));
-  const hasSaid = problems.some(({ message }) => message === reason || message.startsWith("has no effect"));
-  if (reason && !hasSaid) lines.push(element("p", { className: "reason", textContent: reason }));
+  if (reason && !problems.some(({ message }) => message === reason)) lines.push(element("p", { className: "reason", textContent: reason }));
   field.querySelector(".told").replaceChildren(...lines);
 }
 
