@@ -1,9 +1,9 @@
 // The page: tabs, search, the open config, and the check after every change.
-import { api, ask, bindField, changes, isDirty, open, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
+import { api, ask, bindField, changes, isDirty, open, page, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
 import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { showPlan } from "./plan.js";
 
-const page = (selector) => document.querySelector(selector), all = (selector) => [...document.querySelectorAll(selector)];
+const all = (selector) => [...document.querySelectorAll(selector)];
 const tabs = all("[role=tab]"), fields = all("main .field"), byKey = new Map(fields.map((field) => [field.dataset.key, field]));
 const inRun = document.body.classList.contains("in-run"); // the page of a run edits nothing
 let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0, told = "";
