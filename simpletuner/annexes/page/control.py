@@ -16,8 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from simpletuner.annexes.page.files import values_in
-from simpletuner.annexes.page.plans import PROGRAM, Unsaved
+from simpletuner.annexes.page.files import Configuration
+from simpletuner.annexes.page.plans import PROGRAM
 from simpletuner.annexes.page.project import CONFIG_NAME, EXAMPLE, Project, Refusal, chosen_by
 from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
 from simpletuner.atomic import write_json
@@ -94,7 +94,7 @@ class Runs:
         if self.project.run is not None:
             raise Refusal(403, "This page belongs to a run; start others with `simpletuner server`.")
         file = self._existing(name)
-        judgement, outside, _ = Unsaved.saved(self.project, name, settings).judge()
+        judgement, outside, _ = Configuration.saved(self.project, name, settings).judge()
         if fatal := [*outside, *(problem for problem in judgement.problems if problem.fatal)]:
             raise Refusal(422, fatal)
         run = self._at(self.project.inside(judgement.config.run.output_dir))
@@ -149,8 +149,8 @@ class Runs:
         file = self.project.config_file(name)
         if file.exists():
             raise Refusal(409, f"There is a config {name!r} already.")
-        source = self._existing(run.config)
-        given = {"data_backend_config": str(source.with_name(DATASET_FILE)), **values_in(source), **run.settings}
+        datasets = {"data_backend_config": str(self._existing(run.config).with_name(DATASET_FILE))}
+        given = datasets | Configuration.saved(self.project, run.config, run.settings).values
         write_json(file, {**given, "init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"})
         return name
 

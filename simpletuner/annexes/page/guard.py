@@ -122,6 +122,10 @@ class Access:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         return any(map(self.is_token, (request.headers.get("x-api-key", ""), bearer, *request.cookies.values())))
 
+    def needs_token(self, listener: socket.socket) -> bool:
+        """Whether even the server's own user needs the token."""
+        return self.token is not None and not (is_own(self.host) and can_tell_users(listener))
+
     def is_token(self, text: str) -> bool:
         """Whether a text is the token, in constant time."""
         return self.token is not None and secrets.compare_digest(text.encode(), self.token.encode())

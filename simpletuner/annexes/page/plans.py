@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from simpletuner.annexes.page.files import dataset_path, entries_in, unmasked, values_in
+from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.project import (
     SANDBOX,
-    Project,
     Refusal,
     chosen_by,
     problems_json,
     project_of,
     read_object,
-    wanted,
 )
-from simpletuner.atomic import write_json
-from simpletuner.config.arguments import EXTRA_ARGUMENTS, parse_arguments
-from simpletuner.config.datasets import read_datasets
-from simpletuner.config.locate import DATASET_FILE, read_env_file, read_env_layer
-from simpletuner.errors import Problem
-from simpletuner.plan.draft import Draft, Judgement
 from simpletuner.redaction import redact, redact_settings
 
 GONE = 499  # what nginx answers to a client that has left; nobody reads it
@@ -41,91 +30,9 @@ LOOK = 0.25  # seconds between two looks whether the client still waits
 PROGRAM = (sys.executable, "-m", "simpletuner")
 
 
-@dataclass(frozen=True)
-class Unsaved:
-    """Settings as the page has them.
-
-    Attributes:
-        file: where they will be saved.
-        values: by canonical key.
-        entries: of the dataset file; None if the page did not send them.
-    """
-
-    project: Project
-    file: Path
-    values: dict[str, Any]
-    entries: list[Any] | None = None
-
-    @classmethod
-    def saved(cls, project: Project, name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> Unsaved:
-        """What the files of a config say, with some settings changed."""
-        file = project.config_file(name)
-        return cls(project, file, {**values_in(file), **changes})
-
-    @classmethod
-    def of(cls, project: Project, body: Mapping[str, Any]) -> Unsaved:
-        """What a request holds, with the secrets that only the files know.
-
-        Raises:
-            Refusal: it is not of the right kind.
-        """
-        file = project.config_file(str(body.get("config") or "config"))
-        known = values_in(file)
-        values = {key: unmasked(value, known.get(key), key) for key, value in wanted(body, "values", dict).items()}
-        if body.get("datasets") is None:
-            return cls(project, file, values)
-        old = entries_in(project, dataset_path(project, file, values))
-        return cls(project, file, values, unmasked(wanted(body, "datasets", list), old, "datasets"))
-
-    @property
-    def datasets(self) -> Path:
-        """The dataset file, whether or not it exists."""
-        return dataset_path(self.project, self.file, self.values)
-
-    @property
-    def environment(self) -> Path:
-        """The config.env beside the file."""
-        return self.file.with_name("config.env")
-
-    def judge(self) -> tuple[Judgement, list[Problem], list[Problem]]:
-        """What training would make of the settings, paths that the page may not touch, and problems of the datasets
-        that the page sent.
-
-        What lies outside the project is not looked at, and no folder of a dataset is looked into.
-        """
-        values, outside = self.project.without_outside(self.values)
-        if self.environment.is_file():
-            extra = read_env_file(self.environment, []).get(EXTRA_ARGUMENTS, "")
-            beside = [*read_env_layer(self.environment, []).values, *parse_arguments([], [], extra).settings]
-            outside += self.project.without_outside(dict(beside))[1]
-        judgement, problems = Draft(self.file).judge(values), list[Problem]()
-        names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
-        with TemporaryDirectory() as folder:
-            path = self.write_datasets(Path(folder))
-            is_allowed = self.entries is not None or not [*self.project.check_path("data_backend_config", str(path))]
-            datasets = read_datasets(path, problems, placeholders=names) if is_allowed else []
-            problems = [replace(each, where=each.where.replace(f"{folder}/", "")) for each in problems]
-        outside += self.project.check_dataset_paths(datasets)
-        return judgement, outside, [] if self.entries is None else problems
-
-    def write_datasets(self, folder: Path) -> Path:
-        """The file of the datasets, written into a folder if the page sent them."""
-        if self.entries is None:
-            return self.datasets
-        write_json(folder / DATASET_FILE, self.entries)
-        return folder / DATASET_FILE
-
-    def write(self, folder: Path) -> list[str]:
-        """Write them into an empty folder; returns the arguments that make a command use them."""
-        write_json(folder / "config.json", self.values)
-        if self.environment.is_file():
-            shutil.copy(self.environment, folder)
-        return [f"config_path={folder / 'config.json'}", f"data_backend_config={self.write_datasets(folder)}"]
-
-
 def validate(request: Request, body: dict[str, Any]) -> Response:
     """The problems, the effective values, and the keys without effect that are not errors: those must be changed."""
-    judgement, outside, of_datasets = Unsaved.of(project_of(request), body).judge()
+    judgement, outside, of_datasets = Configuration.sent(project_of(request), body).judge()
     wrong = {problem.where for problem in judgement.problems if problem.fatal}
     content = {
         "problems": problems_json([*outside, *judgement.problems, *of_datasets]),
@@ -146,7 +53,7 @@ async def plan_unsaved(request: Request) -> Response:
     waits: the page asks again after every change.
     """
     body, project = await read_object(request), project_of(request)
-    unsaved = await run_in_threadpool(Unsaved.of, project, body)
+    unsaved = await run_in_threadpool(Configuration.sent, project, body)
     _, outside, _ = await run_in_threadpool(unsaved.judge)
     if outside:
         return JSONResponse({"ok": False, "problems": problems_json(outside)})
@@ -167,7 +74,7 @@ async def show_datasets(request: Request) -> Response:
         Refusal: 422 if it leads out of the project, or with what the command said if it made no page.
     """
     project, name = project_of(request), request.query_params.get("config", "config")
-    _, outside, _ = await run_in_threadpool(Unsaved.saved(project, name).judge)
+    _, outside, _ = await run_in_threadpool(Configuration.saved(project, name).judge)
     if outside:
         raise Refusal(422, outside)
     with TemporaryDirectory(prefix="simpletuner-dataset-") as folder:

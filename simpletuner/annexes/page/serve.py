@@ -27,7 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from simpletuner.annexes.page import files, form, live, plans
 from simpletuner.annexes.page.control import Runs
-from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, can_tell_users, is_own_user
+from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
 from simpletuner.annexes.page.project import Project, Refusal, read_object
 from simpletuner.errors import ConfigError, DiskFullError, UserError
 from simpletuner.reporting.events import EventStream
@@ -205,8 +205,7 @@ def page_of_run(listener: socket.socket, access: Access, output_dir: Path, event
     server = make_server(project, access, "trainer")
     thread = threading.Thread(target=server.run, args=([listener],), name="page", daemon=True)
     thread.start()
-    needs_token = access.token is not None and not can_tell_users(listener)
-    hint = f"/?token=TOKEN with the token in {access.source}" if needs_token else ""
+    hint = f"/?token=TOKEN with the token in {access.source}" if access.needs_token(listener) else ""
     events.say(f"Page: http://localhost:{listener.getsockname()[1]}{hint}")
     try:
         yield
