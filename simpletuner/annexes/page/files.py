@@ -31,11 +31,19 @@ from starlette.responses import JSONResponse, Response
 
 from simpletuner.annexes.page.project import EXAMPLE, Project, Refusal, problems_json, project_of, wanted
 from simpletuner.atomic import write_json
-from simpletuner.config.arguments import EXTRA_ARGUMENTS, parse_arguments
 from simpletuner.config.datasets import read_datasets
 from simpletuner.config.json_files import json_kind, read_json
-from simpletuner.config.locate import DATASET_FILE, EXAMPLES, dataset_file, example_names, read_env_file, read_env_layer
 from simpletuner.config.schema import main_name
+from simpletuner.config.sources import (
+    DATASET_FILE,
+    EXAMPLES,
+    EXTRA_ARGUMENTS,
+    dataset_file,
+    example_names,
+    parse_arguments,
+    read_env_file,
+    read_env_layer,
+)
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.media import PICTURE_SUFFIXES

@@ -20,9 +20,9 @@ from starlette.responses import JSONResponse, Response
 from simpletuner.config.datasets import PATH_KEYS, DatasetConfig
 from simpletuner.config.json_files import json_kind, parse_json
 from simpletuner.config.load import Layer, canonical
-from simpletuner.config.locate import EXAMPLES, example_names, resolve_alias
 from simpletuner.config.option import JSON_OR_FILE
 from simpletuner.config.schema import all_options
+from simpletuner.config.sources import EXAMPLES, example_names, resolve_alias
 from simpletuner.config.values import parse_path
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.redaction import redact

@@ -137,8 +137,8 @@ def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], comp
     """
     from torch._functorch import config
     from torch._inductor.virtualized import V
-    from torch.fx.experimental import _config as shapes
 
+    shapes: Any = torch.fx.experimental._config
     # With fullgraph torch raises after too many recompilations, instead of running uncompiled and dense.
     run: Any = torch.compile(flex_attention, fullgraph=True, options=compiler or None)
 
