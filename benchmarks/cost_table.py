@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.models import SHAPES, RandomAdapter, make_batch, make_config, small_size
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
-from simpletuner.models.cost_table import numbered, product_of
+from simpletuner.models.cost import numbered, product_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.compile import settle_compiler

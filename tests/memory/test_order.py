@@ -24,8 +24,7 @@ from simpletuner.diffusion.batch import Batch, upload
 from simpletuner.memory.offload import attach, lane
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.speed.recomputation import enable_checkpointing
-from simpletuner.training.host_state import HostState
-from simpletuner.training.release import GradientRelease
+from simpletuner.training.release import GradientRelease, HostState
 from tests.lying_gpu import GPU, PACKAGE, Actor, LyingGpu, Violation
 from tests.training.test_optimizers import build, weights
 

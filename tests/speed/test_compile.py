@@ -29,8 +29,9 @@ from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import micro_loss, noisy_batch
 from tests.fidelity import test_sanavideo_training as sana
+from tests.speed import test_speed as speed
 from tests.speed.test_speed import loss_and_gradients
-from tests.tiny import WIDTH, build_kandinsky
+from tests.tiny import WIDTH, build_kandinsky, make_checkpoint
 from tests.training.assembly import make_assembly
 
 pytestmark = pytest.mark.slow
@@ -109,6 +110,19 @@ def test_few_graphs_serve_a_whole_run(t2i_checkpoint: Path, monkeypatch: pytest.
     with torch.no_grad():
         micro_loss(compiled, noisy_batch(compiled, bucket(8, 8, 6, 4), 0, 0), Losses())
     assert graphs() <= 6
+
+
+def test_blocks_with_sparse_attention_are_compiled_but_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dense ones: the text block, and what stands before and after the self-attention."""
+    trace_only(monkeypatch)
+    checkpoint = make_checkpoint(tmp_path, "t2v", nabla=True)
+    compiled, eager = (
+        speed.make_assembly(checkpoint, "nabla", **settings)
+        for settings in ({"dynamo_backend": "aot_eager", "dynamo_fullgraph": True}, {})
+    )
+    batch = speed.make_batch(checkpoint, "nabla")
+    assert_close(loss_and_gradients(compiled, batch), loss_and_gradients(eager, batch), 1e-3)
+    assert graphs() == 3
 
 
 def test_every_size_may_be_a_symbol(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,7 +274,7 @@ def test_a_cut_off_is_logged_in_its_step(deep: Path, batch: Batch) -> None:
 @pytest.mark.parametrize("settings", [BACKBONE, {**BACKBONE, "irepa_enabled": True, "irepa_projector_kernel_size": 5}])
 def test_the_plan_counts_the_projector(deep: Path, settings: dict[str, Any]) -> None:
     given = {"crepa_enabled": True, "crepa_block_index": BLOCK, **settings}
-    (spec,) = chosen_techniques(make_config(deep, **given), {}, total_steps=10)
+    (spec,) = chosen_techniques(make_config(deep, **given))
     shapes = {
         name: tuple(each.shape) for name, each in make_adapter(deep).load_transformer(torch.float32).named_parameters()
     }

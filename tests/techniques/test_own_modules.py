@@ -196,7 +196,7 @@ def test_a_given_first_frame_stays_at_every_noise_level() -> None:
 def use_alignment(monkeypatch: pytest.MonkeyPatch, *, on: bool = True) -> None:
     """Switch the technique on for every plan from now on, or off."""
     specs = (SPEC,) if on else ()
-    monkeypatch.setattr(Plan, "techniques", property(lambda plan: chosen_techniques(plan.config, {}, 1) + specs))
+    monkeypatch.setattr(Plan, "techniques", property(lambda plan: chosen_techniques(plan.config) + specs))
 
 
 def run_of(folder: Path, checkpoint: Path, **settings: Any) -> Workspace:

@@ -19,7 +19,7 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.diffusion.seeds import Place
 from simpletuner.models.adapter import PreviewRequest, TextRequest
-from simpletuner.techniques.regularisation import Regularisation
+from simpletuner.techniques.preservation import Regularisation
 from simpletuner.techniques.scheduled_sampling import (
     DOMINANT,
     LARGEST_SIGMA,

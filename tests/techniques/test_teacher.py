@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Dinov2Config, Dinov2Model, Dinov2WithRegistersConfig, Dinov2WithRegistersModel
 
-from simpletuner.config.crepa import ENCODERS, CrepaConfig, canonical_encoder
+from simpletuner.config.crepa import CrepaConfig
 from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
-from simpletuner.models.vision import VisionEncoder
+from simpletuner.models.vision import ENCODERS, VisionEncoder
 from simpletuner.techniques import teacher
 from simpletuner.techniques.teacher import FrameTeacher, rename_weights
 from tests.complaints import complaint, complaints, warnings
@@ -132,7 +132,7 @@ def test_weights_of_torch_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, g
     file = tmp_path / "hub/checkpoints/dinov2_vits14_reg4_pretrain.pth"
     file.parent.mkdir(parents=True)
     torch.save(torch_hub_names(one.state_dict()), file)
-    named = VisionEncoder("dino_v2_s_reg")
+    named = VisionEncoder("dino_v2_s_reg", "crepa_encoder")
     assert named.local() == file
     monkeypatch.setattr(VisionEncoder, "settings", lambda self: config.to_dict())
     other = teacher._load_model(named, torch.float32).eval()
@@ -301,5 +301,5 @@ def test_details_without_the_switch_are_told(clips: Workspace, capsys: pytest.Ca
     ],
 )  # fmt: skip
 def test_spellings_of_encoders(spelling: str, name: str | None) -> None:
-    assert canonical_encoder(spelling) == name
+    assert VisionEncoder(spelling, "crepa_encoder").known == name
     assert name is None or name in ENCODERS

@@ -35,8 +35,8 @@ from simpletuner.config.optimizers import (
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.errors import ConfigError, NoEffect, Problem
 from simpletuner.training import optimizers
-from simpletuner.training.host_state import HostState
 from simpletuner.training.optimizers import KERNEL_KEYS, MuonWithAdamW, build_optimizer, sampling_weights
+from simpletuner.training.release import HostState
 from tests.peak import Peak
 
 NAMES = get_args(OptimizerName)

@@ -20,9 +20,8 @@ from simpletuner.errors import NonFiniteError
 from simpletuner.run.rehearsal import rehearse_micro_step, unchanged
 from simpletuner.training import step
 from simpletuner.training.ema import Ema
-from simpletuner.training.host_state import HostState
 from simpletuner.training.optimizers import load_state
-from simpletuner.training.release import GradientRelease
+from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.training.state import Assembly
 from tests.training.assembly import make_assembly, make_batch
 from tests.training.test_guarded_step import spoil

@@ -15,8 +15,7 @@ from simpletuner.config.schema import OptimizerConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.techniques.base import Technique
 from simpletuner.training import step
-from simpletuner.training.finite import not_finite
-from simpletuner.training.gradients import clip_gradients, gradient_size
+from simpletuner.training.guard import clip_gradients, gradient_size, not_finite
 from simpletuner.training.losses import Losses
 from simpletuner.training.noise import add_noise, with_noise
 from simpletuner.training.optimizers import RATE_RATIO, SEED
