@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from simpletuner.cli.train import PASS_THROUGH, uncollected
+from simpletuner.cli.train import PASS_THROUGH, command_settings, uncollected
 
 if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
@@ -93,8 +93,7 @@ def _echo(lines: Iterable[str]) -> None:
 
 
 def _plan(tokens: list[str]) -> Plan:
-    from simpletuner.config.sources import parse_settings
     from simpletuner.plan.build import make_plan
 
     with uncollected():
-        return make_plan(*parse_settings(tokens))
+        return make_plan(*command_settings(tokens))

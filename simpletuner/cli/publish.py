@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from simpletuner.cli.train import command_settings
 from simpletuner.errors import Problem, SimpleTunerError, UserError
 
 if TYPE_CHECKING:
@@ -51,14 +52,13 @@ def _settings(output_dir: Path, tokens: list[str], problems: list[Problem]) -> t
     from simpletuner.config.json_files import check_unset, read_json
     from simpletuner.config.load import build_group, canonical, raise_if_fatal
     from simpletuner.config.publishing import KEY, PublishConfig, check_publishing, without_hidden
-    from simpletuner.config.sources import parse_settings
     from simpletuner.training.manifest import find_checkpoints
 
     whole = find_checkpoints(output_dir)[0]
     recorded = read_json(whole[-1].path / "config.json", []) if whole else None
     if not isinstance(recorded, dict):
         raise UserError(f"{str(output_dir)!r} is not the output folder of a run: it has no checkpoint.")
-    arguments, found = parse_settings(tokens)
+    arguments, found = command_settings(tokens)
     problems.extend(found)
     given = canonical(arguments.layer(), problems)
     for key in sorted(given.keys() - PublishConfig.model_fields.keys()):

@@ -23,13 +23,13 @@ from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.loss import LossConfig, MaskedLossConfig, PreservationConfig
-from simpletuner.config.option import Group, Option, accepted, common, describe, option, unless, when
+from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, common, describe, option, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
-from simpletuner.config.tread import Route, Routes
+from simpletuner.config.tread import TreadConfig
 from simpletuner.config.validation_adapters import ValidationAdapterConfig as ValidationAdapterConfig
 from simpletuner.config.values import (
     Flag,
@@ -478,22 +478,6 @@ class TextConfig(Group):
     )
 
 
-class TreadConfig(Group):
-    """TREAD"""
-
-    tread_config: Routes | None = common(
-        None,
-        'Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}, see docs/TREAD.md.',
-        form="JSON",
-        label="TREAD Routes",
-    )
-
-    @property
-    def routes(self) -> tuple[Route, ...]:
-        """The ranges of blocks that tokens skip; empty without `tread_config`."""
-        return () if self.tread_config is None else tuple(self.tread_config.routes)
-
-
 Decoding = Literal["whole", "strips", "tiles"]
 
 
@@ -672,6 +656,12 @@ class RunConfig:
     datasets: DatasetDefaults
     family: FamilyOptions
     origins: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def techniques(self) -> list[TechniqueGroup]:
+        """The groups of all techniques, on or off."""
+        groups = (getattr(self, attribute) for attribute in GROUPS)
+        return [group for group in groups if isinstance(group, TechniqueGroup)]
 
     def is_explicit(self, key: str) -> bool:
         """Whether the user set the key, in a file or on the command line."""

@@ -7,26 +7,24 @@ arguments allow it. Problems are collected and reported together.
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from simpletuner.annexes.adapters.lycoris_file import resolve_lycoris
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.schema import PLAIN_PRECISIONS
 from simpletuner.config.sources import Arguments, dataset_file
 from simpletuner.data.build import build_datasets
-from simpletuner.data.context import DataContext
+from simpletuner.data.context import Collect, DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import Sampler
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem
+from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.lora_keys import check_init_lora
 from simpletuner.models.lora_targets import (
     Targets,
@@ -43,9 +41,7 @@ from simpletuner.plan.dataset_checks import check_cache_folders, check_datasets
 from simpletuner.plan.environment import as_launched, check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data, identify
 from simpletuner.plan.settings import Settings, find_flavour, read_layers, resolve_layers, settle_task
-from simpletuner.reporting.events import RunningPhase
-from simpletuner.reporting.progress import shown_events
-from simpletuner.techniques.spec import TechniqueSpec, chosen_techniques
+from simpletuner.techniques.spec import TechniqueSpec, TrainedData, chosen_techniques
 from simpletuner.training.manifest import Checkpoint, Identity, result_step
 from simpletuner.validation.adapters import adapter_runs, check_adapters
 from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, fit_sizes
@@ -122,7 +118,7 @@ class Plan(Settings):
         regularised = {each.id: shares[each.id] for each in self.trained if each.config.is_regularisation_data}
         masked = sum(shares[each.id] for each in self.trained if each.masks)
         strengths = {each.id: each.config.slider_strength for each in self.trained if each.config.slider_strength}
-        return chosen_techniques(self.config, regularised, self.length.total_steps, strengths, masked)
+        return chosen_techniques(self.config, TrainedData(self.length.total_steps, regularised, strengths, masked))
 
     def sampler(self, world: World | None = None) -> Sampler:
         """The sample order from the beginning, for one process (default: the first)."""
@@ -153,13 +149,13 @@ def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["t
     settings = Settings.of(config, spec, flavour, ModelSource.from_config(spec, flavour, config))
     problems.extend(worth_reporting(findings(settings, purpose), config))
     if purpose == "survey":
-        return _survey(settings, entries, problems, fetches=arguments.fetches)
-    return _plan_run(settings, path, entries, problems, fetches=arguments.fetches)
+        return _survey(settings, entries, problems, arguments.collect)
+    return _plan_run(settings, path, entries, problems, arguments.collect)
 
 
-def _survey(settings: Settings, entries: list[DatasetConfig], problems: list[Problem], *, fetches: bool) -> Plan:
+def _survey(settings: Settings, entries: list[DatasetConfig], problems: list[Problem], collect: Collect | None) -> Plan:
     found = list[Problem]()
-    context = replace(DataContext.of(settings.config, settings.spec, settings.flavour.task), fetches=fetches)
+    context = DataContext.of(settings.config, settings.spec, settings.flavour.task, collect)
     datasets = build_datasets(entries, context, found)
     ids = {dataset.id for dataset in datasets}
     # A problem of a dataset as a whole, and not of one of its keys, is about its files.
@@ -180,7 +176,7 @@ def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world
 
 
 def _plan_run(
-    settings: Settings, path: Path, entries: list[DatasetConfig], problems: list[Problem], *, fetches: bool
+    settings: Settings, path: Path, entries: list[DatasetConfig], problems: list[Problem], collect: Collect | None
 ) -> Plan:
     config, spec, flavour, source = settings.config, settings.spec, settings.flavour, settings.source
     targets = _check_lora(config, spec, source, problems)
@@ -190,8 +186,8 @@ def _plan_run(
     sizes = preview_sizes(config, spec, problems)
     resume = check_resume(config, spec, flavour, source, targets, problems)
     seed = decide_seed(config.run.seed, resume)
-    context = replace(DataContext.of(config, spec, flavour.task), fetches=fetches)
-    datasets = build_datasets(entries, context, problems, show_download) if entries else []
+    context = DataContext.of(config, spec, flavour.task, collect)
+    datasets = build_datasets(entries, context, problems) if entries else []
     trained = [dataset for dataset in datasets if dataset.config.is_trained]
     if not trained and not any(problem.fatal for problem in problems):
         problems.append(Problem("data_backend_config", "names no dataset to train on."))
@@ -230,13 +226,6 @@ def _check_sizes(
     return spec.check_sizes(config, flavour, sizes, buckets)
 
 
-@contextmanager
-def show_download(title: str, total: int, unit: str) -> Iterator[RunningPhase]:
-    """Progress on stderr, since the plan itself may go to a pipe."""
-    with shown_events(sys.stderr) as events, events.phase(title, total, unit) as phase:
-        yield phase
-
-
 def plan_length(config: RunConfig, sampler: Sampler) -> Length:
     """Steps and epochs of a run: `max_train_steps`, else `num_train_epochs` (default 1)."""
     accumulation = config.schedule.gradient_accumulation_steps
@@ -265,16 +254,16 @@ def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, proble
     if config.model.model_type != "lora":
         return targets
     # Old formats do not list their weights without being loaded; they are checked then.
-    shapes = source["transformer"].weight_shapes()
-    if config.lora.lora_type == "lycoris":
+    shapes, kind = source["transformer"].weight_shapes(), adapter_kind(config.lora)
+    if kind.layers:
         quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
-        return resolve_lycoris(config.lora.lycoris_config, spec, weights_of(shapes), problems, quantised=quantised)
+        return kind.layers(config.lora, spec, weights_of(shapes), problems, quantised)
     modules = linear_modules(shapes)
     problems.extend(check_init_lora(config.lora, list(modules), targets))
     if modules:
         problems.extend(check_targets(modules, targets))
     narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
-    if narrowest is not None and config.lora.lora_rank > narrowest and config.lora.lora_type != "lokr":
+    if narrowest is not None and config.lora.lora_rank > narrowest and not kind.takes_any_rank:
         message = f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
         problems.append(Problem("lora_rank", message, fatal=False))
     return targets
