@@ -69,7 +69,9 @@ class LaunchConfig(Group):
             & when("use_dora"),
         ),
     )
-    fsdp_version: FsdpVersion = sharded("2", "1 is deprecated and treated as 2.")
+    fsdp_version: FsdpVersion = sharded(
+        "2", "1 is deprecated and treated as 2.", remarks={"1": "is deprecated and treated as 2"}
+    )
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = sharded(
         "SHARDED_STATE_DICT",
         "SHARDED_STATE_DICT: every process writes its shard of a checkpoint; FULL_STATE_DICT: rank 0 writes all.",
@@ -90,7 +92,12 @@ class LaunchConfig(Group):
         ),
     )
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = sharded(
-        "TRANSFORMER_BASED_WRAP", "Weights are gathered block by block; the others are treated as this one."
+        "TRANSFORMER_BASED_WRAP",
+        "Weights are gathered block by block; the others are treated as this one.",
+        remarks=dict.fromkeys(
+            ("SIZE_BASED_WRAP", "NO_WRAP"),
+            "is treated as TRANSFORMER_BASED_WRAP: results are the same, and blocks are gathered one at a time",
+        ),
     )
     fsdp_transformer_layer_cls_to_wrap: TextList | None = accepted(
         None, "the family's blocks are known and are gathered one at a time"

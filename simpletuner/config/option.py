@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, Unpack, cast, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -152,6 +152,7 @@ class Words(TypedDict, total=False):
         form: the type in the reference page, if people write another one than the parsed value has.
         requires: conditions without which the key has no effect. They replace those of the group on the same keys.
         excludes: conditions under which the key must not be on.
+        refused, remarks: values that are an error, or get a warning, and what is said of them.
         label: what the page calls it, if its name in words does not do.
         common: people need it first; the page shows the others below "More".
     """
@@ -161,6 +162,8 @@ class Words(TypedDict, total=False):
     form: str
     requires: When | Conditions
     excludes: When | Conditions
+    refused: Mapping[Any, str]
+    remarks: Mapping[Any, str]
     label: str
     common: bool
 
@@ -211,6 +214,8 @@ class Option:
     parsers: tuple[Callable[..., Any], ...]
     requires: Conditions = ()
     excludes: Conditions = ()
+    refused: Mapping[Any, str] = field(default_factory=dict)
+    remarks: Mapping[Any, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     default_note: str = ""
     form: str = ""

@@ -323,7 +323,9 @@ class OffloadConfig(Group):
         ),
     )
     group_offload_type: Literal["block_level", "leaf_level"] = streamed(
-        "block_level", "Unit of streaming; leaf_level also streams blocks."
+        "block_level",
+        "Unit of streaming; leaf_level also streams blocks.",
+        remarks={"leaf_level": "is treated as block_level: a whole block copies faster than its layers one by one"},
     )
     group_offload_blocks_per_group: Integer = streamed(
         1, "Blocks streamed together; two groups are on the device at a time.", ge=1, common=True
@@ -471,7 +473,11 @@ class TextConfig(Group):
     """Text"""
 
     caption_dropout_probability: Number = common(
-        0.1, "Probability that a sample is trained with the empty caption.", ge=0, le=1
+        0.1,
+        "Probability that a sample is trained with the empty caption.",
+        ge=0,
+        le=1,
+        remarks={0: "means that the model never sees the empty caption, so guidance will suffer; 0.1 is usual"},
     )
     tokenizer_max_length: Integer | None = common(
         None, "Longer captions are truncated, with a warning.", ge=1, default_note="of the family"
