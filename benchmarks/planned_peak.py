@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.models import SHAPES, SIZES, cost_of, hollow_transformer, lora_targets, make_config
 from benchmarks.timing import Ratio, arguments, show
 from benchmarks.variants import COMMON, Settings, Variant, measure
-from simpletuner.budget.estimate import step_memory
-from simpletuner.budget.parts import Parts, kernels_on
+from simpletuner.budget.workload import Parts, kernels_on
 from simpletuner.models.cost import BatchShape
 from simpletuner.models.registry import FAMILIES
 
@@ -66,7 +65,7 @@ def planned_peak(size: str, device: str, settings: Settings, latents: tuple[int,
     parts = Parts(spec, cost, lora_targets(size), {}, 0, 0, ())
     frames, height, width = latents or shape.latents
     load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, shape.caption)
-    return step_memory(cost, parts.setup(config), load).total
+    return parts.model(config).memory(load).total
 
 
 def measured_peak(size: str, device: str, settings: Settings) -> float:

@@ -119,6 +119,16 @@ class Device:
             return self.memory
         return self.memory * (1 - FRAGMENTS) - DEVICE_OVERHEAD - self.taken - self.buffers
 
+    @property
+    def taken_by_others(self) -> str:
+        """What other programs use of the memory, as a phrase; empty if they use none."""
+        return f"{gigabytes(self.taken)} in use by {self.users or 'other programs'}" if self.taken else ""
+
+
+def gigabytes(number: float) -> str:
+    """Bytes as text, in GB or MB (10^9 or 10^6 bytes)."""
+    return f"{number / 1e6:.3g} MB" if number < 0.95e8 else f"{number / 1e9:.1f} GB"
+
 
 def _rates(tflops: float, memory_tb: float, transfer_gb: float) -> Rates:
     return Rates(tflops * 1e12, ATTENTION_SHARE * tflops * 1e12, memory_tb * 1e12, transfer_gb * 1e9)

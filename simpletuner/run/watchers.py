@@ -12,9 +12,8 @@ from simpletuner.annexes.publishing.card import NOBODY
 from simpletuner.annexes.publishing.model_card import describe_run
 from simpletuner.annexes.publishing.upload import Destination, Hub
 from simpletuner.annexes.publishing.uploads import Uploads
-from simpletuner.budget.budget import Budget
+from simpletuner.budget.budget import Budget, find_rounds, steps_per_epoch
 from simpletuner.budget.device import DeviceRates
-from simpletuner.budget.rounds import find_rounds, steps_per_epoch
 from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.caching.read import BatchReader

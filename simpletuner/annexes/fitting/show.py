@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TextIO
 
-from simpletuner.annexes.fitting.ways import find_ways, way_of
-from simpletuner.budget.budget import BucketCost, Budget, fits, gigabytes, taken_by_others
-from simpletuner.budget.disk import Writing, feature_costs, find_writings
-from simpletuner.budget.estimate import technique_cost
-from simpletuner.budget.rounds import preview_rounds, remaining_seconds, remaining_steps
+from simpletuner.annexes.fitting.fit import find_ways, way_of
+from simpletuner.budget.budget import Budget, preview_rounds, remaining_seconds, remaining_steps
+from simpletuner.budget.device import gigabytes
+from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
 from simpletuner.config.schema import all_options
 from simpletuner.data.dataset import Dataset
@@ -65,7 +64,7 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield from _cache_lines(plan, budget)
     yield from _preview_lines(plan)
     yield ""
-    yield from budget_lines(plan, budget, find_writings(plan, budget))
+    yield from budget_lines(plan, budget)
     if len(plan.warnings) > len(urgent):
         yield ""
         yield "Warnings:"
@@ -167,20 +166,26 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
 SHOWN_BUCKETS = 4
 
 
-def budget_lines(plan: Plan, budget: Budget, writings: Sequence[Writing]) -> Iterator[str]:
+def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     """The estimates of memory, time and disk, line by line."""
-    device = budget.device
+    device, launch = budget.device, budget.config.launch
     room = "unknown memory" if device.memory is None else gigabytes(device.memory)
-    room = ", ".join(filter(None, [room, taken_by_others(device)]))
+    room = ", ".join(filter(None, [room, device.taken_by_others]))
     host = f", host memory {gigabytes(device.host_memory)}" if device.is_gpu and device.host_memory else ""
     yield f"Estimate for {device.name}, {room}{host} ({device.note})"
-    yield from _process_lines(budget)
+    if launch.num_processes > 1:
+        where = _count(launch.num_machines, "machine")
+        yield f"  {launch.num_processes} processes on {where}, one per device, {way_of(budget.config)}"
+        yield "  memory is that of one device, and on the host of all processes of a machine"
     yield from _phase_lines(budget)
     yield from _bucket_lines(budget)
     yield from _time_lines(plan, budget)
     yield from _way_lines(budget)
-    yield from _technique_lines(budget)
-    disk = ", ".join(f"{each.what} up to {gigabytes(each.total)}" for each in writings)
+    added = budget.model.added(budget.steps[0].load)  # which the estimates above include
+    for count, kind in ((added.forwards, "forward"), (added.passes, "forward and backward")):
+        if count:
+            yield f"  with {count:.2g} extra {kind} passes a micro-step on average"
+    disk = ", ".join(f"{each.what} up to {gigabytes(each.total)}" for each in find_writings(plan, budget))
     yield f"  disk: {disk}"
     if budget.parts.assumed:
         yield f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {plan.flavour.name}"
@@ -188,35 +193,10 @@ def budget_lines(plan: Plan, budget: Budget, writings: Sequence[Writing]) -> Ite
         yield f"  offload auto: {decision}"
 
 
-def _process_lines(budget: Budget) -> Iterator[str]:
-    """How the processes of a run train together; no lines for one process."""
-    launch = budget.config.launch
-    if launch.num_processes > 1:
-        where = _count(launch.num_machines, "machine")
-        yield f"  {launch.num_processes} processes on {where}, one per device, {way_of(budget.config)}"
-        yield "  memory is that of one device, and on the host of all processes of a machine"
-
-
-def _way_lines(budget: Budget) -> Iterator[str]:
-    """The ways to use several devices: peak memory, bytes that each process sends in a step, and time."""
-    ways = find_ways(budget)
-    if ways:
-        yield f"  {'ways to train':<17}{'device':>10}{'host':>10}{'sent':>10}{'step':>10}"
-    for way in ways:
-        if way.budget is None:
-            yield f"  {way.name}: {way.reason}"
-            continue
-        cells = (*map(gigabytes, (*way.peaks, way.budget.sent.total)), duration(way.budget.step_seconds))
-        chosen = ", as configured" if way.name == way_of(budget.config) else ""
-        verdict = ("fits" if way.fits else "does not fit") + chosen
-        yield f"  {way.name:<17}{''.join(f'{cell:>10}' for cell in cells)}  {verdict}"
-
-
 def _phase_lines(budget: Budget) -> Iterator[str]:
     """Peaks of the phases; for training, of the largest bucket."""
-    training = [phase for phase in budget.phases if phase.name.startswith("training")]
-    worst = max(training, key=lambda phase: phase.device, default=None)
-    shown = [phase for phase in budget.phases if phase not in training or phase is worst]
+    worst = max((phase for phase in budget.phases if phase.trains), key=lambda phase: phase.device, default=None)
+    shown = [phase for phase in budget.phases if not phase.trains or phase is worst]
     names = ["peak memory", *(phase.name for phase in shown)]
     width = max(map(len, names)) + 2
     yield f"  {names[0]:<{width}}{'device':>10}{'host':>10}"
@@ -227,24 +207,20 @@ def _phase_lines(budget: Budget) -> Iterator[str]:
 
 def _bucket_lines(budget: Budget) -> Iterator[str]:
     """The largest buckets: tokens, FLOPs, memory by kind, and time."""
-    shown = budget.buckets[:SHOWN_BUCKETS]
-    width = max((len(each.bucket.label) for each in shown), default=0) + 2
-    width = max(width, len("micro-step") + 2)
+    buckets = list(zip(budget.workload.buckets, budget.steps, strict=True))
+    width = max([len("micro-step"), *(len(bucket.label) for bucket, _ in buckets[:SHOWN_BUCKETS])]) + 2
     heads = ("tokens", "TFLOP", "weights", "trained", "inputs", "block", "time")
     yield f"  {'micro-step':<{width}}" + "".join(f"{head:>10}" for head in heads)
-    for each in shown:
-        yield f"  {each.bucket.label:<{width}}" + "".join(f"{cell:>10}" for cell in _cells(budget, each))
-    if len(budget.buckets) > SHOWN_BUCKETS:
-        yield f"  and {len(budget.buckets) - SHOWN_BUCKETS} smaller buckets"
-
-
-def _cells(budget: Budget, each: BucketCost) -> Iterator[str]:
-    memory, load = each.memory, budget.parts.load(each.bucket)
-    yield str(load.samples * load.tokens)
-    yield f"{each.step.executed.total / 1e12:.3g}"
-    for part in (memory.weights, memory.trained + memory.update, memory.inputs, memory.block + memory.outside):
-        yield gigabytes(part)
-    yield duration(each.step.seconds)
+    for bucket, step in buckets[:SHOWN_BUCKETS]:
+        memory, cost = step.memory, step.cost
+        parts = memory.weights, memory.trained + memory.update, memory.inputs, memory.block + memory.outside
+        cells = (
+            str(step.load.samples * step.load.tokens), f"{cost.executed.total / 1e12:.3g}", *map(gigabytes, parts),
+            duration(cost.seconds),
+        )  # fmt: skip
+        yield f"  {bucket.label:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
+    if len(buckets) > SHOWN_BUCKETS:
+        yield f"  and {len(buckets) - SHOWN_BUCKETS} smaller buckets"
 
 
 def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
@@ -253,17 +229,22 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
         return
     training, previews = remaining_seconds(plan, budget)
     beside = f", and {duration(previews)} for previews" if previews else ""
-    each, whole, steps = duration(budget.step_seconds), duration(training), remaining_steps(plan)
-    yield f"  about {each} a step, {whole} for {steps} steps{beside}; without filling the caches"
+    step, whole, steps = duration(budget.step_seconds), duration(training), remaining_steps(plan)
+    yield f"  about {step} a step, {whole} for {steps} steps{beside}; without filling the caches"
 
 
-def _technique_lines(budget: Budget) -> Iterator[str]:
-    """Extra forward passes of techniques, which the estimates above include."""
-    load = budget.parts.load(budget.buckets[0].bucket)
-    added = technique_cost(budget.parts.transformer, budget.setup, load)
-    for count, kind in ((added.forwards, "forward"), (added.passes, "forward and backward")):
-        if count:
-            yield f"  with {count:.2g} extra {kind} passes a micro-step on average"
+def _way_lines(budget: Budget) -> Iterator[str]:
+    """The ways to use several devices: peak memory, bytes that each process sends in a step, and time."""
+    ways = find_ways(budget)
+    if ways:
+        yield f"  {'ways to train':<17}{'device':>10}{'host':>10}{'sent':>10}{'step':>10}"
+    for name, way in ways.items():
+        if isinstance(way, str):
+            yield f"  {name}: {way}"
+            continue
+        cells = (*map(gigabytes, (*way.peaks, way.sent.total)), duration(way.step_seconds))
+        verdict = ("fits" if way.fits else "does not fit") + (", as configured" if way is budget else "")
+        yield f"  {name:<17}{''.join(f'{cell:>10}' for cell in cells)}  {verdict}"
 
 
 def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
@@ -288,7 +269,7 @@ def fit_line(budget: Budget) -> str:
     needs = {each.name: each.needed(device) for each in budget.phases}
     peak = max(needs, key=lambda name: needs[name])
     room = "" if device.memory is None else f" of {gigabytes(device.memory)}"
-    verdict = "fits" if fits(budget.phases, device) else "does not fit"
+    verdict = "fits" if budget.fits else "does not fit"
     return f"  {verdict}: up to {gigabytes(needs[peak])}{room} on {device.name}, while {peak}"
 
 

@@ -14,7 +14,8 @@ from PIL import Image
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.fitting.show import duration
 from simpletuner.annexes.wizard.config_file import example_datasets, render_config
-from simpletuner.budget.budget import Budget, gigabytes
+from simpletuner.budget.budget import Budget
+from simpletuner.budget.device import gigabytes
 from simpletuner.config.arguments import Arguments
 from simpletuner.config.values import Size
 from simpletuner.errors import ConfigError, Problem
