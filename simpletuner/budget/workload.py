@@ -15,9 +15,8 @@ from simpletuner.config.precision import quantisation, text_encoder_dtype, trans
 from simpletuner.config.schema import OptimizerName
 from simpletuner.config.speed import compile_backend, keeps_attention, plain_math
 from simpletuner.data.sample import Sample
-from simpletuner.models.adapter_sizes import planned_adapters
-from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, Kernels, TransformerCost, VaeLoad
-from simpletuner.models.cost_table import FamilyCost
+from simpletuner.models.adapter_kinds import planned_adapters
+from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, FamilyCost, Kernels, TransformerCost, VaeLoad
 from simpletuner.models.lora_targets import Targets, weights_of
 from simpletuner.models.source import Part
 from simpletuner.models.spec import FamilySpec
@@ -234,7 +233,7 @@ class Parts:
             state_on_host=offload.offload_optimizer_state,
             multiplies=precision.quantized_matmul,
             averaged="" if not config.ema.use_ema else "host" if on_host else "device",
-            routes=config.tread.routes,
+            routes=tuple(route for technique in self.techniques for route in technique.routes),
             techniques=self.techniques,
             trains=self.trains,
             processes=launch.num_processes,

@@ -26,7 +26,7 @@ from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
-from simpletuner.config.tread import Route, Routes
+from simpletuner.config.tread import TreadConfig
 from simpletuner.config.validation_adapters import ValidationAdapterConfig as ValidationAdapterConfig
 from simpletuner.config.values import (
     Flag,
@@ -471,22 +471,6 @@ class TextConfig(Group):
     tokenizer_max_length: Integer | None = common(
         None, "Longer captions are truncated, with a warning.", ge=1, default_note="of the family"
     )
-
-
-class TreadConfig(Group):
-    """TREAD"""
-
-    tread_config: Routes | None = common(
-        None,
-        'Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}, see docs/TREAD.md.',
-        form="JSON",
-        label="TREAD Routes",
-    )
-
-    @property
-    def routes(self) -> tuple[Route, ...]:
-        """The ranges of blocks that tokens skip; empty without `tread_config`."""
-        return () if self.tread_config is None else tuple(self.tread_config.routes)
 
 
 Decoding = Literal["whole", "strips", "tiles"]

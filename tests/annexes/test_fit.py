@@ -325,8 +325,8 @@ def test_streaming_costs_time_where_the_step_is_short() -> None:
     step = short.steps[0].cost
     assert step.seconds == step.copying
     waited = budget(gpu(80), one, "t2i-lite-sft", enable_group_offload=True).steps[0].cost
-    plain = budget(gpu(80), one, "t2i-lite-sft").steps[0].cost
-    assert waited.seconds == pytest.approx(plain.seconds + waited.copying), "without a stream they take turns"
+    resident = budget(gpu(80), one, "t2i-lite-sft").steps[0].cost
+    assert waited.seconds == pytest.approx(resident.seconds + waited.copying), "without a stream they take turns"
 
 
 def test_without_a_gpu_nothing_is_streamed() -> None:

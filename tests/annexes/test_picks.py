@@ -27,7 +27,7 @@ MODELS = {
     "2b-480p": SANA,
     "2b-720p": Bucket(1280, 704, 81, 1, 1.0, 300),
 }
-CASES = {
+CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
     f"{flavour} {kind} {gigabytes} GB": (flavour, gigabytes, {"model_type": kind})
     for flavour in MODELS
     for kind in ("lora", "full")

@@ -19,23 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from simpletuner.budget.device import Device, rates_of
 from simpletuner.budget.duration import NETWORK, Sent, link_rate, sent_bytes
 from simpletuner.budget.estimate import StepModel
-from simpletuner.models.cost import Activations, Adapters, TransformerCost, Work
+from simpletuner.models.cost import Adapters, CostTable, TransformerCost
 from simpletuner.techniques.spec import TechniqueCost
 
 WIDTH, PROCESSES = 8, 4
 # Two blocks of 64 weights and a last layer of 32.
 SHAPES = {"blocks.0.weight": (WIDTH, WIDTH), "blocks.1.weight": (WIDTH, WIDTH), "last.weight": (4, WIDTH)}
-COST = TransformerCost(
-    shapes=SHAPES,
-    blocks=("blocks.0.", "blocks.1."),
-    large=2,
-    hidden=WIDTH,
-    stays_float32=lambda name: False,
-    rows=lambda name, load: 1,
-    attention=lambda load: Work(),
-    activations=lambda load, size, adapters: Activations(*[0.0] * 7),
-    starts=lambda name, full: False,
-)
+TABLE = CostTable(("blocks",), (), {}, {}, keeps_attention=False, flops={}, bytes={}, published=())
+COST = TransformerCost(TABLE, SHAPES, WIDTH)
 FULL = StepModel(COST, "bf16", 2, 4, processes=PROCESSES)
 # 2 x (8 + 8) numbers of 4 bytes.
 LORA = replace(FULL, adapters=Adapters(2, frozenset({"blocks.0"})), number_bytes=4, state_bytes=8)
@@ -126,8 +117,7 @@ def test_memory_of_a_share() -> None:
     of_lora = replace(LORA, sharded=True)
     assert of_lora.trained_bytes == LORA.trained_bytes, "a LoRA is whole in every process"
     assert of_lora.frozen_bytes == 320 / PROCESSES + 64 + 128 + buffers
-    many = replace(COST, shapes={**SHAPES, **{f"blocks.{n}.weight": (WIDTH, WIDTH) for n in range(2, 8)}},
-                   blocks=tuple(f"blocks.{n}." for n in range(8)), large=8)  # fmt: skip
+    many = replace(COST, shapes={**SHAPES, **{f"blocks.{n}.weight": (WIDTH, WIDTH) for n in range(2, 8)}})
     whole = 64 + 8 * 128
     assert replace(of_lora, cost=many).frozen_bytes == whole / PROCESSES + 64 + 128 + buffers
     assert replace(of_lora, cost=many, reshards=False).frozen_bytes == whole / PROCESSES + whole + buffers

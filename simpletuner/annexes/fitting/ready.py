@@ -25,7 +25,7 @@ from simpletuner.plan.environment import existing
 
 # torch's `upsample_nearest3d` on CUDA refused more (pytorch #144855), and since then counts them in 32 unsigned bits.
 MOST_UPSAMPLED = 2**31
-FEATURE_SHARE = 0.2  # of the free space, at most, for features with `crepa_cache auto`
+FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
 FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
 DAY = 86400.0
 
@@ -72,8 +72,10 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
     budget = with_strips(make_budget(plan, device))
     plan = replace(plan, config=budget.config)
     features = feature_costs(plan.spec, budget.listing).stored
-    if features and plan.config.crepa.crepa_cache == "auto" and features > feature_room(plan):
-        plan = replace(plan, config=plan.config.with_values({"crepa_cache": "off"}, "chosen by crepa_cache auto"))
+    kinds = (kind for technique in plan.techniques for kind in technique.features)
+    sparing = {key: value for kind in kinds for key, value in kind.spared_by.items()}
+    if features and sparing and features > feature_room(plan):
+        plan = replace(plan, config=plan.config.with_values(sparing, f"chosen by {', '.join(sparing)} auto"))
         budget = make_budget(plan, device)
     if plan.config.offload.offload == "auto":
         budget = choose(budget)
