@@ -23,8 +23,7 @@ from benchmarks.gpu_sections import Line
 from benchmarks.planned_peak import BAR as PEAK_BAR
 from benchmarks.planned_peak import peak_of_step, planned_peak
 from benchmarks.variants import Settings, Variant
-from simpletuner.distributed.exchange import ConnectedWorld
-from simpletuner.distributed.joining import connect, settle_meeting
+from simpletuner.distributed.joining import ConnectedWorld, connect, settle_meeting
 from simpletuner.distributed.world import Value, World, launched
 
 SENT_BAR = 1.05
