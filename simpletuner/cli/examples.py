@@ -12,8 +12,6 @@ from simpletuner.errors import UserError
 
 app = typer.Typer(help="List the packaged examples, or copy one to start from.", no_args_is_help=True)
 
-TASKS = {"t2i": "text to image", "i2i": "image editing", "t2v": "text to video", "i2v": "image to video"}
-
 
 @app.command("list")
 def list_examples() -> None:
@@ -33,6 +31,7 @@ def _about(name: str) -> str:
 
     from simpletuner.config.locate import EXAMPLES_ALIAS, example_file
     from simpletuner.models.registry import FAMILIES
+    from simpletuner.models.spec import TASKS
 
     config = json.loads(example_file(name).read_text(encoding="utf-8"))
     spec = FAMILIES[config["model_family"]]
