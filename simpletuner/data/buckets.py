@@ -15,11 +15,13 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.values import FALSE_WORDS, Size
 from simpletuner.data.chance import fraction
+from simpletuner.data.files import LeftOutError
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec
 
@@ -29,9 +31,7 @@ UNIT_CHECK_OVERRIDE = "SIMPLETUNER_MAXIMUM_IMAGE_SIZE_OVERRIDE"
 # A maximum this large in megapixels, or this small as an edge in pixels, was probably meant in the other unit.
 SUSPICIOUS_AREA, SUSPICIOUS_EDGE = 20, 512
 
-
-class OutsideLimitsError(Exception):
-    """A picture outside the limits of its dataset or of the model; the text says which."""
+outside_limits = partial(LeftOutError, "outside the limits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class BucketRules:
             token: seeds the random choices: the same token gives the same crop.
 
         Raises:
-            OutsideLimitsError: the picture is left out.
+            LeftOutError: the picture is left out.
         """
         if self.crop and "random" in (self.crop_aspect, self.crop_style):
             return self._place(picture, token)
@@ -180,7 +180,7 @@ class BucketRules:
         bucket, size = self._bucket(picture, token)
         if max(size) > self.largest_side:
             width, height = size
-            raise OutsideLimitsError(f"needs {width}x{height}; the model's limit is {self.largest_side} a side")
+            raise outside_limits(f"needs {width}x{height}; the model's limit is {self.largest_side} a side")
         resized = self._resized(picture, size)
         return Geometry(bucket, size, resized, self._position(resized, size, token))
 
@@ -192,11 +192,11 @@ class BucketRules:
     def _check_limits(self, picture: Size) -> None:
         width, height = picture
         if self.minimum_size and self._is_small(picture):
-            raise OutsideLimitsError(f"{width}x{height} is smaller than minimum_image_size {self.minimum_size:g}")
+            raise outside_limits(f"{width}x{height} is smaller than minimum_image_size {self.minimum_size:g}")
         ratio = self.grid.ratio(picture)
         if not self.minimum_ratio <= ratio <= self.maximum_ratio:
             limit = "minimum" if ratio < self.minimum_ratio else "maximum"
-            raise OutsideLimitsError(f"{width}x{height} has the ratio {ratio:g}, outside {limit}_aspect_ratio")
+            raise outside_limits(f"{width}x{height} has the ratio {ratio:g}, outside {limit}_aspect_ratio")
 
     def _is_small(self, picture: Size) -> bool:
         shorter, area = min(picture), picture[0] * picture[1]
@@ -220,7 +220,7 @@ class BucketRules:
         if not allowed:
             least = min(aspect.enlargement(picture) for aspect in self.aspects)
             message = f"would be enlarged by {least:.0%}, more than max_upscale_threshold {self.max_upscale:g}"
-            raise OutsideLimitsError(f"{picture[0]}x{picture[1]} {message}")
+            raise outside_limits(f"{picture[0]}x{picture[1]} {message}")
         if self.crop_aspect == "closest":
             # Distance in log space treats wide and tall alike and crops the least.
             own = math.log(picture[0] / picture[1])

@@ -21,7 +21,8 @@ from simpletuner.data.chance import fraction
 from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
 from simpletuner.data.context import DataContext
 from simpletuner.data.discovery import FileFacts, pair_key, save_index
-from simpletuner.data.sample import NOTEWORTHY, LedgerEntry, Reason, Rejected, Sample, size_text
+from simpletuner.data.files import Reason
+from simpletuner.data.sample import NOTEWORTHY, LedgerEntry, Rejected, Sample, size_text
 from simpletuner.errors import Problem, shorten
 
 # A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this share.

@@ -29,13 +29,14 @@ from simpletuner.data.files import (
     LARGEST_CLIP,
     LARGEST_PICTURE,
     MediaError,
+    Reason,
     UnreadableError,
     check_regular,
     content_hash,
     read,
 )
 from simpletuner.data.media import PICTURE_SUFFIXES, probe
-from simpletuner.data.sample import Reason, Rejected
+from simpletuner.data.sample import Rejected
 
 CAPTION_SUFFIX = ".txt"
 

@@ -11,7 +11,7 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from simpletuner.errors import UserError
 
@@ -28,6 +28,37 @@ EXHAUSTED = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, e
 RETRY_DELAYS = (0.05, 0.5)
 
 T = TypeVar("T")
+
+
+# Why a file is not trained on, as counted in messages.
+Reason = Literal[
+    "not a picture",
+    "not a clip",
+    "caption without a file",
+    "unused caption",
+    "hidden",
+    "unusable name",
+    "unreadable",
+    "damaged",
+    "no caption",
+    "outside the limits",
+    "too short",
+    "too long",
+    "not chosen",
+    "gone",
+    "partner unusable",
+    "no source picture",
+    "not in the table",
+    "not downloaded",
+]
+
+
+class LeftOutError(Exception):
+    """A file that is not trained on; the text says why and fits after the file's name."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 class MediaError(Exception):

@@ -5,35 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from PIL import Image
 
 from simpletuner.config.values import Size
 from simpletuner.data.buckets import Geometry, cover
 from simpletuner.data.clips import ClipFacts, frames_of
+from simpletuner.data.files import Reason
 
-# Why a file is not trained on, as counted in messages.
-Reason = Literal[
-    "not a picture",
-    "not a clip",
-    "caption without a file",
-    "unused caption",
-    "hidden",
-    "unusable name",
-    "unreadable",
-    "damaged",
-    "no caption",
-    "outside the limits",
-    "too short",
-    "too long",
-    "not chosen",
-    "gone",
-    "partner unusable",
-    "no source picture",
-    "not in the table",
-    "not downloaded",
-]
 # Expected in any folder, or asked for by the config; only the ledger mentions them.
 EXPECTED = {"not a picture", "not a clip", "caption without a file", "unused caption", "hidden", "not chosen"}
 # Reasons that concern the dataset's own pictures, so the user is warned.

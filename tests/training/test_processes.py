@@ -32,7 +32,7 @@ EARLIER_NOISE, EARLIER_SIGMAS = [0.1982555240392685, -0.03409070521593094, -1.10
 class CaptionReader(BatchReader):
     """Reads captions themselves in place of their embeddings, so that no cache is needed."""
 
-    def _read(self, entry: Any) -> Any:
+    def read(self, entry: Any) -> Any:
         return entry.caption
 
 

@@ -11,7 +11,7 @@ from simpletuner.annexes.remote.store import CHUNK, DownloadError, Item, Offer, 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.option import BOTO3, check_installed
 from simpletuner.data.discovery import classify, name_problem
-from simpletuner.data.sample import Reason
+from simpletuner.data.files import Reason
 from simpletuner.errors import Problem
 from simpletuner.s3 import S3Login
 

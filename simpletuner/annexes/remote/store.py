@@ -19,9 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 from simpletuner.atomic import open_atomically, sweep_files, write_atomically
 from simpletuner.data.clips import clip_suffix
 from simpletuner.data.context import ProgressBar
-from simpletuner.data.files import MediaError
+from simpletuner.data.files import MediaError, Reason
 from simpletuner.data.media import SUFFIXES, sniff
-from simpletuner.data.sample import Reason
 from simpletuner.errors import UserError
 
 WORKERS = 8
