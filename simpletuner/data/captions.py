@@ -143,9 +143,7 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
     if file is None and name in source.gone and known.stamp:
         return known.captions
     if file is None:
-        raise LeftOutError(
-            UNCAPTIONED, f"has no caption file {PurePosixPath(name).with_suffix('.txt').name!r} beside it"
-        )
+        raise no_caption(f"has no caption file {PurePosixPath(name).with_suffix('.txt').name!r} beside it")
     whole = source.config.disable_multiline_split
     stamp = stamp_of(f"{source.folder}/{file}", whole=whole)
     if stamp is None or stamp != known.stamp:
@@ -199,9 +197,7 @@ def read_caption_file(path: Path, *, whole: bool = False) -> tuple[str, ...]:
     except UnicodeDecodeError as error:
         raise no_caption(f"has a caption file that is not UTF-8 text (byte {error.start})") from error
     if "\0" in text:  # UTF-16 without a mark decodes as UTF-8, with a NUL beside every Latin letter
-        raise LeftOutError(
-            UNCAPTIONED, "has a caption file with NUL characters: UTF-16 without a byte order mark? Save it as UTF-8"
-        )
+        raise no_caption("has a caption file with NUL characters: UTF-16 without a byte order mark? Save it as UTF-8")
     lines = [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
     captions = ("\n".join(lines).strip(),) if whole else tuple(lines)
     captions = tuple(caption for caption in captions if caption)

@@ -11,7 +11,7 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from simpletuner.errors import UserError
 
@@ -30,33 +30,10 @@ RETRY_DELAYS = (0.05, 0.5)
 T = TypeVar("T")
 
 
-# Why a file is not trained on, as counted in messages.
-Reason = Literal[
-    "not a picture",
-    "not a clip",
-    "caption without a file",
-    "unused caption",
-    "hidden",
-    "unusable name",
-    "unreadable",
-    "damaged",
-    "no caption",
-    "outside the limits",
-    "too short",
-    "too long",
-    "not chosen",
-    "gone",
-    "partner unusable",
-    "no source picture",
-    "not in the table",
-    "not downloaded",
-]
-
-
 class LeftOutError(Exception):
-    """A file that is not trained on; the text says why and fits after the file's name."""
+    """A file that is not trained on: the category of the reason, and a text that fits after the file's name."""
 
-    def __init__(self, reason: Reason, detail: str) -> None:
+    def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
 

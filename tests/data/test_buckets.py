@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 
+from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.buckets import (
     Aspect,
     BucketRules,
@@ -39,9 +41,12 @@ def sizes(cell: str) -> list[tuple[int, ...]]:
 
 
 def make_rules(
-    resolution: float = 1024, kind: ResolutionType = "pixel_area", alignment: int = 16, **more: object
+    resolution: float = 1024, kind: ResolutionType = "pixel_area", alignment: int = 16, **more: Any
 ) -> BucketRules:
-    return BucketRules(PixelGrid(resolution, kind, alignment), **{"largest_side": 2048, **more})  # type: ignore[arg-type]
+    """Rules of an entry with more keys; `aspects` are not read from it."""
+    aspects: Any = more.pop("aspects", ())
+    config = DatasetConfig(**{"id": "set", "crop_style": "center", **more})
+    return BucketRules(PixelGrid(resolution, kind, alignment), 2048, config, aspects)
 
 
 @pytest.mark.parametrize("row", TABLE)
@@ -173,7 +178,7 @@ def test_random_aspects_follow_their_weights() -> None:
 
 def test_max_upscale_leaves_large_buckets_out() -> None:
     aspects = (Aspect("1.0", (1024, 1024)), Aspect("0.5", (720, 1440)), Aspect("2.0", (1440, 720)))
-    rules = make_rules(crop=True, crop_aspect="closest", aspects=aspects, max_upscale=0.1)
+    rules = make_rules(crop=True, crop_aspect="closest", aspects=aspects, max_upscale_threshold=0.1)
     assert rules.place((1000, 1000)).bucket == "1.0"
     assert rules.place((1400, 1100)).bucket == "1.0"
     with pytest.raises(LeftOutError, match="max_upscale_threshold"):
@@ -194,7 +199,7 @@ def test_max_upscale_leaves_large_buckets_out() -> None:
 def test_minimum_size(
     kind: ResolutionType, minimum: float, crop: bool, kept: tuple[int, int], left_out: tuple[int, int] | None
 ) -> None:
-    rules = make_rules(1 if kind == "area" else 512, kind, crop=crop, minimum_size=minimum)
+    rules = make_rules(1 if kind == "area" else 512, kind, crop=crop, minimum_image_size=minimum)
     rules.place(kept)
     if left_out:
         with pytest.raises(LeftOutError, match="minimum_image_size"):
@@ -202,7 +207,7 @@ def test_minimum_size(
 
 
 def test_ratio_limits() -> None:
-    rules = make_rules(minimum_ratio=0.56, maximum_ratio=1.78)
+    rules = make_rules(minimum_aspect_ratio=0.56, maximum_aspect_ratio=1.78)
     rules.place((1920, 1080))
     rules.place((1080, 1920))
     for picture in ((2000, 1000), (1000, 2000)):
@@ -233,7 +238,7 @@ def test_larger_pictures_are_resized_to_the_target_first(
     picture: tuple[int, int],
     resized: tuple[int, int],
 ) -> None:
-    options = {"maximum_size": maximum, "target_size": target}
+    options = {"maximum_image_size": maximum, "target_downsample_size": target}
     geometry = make_rules(resolution, kind, crop=True, **options).place(picture)
     assert (geometry.size, geometry.resized) == ((512, 512), resized)
     whole = make_rules(resolution, kind, crop=False, **options).place(picture)

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from simpletuner.atomic import open_atomically, sweep_files, write_atomically
 from simpletuner.data.clips import clip_suffix
 from simpletuner.data.context import ProgressBar
-from simpletuner.data.files import MediaError, Reason
+from simpletuner.data.files import MediaError
 from simpletuner.data.media import SUFFIXES, sniff
 from simpletuner.errors import UserError
 
@@ -76,7 +76,7 @@ class Offer:
 
     items: Sequence[Item]
     captions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    ignored: Mapping[str, tuple[Reason, str]] = field(default_factory=dict)
+    ignored: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
