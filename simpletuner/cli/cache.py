@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from simpletuner.cli.train import PASS_THROUGH, parse_settings, uncollected
+from simpletuner.cli.train import PASS_THROUGH, command_settings, uncollected
 from simpletuner.errors import UserError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _plan(tokens: list[str]) -> Plan:
     from simpletuner.plan.build import make_plan
 
     with uncollected():
-        return make_plan(*parse_settings(tokens))
+        return make_plan(*command_settings(tokens))
 
 
 def _listing(tokens: list[str]) -> tuple[Plan, Listing]:

@@ -1,11 +1,10 @@
-"""The model families. Importing this module completes the option schema: families declare a part of it."""
+"""The model families."""
 
 from __future__ import annotations
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from simpletuner.config.schema import declare_families
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
@@ -19,7 +18,6 @@ FAMILIES: dict[str, FamilySpec] = {
     KANDINSKY5_VIDEO.name: KANDINSKY5_VIDEO,
     SANA_VIDEO.name: SANA_VIDEO,
 }
-declare_families(spec.options for spec in FAMILIES.values())
 # Keys of datasets that only some families read.
 FAMILY_DATASET_KEYS = frozenset(key for spec in FAMILIES.values() for key in spec.dataset_keys)
 

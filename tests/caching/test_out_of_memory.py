@@ -121,7 +121,7 @@ def test_a_clip_that_does_not_fit_is_encoded_in_slices(caplog: pytest.LogCapture
     expected = HunyuanLatentEncoder(vae, CPU, torch.float32).encode(clip, [1])
     for module in vae.encoder.modules():
         if isinstance(module, nn.Conv3d):
-            module.forward = _limited(module.forward)  # type: ignore[method-assign]
+            module.forward = _limited(module.forward)
     encoder = HunyuanLatentEncoder(vae, CPU, torch.float32)
     encode = ShrinkingEncoder(lambda items: [encoder.encode(items[0], [1])], str, "", encoder.use_less_memory)
     with caplog.at_level(logging.WARNING):

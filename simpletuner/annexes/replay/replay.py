@@ -26,7 +26,7 @@ from simpletuner.annexes.replay.autopsy import (
     facts_of,
 )
 from simpletuner.caching.read import BatchReader
-from simpletuner.config.arguments import Arguments
+from simpletuner.config.sources import Arguments
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.distributed.world import World
 from simpletuner.errors import Problem, UserError, shorten
