@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -254,6 +253,5 @@ def test_partners_that_follow_have_the_size_of_their_source() -> None:
 
 
 def test_limits_are_off_by_default() -> None:
-    rules = make_rules()
-    assert rules.maximum_ratio == math.inf
-    assert rules.place((1, 1)).size == (1024, 1024)
+    assert make_rules().place((1, 1)).size == (1024, 1024)
+    assert make_rules(crop=True).place((9000, 1)).size == (1024, 1024)
