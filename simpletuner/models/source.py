@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from simpletuner.models.spec import FamilySpec, Flavour
 
 INDEX_SUFFIX = ".safetensors.index.json"
 DIFFUSERS_WEIGHTS = "diffusion_pytorch_model"
+MODEL_KEY, VAE_KEY = "pretrained_model_name_or_path", "pretrained_vae_model_name_or_path"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
@@ -255,7 +256,7 @@ class ModelSource:
         for role, component in spec.components.items():
             override = settings[component.override] if component.override else None
             folder = model.pretrained_transformer_subfolder if role == "transformer" else component.folder
-            key = component.override if override and component.override else "pretrained_model_name_or_path"
+            key = component.override if override and component.override else MODEL_KEY
             parts[role] = Part(role, key, override or base, folder, model.revision, model.variant)
         return cls(parts)
 
@@ -319,6 +320,27 @@ def _is_tokenizer(content: Mapping[str, Any]) -> bool:
     model, added = content.get("model"), content.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     return isinstance(vocabulary, dict | list) and len(vocabulary) > 0 and isinstance(added, list)
+
+
+def check_classes(
+    source: ModelSource, flavour: Flavour, transformer_class: str, vae_class: str, channel_keys: tuple[str, str]
+) -> Iterator[Problem]:
+    """Whether transformer and VAE have these classes and the same channels; absent parts are not checked.
+
+    Args:
+        channel_keys: of the number of latent channels, in the config of the transformer and of the VAE.
+    """
+    transformer, vae = source.read_config("transformer"), source.read_config("vae")
+    if transformer is not None and transformer.get("_class_name") != transformer_class:
+        where = f"the transformer in {source['transformer'].location!r}"
+        yield Problem(MODEL_KEY, f"{where} is not a {transformer_class}.")
+    if vae is not None and vae.get("_class_name") != vae_class:
+        where = f"the VAE in {source['vae'].location!r} is a {vae.get('_class_name')}"
+        yield Problem(VAE_KEY, f"{where}, not an {vae_class}, which model_flavour {flavour.name} has.")
+    elif vae is not None and transformer is not None and transformer.get("_class_name") == transformer_class:
+        takes, makes = transformer.get(channel_keys[0]), vae.get(channel_keys[1])
+        if takes != makes:
+            yield Problem(VAE_KEY, f"the VAE has {makes} channels, the transformer {takes}.")
 
 
 def encoder_fault(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tokens: int | None) -> str | None:

@@ -246,7 +246,8 @@ def _plan_family(
     problems.extend(check_packages(config.precision))
     # What follows needs whole datasets: with problems so far it would only report their consequences.
     raise_if_fatal(problems)
-    problems.extend(_check_sizes(config, spec, flavour, sizes, trained))
+    buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}
+    problems.extend(spec.checks.sizes(config, flavour, sizes, buckets))
     same_data = has_same_data(config, resume, trained, seed, problems)
     length = plan_length(config, make_sampler(trained, config, seed))
     problems.extend(check_total(config, length.total_steps))
@@ -272,15 +273,6 @@ def _plan_family(
     )
 
 
-def _check_sizes(
-    config: RunConfig, spec: FamilySpec, flavour: Flavour, sizes: list[tuple[int, int]], trained: list[Dataset]
-) -> Sequence[Problem]:
-    if spec.check_sizes is None:
-        return ()
-    buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}
-    return spec.check_sizes(config, flavour, sizes, buckets)
-
-
 @contextmanager
 def show_download(title: str, total: int, unit: str) -> Iterator[RunningPhase]:
     """Progress on stderr, since the plan itself may go to a pipe."""
@@ -292,7 +284,7 @@ def check_model(config: RunConfig, spec: FamilySpec, flavour: Flavour, source: M
     """Whether the settings fit the family and its checkpoint, and the checkpoint is complete."""
     yield from check_family(config, spec)
     yield from check_flavour(config, spec, flavour)
-    yield from spec.check(config, flavour)
+    yield from spec.checks.settings(config, flavour)
     # The content of a checkpoint that cannot be found or read need not be checked.
     yield from source.problems() or check_parts(spec, flavour, source)
     yield from check_block_numbers(config, spec, source)

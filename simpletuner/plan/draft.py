@@ -107,7 +107,7 @@ class Draft:
         config = resolve(with_family([*self._weaker(), answers], spec.defaults, spec.fixed), problems)
         flavour = find_flavour(config, spec, problems)
         ruled = [*general_problems(config), *family_problems(config, spec)]
-        problems += [*worth_reporting(ruled, config), *spec.check(config, flavour)]
+        problems += [*worth_reporting(ruled, config), *spec.checks.settings(config, flavour)]
         problems += check_block_numbers(config, spec, ModelSource.from_config(spec, flavour, config))
         problems += check_total(config, config.schedule.max_train_steps or 0)
         collect_prompts(config.validation, problems)

@@ -58,11 +58,11 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
             text_encoder_dtype(config.precision),
             text_encoder_storage(config.precision, plan.spec.text_encoders),
         ),
-        template=plan.spec.text_fingerprint(config.family, plan.flavour),
-        max_length=plan.spec.text_length(config.text),
-        bare_template=plan.spec.bare_fingerprint(config.family) if plan.spec.bare_fingerprint else None,
-        clean=plan.spec.clean_caption,
-        prompt_holds_picture=plan.flavour.task in plan.spec.prompt_holds_picture,
+        template=plan.spec.words.fingerprint(config.family, plan.flavour),
+        max_length=plan.spec.words.length(config.text),
+        bare_template=plan.spec.words.bare_fingerprint,
+        clean=plan.spec.words.clean,
+        prompt_holds_picture=plan.flavour.task in plan.spec.words.hold_picture,
     )
     return Catalogue(
         encoders,
@@ -71,7 +71,7 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
         default_text_folder=text_folder(plan),
         compressed={dataset.id: bool(dataset.config.compress_cache) for dataset in plan.datasets},
         compress=plan.config.caching.compress_disk_cache,
-        completed=_completed(plan),
+        completed={each.id: partial(plan.spec.words.of_dataset, each.config) for each in plan.datasets},
         storage={dataset.id: latent_storage(plan, dataset) for dataset in plan.datasets},
         preserved=_preserved(plan),
     )
@@ -82,13 +82,6 @@ def latent_storage(plan: Plan, dataset: Dataset) -> Storage:
     if dataset.config.vae_cache_disable:
         return "never"
     return "ondemand" if plan.config.caching.vae_cache_ondemand else "ahead"
-
-
-def _completed(plan: Plan) -> dict[str, Callable[[str], str]]:
-    complete = plan.spec.dataset_caption
-    if complete is None:
-        return {}
-    return {each.id: partial(complete, each.config) for each in plan.datasets}
 
 
 def _preserved(plan: Plan) -> dict[str, Callable[[str], str]]:

@@ -276,8 +276,7 @@ def _plan_family(
     prompts = named or collect_prompts(config.validation, problems)
     problems.extend(check_prompts(config, prompts))
     sizes = preview_sizes(config, spec, problems)
-    if spec.check_sizes is not None:
-        problems.extend(spec.check_sizes(config, flavour, sizes, {}))
+    problems.extend(spec.checks.sizes(config, flavour, sizes, {}))
     raise_if_fatal(problems)
     return Plan(
         config=config, spec=spec, flavour=flavour, source=source, seed=seed, dataset_file=Path(), datasets=[],

@@ -117,7 +117,7 @@ def longest(survey: Survey, captioner: Captioner, wording: Wording) -> int:
     Raises:
         UserError: too few are left.
     """
-    room = survey.spec.text_room(survey.config.text)
+    room = survey.spec.words.room(survey.config.text)
     left = room - (captioner.count(wording.lead) if wording.lead else 0)
     if left < FEWEST:
         raise UserError(f"--trigger {wording.trigger!r} leaves {left} of {room} tokens (tokenizer_max_length).")

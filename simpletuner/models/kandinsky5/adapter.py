@@ -55,7 +55,7 @@ class Kandinsky5Adapter:
         from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 
         template = select_template(self.options.text_template, TEMPLATES[self.task])
-        length, sees = self.spec.text_length(self.text), self.task in self.spec.prompt_holds_picture
+        length, sees = self.spec.words.length(self.text), self.task in self.spec.words.hold_picture
         return Kandinsky5TextEncoder(self.source, template, length, device, dtype, quantise, sees_pictures=sees)
 
     def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.models.adapter import BlockLayout, TokenRouting, raster_order
 from simpletuner.models.kandinsky5.attention import TextPadding
-from simpletuner.models.kandinsky5.geometry import TILE, TILE_SIDE, is_sparse
+from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE, is_sparse
 
 PATCH = 2  # latent positions per token, on each side
 

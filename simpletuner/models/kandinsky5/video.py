@@ -16,9 +16,9 @@ from simpletuner.models.adapter import CheckpointSetup, PreviewRequest
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.adapter import Kandinsky5Adapter
 from simpletuner.models.kandinsky5.denoiser import channels_last, sample_posterior
-from simpletuner.models.kandinsky5.geometry import is_sparse, rope_scale_of_size
 from simpletuner.models.kandinsky5.loading import StockPipeline
-from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
+from simpletuner.models.kandinsky5.options import is_sparse, rope_scale_of_size
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.loading import attend_by_frame, slice_convolutions
 
 

@@ -47,7 +47,7 @@ class SanaVideoAdapter:
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> SanaTextEncoder:
-        return SanaTextEncoder(self.source, self.options, self.spec.text_length(self.text), device, dtype, quantise)
+        return SanaTextEncoder(self.source, self.options, self.spec.words.length(self.text), device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> WanLatentEncoder:
         vae = load_vae(getattr(diffusers, self.vae_class), self.source["vae"], self.caching, device, dtype)
