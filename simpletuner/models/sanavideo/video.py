@@ -23,11 +23,9 @@ from simpletuner.models.sanavideo.denoiser import (
     token_timesteps,
 )
 from simpletuner.models.sanavideo.options import SanaOptions
-from simpletuner.models.sanavideo.previews import I2V_SHIFT, WITHOUT_TEXT, StockSanaPipelines
+from simpletuner.models.sanavideo.previews import I2V_SHIFT, StockSanaPipelines, usage_snippet
 from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO, vae_class
 from simpletuner.models.sanavideo.text import SanaTextEncoder
-from simpletuner.models.sanavideo.usage import usage_snippet
-from simpletuner.models.usage import Usage
 
 
 class SanaVideoAdapter:
@@ -36,7 +34,7 @@ class SanaVideoAdapter:
     A batch with a condition is trained as i2v, any other as t2v; likewise previews with a source picture.
     """
 
-    spec = SANA_VIDEO
+    spec, usage_snippet = SANA_VIDEO, staticmethod(usage_snippet)
 
     def __init__(self, setup: CheckpointSetup) -> None:
         self.source, self.text, self.caching, self.solver = setup.source, setup.text, setup.caching, setup.solver
@@ -98,16 +96,10 @@ class SanaVideoAdapter:
         """Both pipelines have fixed schedules; `shift` has no effect."""
         encoder = self.load_latent_encoder(device, torch.float32)
         text, picture = (self.load_sampler(shift, from_picture=given) for given in (False, True))
-        return StockSanaPipelines(transformer, encoder, (text, picture), device)
-
-    @staticmethod
-    def usage_snippet(usage: Usage) -> str:
-        return usage_snippet(usage)
+        return StockSanaPipelines(self.source, transformer, encoder, (text, picture), device)
 
     def load_bare_pipeline(self) -> Any:
-        from diffusers import SanaVideoPipeline
-
-        return bare_pipeline(SanaVideoPipeline, SanaVideoTransformer3DModel, self.source["transformer"], WITHOUT_TEXT)
+        return bare_pipeline(diffusers.SanaVideoPipeline, SanaVideoTransformer3DModel, self.source)
 
     def _timesteps(self, noisy: NoisyBatch) -> Tensor:
         """Timesteps as in the pipelines: whole numbers for t2v, one per token with a given frame 0."""
