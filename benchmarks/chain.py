@@ -37,7 +37,7 @@ from benchmarks.timing import Ratio, arguments, compare, interleave, show
 from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
 from simpletuner.caching.fill import _decode, fill_latents, fill_texts, to_pixels
 from simpletuner.caching.read import BatchReader
-from simpletuner.config.arguments import parse_arguments
+from simpletuner.config.sources import parse_arguments
 from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch

@@ -77,7 +77,7 @@ def copy_entries() -> None:
     Raises:
         StopIteration: there is none of some shape.
     """
-    from simpletuner.cli.train import parse_settings
+    from simpletuner.config.sources import parse_settings
     from simpletuner.plan.build import make_plan
     from simpletuner.plan.entries import list_entries, make_catalogue
 

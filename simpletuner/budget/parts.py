@@ -90,7 +90,7 @@ class Parts:
             released=config.optimizer.optimizer_release_gradients and not is_lora,
             state_on_host=offload.offload_optimizer_state,
             multiplies=precision.quantized_matmul,
-            routes=config.tread.routes,
+            routes=tuple(route for technique in self.techniques for route in technique.routes),
             techniques=self.techniques,
             averaged=average_place(config.ema),
             trains=self.trains,

@@ -60,6 +60,7 @@ class FeatureKind:
         cost: (frames, rows, columns of tokens) -> cost per sample.
         unneeded: ids of datasets without it.
         is_cached: computed once, before training; otherwise in every step, by its technique.
+        spared_by: settings with which they need no space; empty if the user has decided.
     """
 
     name: str
@@ -69,6 +70,7 @@ class FeatureKind:
     cost: Callable[[int, int, int], FeatureCost] = lambda frames, rows, columns: FeatureCost()
     unneeded: frozenset[str] = frozenset()
     is_cached: bool = True
+    spared_by: Mapping[str, object] = field(default_factory=dict)
 
     @cached_property
     def identity(self) -> tuple[tuple[str, str | float], ...]:

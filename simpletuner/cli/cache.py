@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from simpletuner.cli.train import PASS_THROUGH, parse_settings, uncollected
+from simpletuner.cli.train import PASS_THROUGH, command_settings, uncollected
 
 if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
@@ -96,4 +96,4 @@ def _plan(tokens: list[str]) -> Plan:
     from simpletuner.plan.build import make_plan
 
     with uncollected():
-        return make_plan(*parse_settings(tokens))
+        return make_plan(*command_settings(tokens))

@@ -46,8 +46,8 @@ class EncoderQuantiser(Protocol):
         """
 
 
-class TextEncoder(Protocol):
-    """Encodes captions exactly as the family's pipeline does at inference.
+class Encoder(Protocol):
+    """Networks of the text encoder's part of a checkpoint.
 
     Attributes:
         device: where the models run.
@@ -59,6 +59,10 @@ class TextEncoder(Protocol):
     @property
     def models(self) -> Sequence[nn.Module]: ...
 
+
+class TextEncoder(Encoder, Protocol):
+    """Encodes captions exactly as the family's pipeline does at inference."""
+
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
         """Encode each request; unpadded embeddings on the CPU."""
 
@@ -67,48 +71,6 @@ class TextEncoder(Protocol):
 
     def truncated(self, caption: str) -> str | None:
         """The truncated end of a caption, or None."""
-
-
-@dataclass(frozen=True)
-class DescriptionRequest:
-    """A picture, or frames of a clip, to describe.
-
-    Attributes:
-        frames: one picture, or an even number of frames of one size at equal intervals.
-        instruction: the task for the model.
-        seconds: time span of the frames; None for a picture.
-    """
-
-    frames: Sequence[Image]
-    instruction: str
-    seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Description:
-    """A text on one line, and whether the model finished it."""
-
-    text: str
-    is_whole: bool
-
-
-class Captioner(Protocol):
-    """Describes pictures and clips with a model of the checkpoint."""
-
-    device: torch.device
-
-    def __init__(
-        self, source: ModelSource, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
-    ) -> None: ...
-
-    @property
-    def models(self) -> Sequence[nn.Module]: ...
-
-    def count(self, text: str) -> int:
-        """Length of a text in tokens."""
-
-    def describe(self, requests: Sequence[DescriptionRequest], most: int) -> list[Description]:
-        """Describe the requests in at most `most` tokens each; deterministic."""
 
 
 class LatentEncoder(Protocol):

@@ -1,20 +1,18 @@
-"""The model families. Importing this module completes the option schema: families declare a part of it."""
+"""The model families."""
 
 from __future__ import annotations
 
-import pkgutil
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from simpletuner.config.schema import declare_families
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.spec import FamilySpec
 
 if TYPE_CHECKING:
-    from simpletuner.models.adapter import Captioner, FamilyAdapter
+    from simpletuner.models.adapter import FamilyAdapter
 
 FAMILIES: dict[str, FamilySpec] = {spec.name: spec for spec in (KANDINSKY5_IMAGE, KANDINSKY5_VIDEO, SANA_VIDEO)}
-declare_families(spec.options for spec in FAMILIES.values())
 # Keys of datasets that only some families read.
 FAMILY_DATASET_KEYS = frozenset(key for spec in FAMILIES.values() for key in spec.words.dataset_keys)
 
@@ -26,11 +24,5 @@ def canonical_family_name(name: str) -> str:
 
 def load_adapter(spec: FamilySpec) -> type[FamilyAdapter]:
     """Import the adapter class that a spec names, and torch with it."""
-    adapter: type[FamilyAdapter] = pkgutil.resolve_name(spec.adapter)
+    adapter: type[FamilyAdapter] = resolve_name(spec.adapter)
     return adapter
-
-
-def load_captioner(spec: FamilySpec) -> type[Captioner]:
-    """Import the captioner class that a spec names, and torch with it."""
-    captioner: type[Captioner] = pkgutil.resolve_name(spec.words.captioner or "")
-    return captioner

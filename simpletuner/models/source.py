@@ -170,10 +170,10 @@ class Part:
     def tokens(self) -> int | None:
         """The number of tokens of a tokenizer; None if it has no tokenizer.json on this machine."""
         folder = self.local_folder()
-        content = folder and read_object(folder / "tokenizer.json")
-        return content and max(
-            len(content["model"]["vocab"]), *(token["id"] + 1 for token in content["added_tokens"]), 0
-        )
+        content = read_object(folder / "tokenizer.json") if folder else None
+        if content is None:
+            return None
+        return max(len(content["model"]["vocab"]), *(token["id"] + 1 for token in content["added_tokens"]), 0)
 
     def _has_variant(self, path: Path) -> bool:
         """Whether a weight file has the chosen variant: `model.fp16.safetensors`, `model.fp16-00001-of-…`."""

@@ -47,17 +47,14 @@ from simpletuner.speed.attention import kernel_chooser
 from simpletuner.speed.compile import compile_blocks
 from simpletuner.speed.first_gradients import FirstGradients
 from simpletuner.speed.recomputation import enable_checkpointing
-from simpletuner.techniques.base import Site, Technique
-from simpletuner.techniques.hidden_states import HiddenStates
+from simpletuner.techniques.base import HiddenStates, Site, Technique
 from simpletuner.training.frozen import blocks_to_stream, load_frozen
-from simpletuner.training.full import FullModel
-from simpletuner.training.host_state import HostState
 from simpletuner.training.lora import add_lora, start_from
 from simpletuner.training.meter import count_flops
 from simpletuner.training.optimizers import build_optimizer
-from simpletuner.training.release import GradientRelease
+from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.training.state import Assembly, StepSettings
-from simpletuner.training.trained import Trained
+from simpletuner.training.trained import FullModel, Trained
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.caching import fill
 from simpletuner.caching.catalogue import Share
 from simpletuner.caching.read import BatchReader, CacheStore
-from simpletuner.cli.train import parse_settings
+from simpletuner.config.sources import parse_settings
 from simpletuner.data.files import MediaError
 from simpletuner.distributed.joining import connect
 from simpletuner.distributed.launching import shared_events

@@ -16,7 +16,7 @@ from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.replay import autopsy
 from simpletuner.caching.fill import write_latents
 from simpletuner.caching.read import CacheStore
-from simpletuner.cli.train import parse_settings
+from simpletuner.config.sources import parse_settings
 from simpletuner.reporting.events import EventStream
 from simpletuner.run import train as run_train
 from simpletuner.training import step

@@ -23,8 +23,8 @@ from simpletuner.annexes.page.project import CONFIG_NAME, EXAMPLE, Project, Refu
 from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
 from simpletuner.atomic import write_json
 from simpletuner.config.load import canonical
-from simpletuner.config.locate import DATASET_FILE, ENV_VARIABLES, example_names, read_config_file
 from simpletuner.config.schema import all_options
+from simpletuner.config.sources import DATASET_FILE, ENV_VARIABLES, example_names, read_config_file
 from simpletuner.distributed.requests import Request, make_request
 from simpletuner.errors import UserError
 from simpletuner.models.lora_keys import LORA_FILE

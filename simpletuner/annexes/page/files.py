@@ -29,8 +29,8 @@ from simpletuner.annexes.page.project import EXAMPLE, Project, Refusal, problems
 from simpletuner.atomic import write_json
 from simpletuner.config.datasets import read_datasets
 from simpletuner.config.json_files import json_kind, read_json
-from simpletuner.config.locate import EXAMPLES, dataset_file, example_names
 from simpletuner.config.schema import main_name
+from simpletuner.config.sources import EXAMPLES, dataset_file, example_names
 from simpletuner.errors import Problem
 from simpletuner.plan.draft import Draft
 from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact

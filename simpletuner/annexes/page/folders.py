@@ -13,9 +13,9 @@ from typing import Any
 from simpletuner.annexes.page.project import Project, Refusal
 from simpletuner.config.datasets import PATH_KEYS, DatasetConfig
 from simpletuner.config.load import Layer, canonical
-from simpletuner.config.locate import resolve_alias
 from simpletuner.config.option import JSON_OR_FILE
 from simpletuner.config.schema import all_options
+from simpletuner.config.sources import resolve_alias
 from simpletuner.config.values import parse_path
 from simpletuner.errors import Problem
 

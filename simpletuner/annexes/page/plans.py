@@ -29,10 +29,9 @@ from simpletuner.annexes.page.project import (
     read_object,
 )
 from simpletuner.atomic import write_json
-from simpletuner.config.arguments import EXTRA_ARGUMENTS, parse_arguments
 from simpletuner.config.datasets import read_datasets
 from simpletuner.config.json_files import json_kind
-from simpletuner.config.locate import DATASET_FILE, read_env_file, read_env_layer
+from simpletuner.config.sources import DATASET_FILE, EXTRA_ARGUMENTS, parse_arguments, read_env_file, read_env_layer
 from simpletuner.errors import Problem
 from simpletuner.plan.draft import Draft, Judgement
 from simpletuner.redaction import redact

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from simpletuner.config.json_files import json_kind, parse_json
-from simpletuner.config.locate import EXAMPLES, example_names
+from simpletuner.config.sources import EXAMPLES, example_names
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.redaction import redact
 from simpletuner.reporting.html import POLICY

@@ -35,8 +35,8 @@ from simpletuner.reporting.sheet import Sheet
 from simpletuner.run.caches import CacheFiller, build_adapter, complete_catalogue, fetch
 from simpletuner.run.train import prepare_machine
 from simpletuner.run.watchers import build_subjects
-from simpletuner.training.applied import applied_loras
 from simpletuner.training.assemble import load_for_sampling, make_accelerator
+from simpletuner.training.lora_files import applied_loras
 from simpletuner.validation.runner import Renderer, Subject
 
 CELLS = "cells"  # folder of what a sweep renders

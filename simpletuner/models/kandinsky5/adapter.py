@@ -26,6 +26,7 @@ from simpletuner.models.loading import (
     with_solver,
 )
 from simpletuner.models.spec import FamilySpec
+from simpletuner.models.usage import Usage
 
 if TYPE_CHECKING:
     from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
@@ -44,7 +45,6 @@ class Kandinsky5Adapter:
     spec: FamilySpec
     vae_class: Any
     encoder_class: Callable[[Any, torch.device, torch.dtype], LatentEncoder]
-    usage_snippet = staticmethod(usage_snippet)
 
     def __init__(self, setup: CheckpointSetup) -> None:
         self.source, self.text, self.caching, self.solver = setup.source, setup.text, setup.caching, setup.solver
@@ -79,6 +79,10 @@ class Kandinsky5Adapter:
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
         return fast.store_in_bf16(transformer)
+
+    @staticmethod
+    def usage_snippet(usage: Usage) -> str:
+        return usage_snippet(usage)
 
     def load_bare_pipeline(self) -> Any:
         return bare_pipeline(self._pipeline_class(), Kandinsky5Transformer3DModel, self.source)

@@ -26,6 +26,7 @@ from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.previews import I2V_SHIFT, StockSanaPipelines, usage_snippet
 from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO, vae_class
 from simpletuner.models.sanavideo.text import SanaTextEncoder
+from simpletuner.models.usage import Usage
 
 
 class SanaVideoAdapter:
@@ -34,7 +35,7 @@ class SanaVideoAdapter:
     A batch with a condition is trained as i2v, any other as t2v; likewise previews with a source picture.
     """
 
-    spec, usage_snippet = SANA_VIDEO, staticmethod(usage_snippet)
+    spec = SANA_VIDEO
 
     def __init__(self, setup: CheckpointSetup) -> None:
         self.source, self.text, self.caching, self.solver = setup.source, setup.text, setup.caching, setup.solver
@@ -97,6 +98,10 @@ class SanaVideoAdapter:
         encoder = self.load_latent_encoder(device, torch.float32)
         text, picture = (self.load_sampler(shift, from_picture=given) for given in (False, True))
         return StockSanaPipelines(self.source, transformer, encoder, (text, picture), device)
+
+    @staticmethod
+    def usage_snippet(usage: Usage) -> str:
+        return usage_snippet(usage)
 
     def load_bare_pipeline(self) -> Any:
         return bare_pipeline(diffusers.SanaVideoPipeline, SanaVideoTransformer3DModel, self.source)
