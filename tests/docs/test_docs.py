@@ -84,7 +84,7 @@ def check_settings(config: RunConfig) -> list[Problem]:
     """What the family and the flavour of a block say to its settings."""
     spec = FAMILIES[config.model.model_family]
     flavour = spec.flavour(config.model.model_flavour)
-    return [*check_family(config, spec), *check_flavour(config, spec, flavour), *spec.check(config, flavour)]
+    return [*check_family(config, spec), *check_flavour(config, spec, flavour), *spec.checks.settings(config, flavour)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
