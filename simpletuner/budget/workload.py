@@ -140,8 +140,8 @@ def buckets_of(plan: Plan) -> list[Bucket]:
 def prompt_length(plan: Plan, picture: tuple[int, int] | None) -> int:
     """Text tokens of the longest allowed prompt, including a source picture if the prompt holds it."""
     cost = plan.spec.cost
-    held = picture if picture and plan.flavour.task in plan.spec.prompt_holds_picture else None
-    longest = plan.spec.text_length(plan.config.text)
+    held = picture if picture and plan.flavour.task in plan.spec.words.hold_picture else None
+    longest = plan.spec.words.length(plan.config.text)
     return cost.padded_text or longest + (cost.picture_tokens(*held) if held else 0)
 
 
@@ -301,7 +301,7 @@ def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
 
 def _dropped_parameters(plan: Plan, encoders: Sequence[Part]) -> int:
     """Parameters of the text encoders that are dropped once they are loaded; as published if none is given."""
-    sees, cost = plan.flavour.task in plan.spec.prompt_holds_picture, plan.spec.cost
+    sees, cost = plan.flavour.task in plan.spec.words.hold_picture, plan.spec.cost
     if not encoders:
         return cost.head_parameters + (0 if sees else cost.vision_parameters)
     names = ("lm_head.",) if sees else ("lm_head.", "visual.")

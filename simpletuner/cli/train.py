@@ -21,7 +21,7 @@ from simpletuner.errors import ConfigError, Problem, UserError
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
     from simpletuner.cli.server import ServePage
-    from simpletuner.config.arguments import Arguments
+    from simpletuner.config.sources import Arguments
     from simpletuner.data.discovery import Scan
     from simpletuner.plan.build import Plan
     from simpletuner.reporting.events import EventStream
@@ -74,7 +74,7 @@ def train(
         raise UserError("--bisect needs --replay FOLDER, which goes without --dry-run and --page.")
     if no_auth and not (page or page_port):
         raise UserError("--no-auth needs --page: it lets other users of this machine use the page.")
-    arguments, problems = parse_settings(context.args)
+    arguments, problems = command_settings(context.args)
     if dry_run:
         _show_plan(arguments, problems)
         return
@@ -128,10 +128,10 @@ def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
 def start_limit(arguments: Arguments) -> float:
     """`start_timeout` of the configuration; what is wrong with that is reported by all processes together."""
     from simpletuner.config.launch import LaunchConfig
-    from simpletuner.plan.build import read_settings
+    from simpletuner.plan.settings import read_layers, resolve_layers
 
     try:
-        return read_settings(arguments, [])[0].launch.start_timeout
+        return resolve_layers(read_layers(arguments, [])[0], [])[0].launch.start_timeout
     except ConfigError:
         return LaunchConfig().start_timeout
 
@@ -264,7 +264,7 @@ def plan(
     cached: Cached = False,
 ) -> None:
     """Check everything that needs no weights, and print what a run would do, how long it takes and what it needs."""
-    arguments, problems = parse_settings(context.args, cached=cached)
+    arguments, problems = command_settings(context.args, cached=cached)
     planned = {"plan_device_memory_gb": device_memory, "num_processes": devices, "num_machines": machines}
     arguments.settings.extend((key, value) for key, value in planned.items() if value is not None)
     if as_json:
@@ -315,13 +315,11 @@ def configure(
     run_session(file, Talk(defaults=defaults))
 
 
-def parse_settings(tokens: list[str], *, cached: bool = False) -> tuple[Arguments, list[Problem]]:
+def command_settings(tokens: list[str], *, cached: bool = False) -> tuple[Arguments, list[Problem]]:
     """The settings on the command line, and problems of their syntax; `cached` is the option of that name."""
-    import simpletuner.models.registry  # noqa: F401 - families declare options of their own
-    from simpletuner.config.arguments import parse_arguments
+    from simpletuner.config.sources import parse_settings
 
-    problems: list[Problem] = []
-    arguments = parse_arguments(tokens, problems)
+    arguments, problems = parse_settings(tokens)
     arguments.collect = partial(_collect_remote, fetches=not cached)
     return arguments, problems
 

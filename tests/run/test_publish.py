@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from simpletuner.annexes.fitting.ready import ready_plan
-from simpletuner.cli.train import parse_settings
 from simpletuner.config.schema import EmaConfig
+from simpletuner.config.sources import parse_settings
 from simpletuner.errors import NonFiniteError
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import FAMILIES
