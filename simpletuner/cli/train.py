@@ -274,8 +274,8 @@ def plan(
 
 
 def _print_json(arguments: Arguments, problems: list[Problem]) -> None:
-    from simpletuner.annexes.fitting.document import plan_json
     from simpletuner.annexes.fitting.ready import weigh_plan
+    from simpletuner.annexes.fitting.show import plan_json
     from simpletuner.config.load import raise_if_fatal
 
     try:

@@ -1,20 +1,26 @@
-"""The plan as text: what will run, on which data and device, with which settings and at what cost."""
+"""The plan: what will run, on which data and device, with which settings and at what cost.
+
+As text for people, and as one JSON document for programs (`simpletuner plan --json`).
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, TextIO
 
 from simpletuner.annexes.fitting.fit import find_ways, way_of
 from simpletuner.budget.budget import Budget, preview_rounds, remaining_seconds, remaining_steps
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.disk import feature_costs, find_writings
+from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
 from simpletuner.config.schema import all_options
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
+from simpletuner.errors import Problem
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated
 from simpletuner.redaction import redact_settings
@@ -23,6 +29,7 @@ from simpletuner.reporting.progress import in_red
 logger = logging.getLogger(__name__)
 # Of longer ledgers, only counts and rejected files are shown.
 LONGEST_LEDGER = 60
+MOST_LEFT_OUT = 200  # files of a dataset that are listed with their reason; the plan in the terminal lists all
 MISSING_GPU = "device"  # `where` of the warning about a missing GPU, which is shown first
 
 
@@ -85,16 +92,17 @@ def _length_lines(plan: Plan) -> Iterator[str]:
 
 
 def _setting_lines(plan: Plan) -> Iterator[str]:
-    values = redact_settings(plan.config.flat())
-    changed = [name for name in all_options() if plan.config.origins[name] != "default"]
-    width = max((len(name) for name in changed), default=0)
-    for name in changed:
-        yield f"  {name:<{width}}  {_written(values[name])}  ({plan.config.origins[name]})"
+    changed = changed_settings(plan)
+    width = max((len(name) for name, _, _ in changed), default=0)
+    for name, value, origin in changed:
+        written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        yield f"  {name:<{width}}  {written}  ({origin})"
 
 
-def _written(value: Any) -> str:
-    """A value as in config.json; strings without quotes."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:
+    """Settings that differ from their defaults, with value and origin; secrets are redacted."""
+    values, origins = redact_settings(plan.config.flat()), plan.config.origins
+    return [(name, values[name], origins[name]) for name in all_options() if origins[name] != "default"]
 
 
 def _count(number: int, word: str, words: str = "") -> str:
@@ -118,14 +126,12 @@ def _ledger_lines(dataset: Dataset) -> Iterator[str]:
 def _fate(entry: LedgerEntry) -> str:
     if entry.use or entry.geometry is None or entry.original_size is None:
         return f"not used, {entry.use}"
-    geometry = entry.geometry
-    width, height = geometry.size
-    left, top = geometry.crop
-    size = f"{entry.original_size[0]}x{entry.original_size[1]}"
-    resized = f"{geometry.resized[0]}x{geometry.resized[1]}"
+    left, top = entry.geometry.crop
+    size, resized, cropped = (f"{width}x{height}" for width, height in
+                              (entry.original_size, entry.geometry.resized, entry.geometry.size))  # fmt: skip
     frames = f"{entry.frames} frames, " if entry.frames > 1 else ""
-    fitted = f"resized to {resized}, cropped to {width}x{height} at {left},{top}"
     note = f", {entry.note}" if entry.note else ""
+    fitted = f"resized to {resized}, cropped to {cropped} at {left},{top}"
     return f"{size}, {frames}{fitted}, {_count(entry.captions, 'caption')}{note}"
 
 
@@ -134,20 +140,20 @@ def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if listing is None:
         yield "Caches: the checkpoint will be downloaded first; then everything is encoded once."
         return
-    for what, absent, total in (
-        ("captions and prompts", len(listing.texts.missing), len(listing.texts)),
-        (plan.spec.media_noun, len(listing.ahead.missing), len(listing.ahead)),
-    ):
-        yield f"Cache of {what}: {total - absent} of {total} are there, {absent} to encode"
-    later = len(listing.encoded_in_training)
+    noun, later = plan.spec.media_noun, len(listing.encoded_in_training)
+    for what, entries in (("captions and prompts", listing.texts), (noun, listing.ahead)):
+        yield _cached(what, entries)
     if later:
-        what = f"{later} {plan.spec.media_noun}"
-        yield f"Encoded in training: {what}; the VAE stays on the device, and its time is not counted below"
+        yield f"Encoded in training: {later} {noun}; the VAE stays on the device, and its time is not counted below"
     if listing.features:
-        absent, total = len(listing.features.missing), len(listing.features)
         seconds = duration(feature_costs(plan.spec, listing).flops / budget.device.rates.matmul)
-        time = f" (about {seconds}, and the time to decode them)" if absent else ""
-        yield f"Cache of features: {total - absent} of {total} are there, {absent} to encode{time}"
+        time = f" (about {seconds}, and the time to decode them)" if listing.features.missing else ""
+        yield f"{_cached('features', listing.features)}{time}"
+
+
+def _cached(what: str, entries: Entries[Any]) -> str:
+    absent, total = len(entries.missing), len(entries)
+    return f"Cache of {what}: {total - absent} of {total} are there, {absent} to encode"
 
 
 def _preview_lines(plan: Plan) -> Iterator[str]:
@@ -281,3 +287,91 @@ def duration(seconds: float) -> str:
         if seconds < end:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds / 86400:.0f} days"
+
+
+def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) -> str:
+    """The document; if a fatal problem prevents a plan, it holds only the problems.
+
+    Bytes and seconds are plain numbers; unknown values are `null`.
+    """
+    listed = [{"key": each.where, "message": each.message, "fatal": each.fatal} for each in dict.fromkeys(problems)]
+    judged = {"problems": listed, "ok": not any(problem.fatal for problem in problems)}
+    described = _described(*weighed) if weighed else {}
+    return json.dumps(judged | described, indent=2, ensure_ascii=False)
+
+
+def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
+    device, launch, length = budget.device, budget.config.launch, plan.length
+    training, previews = remaining_seconds(plan, budget)
+    seconds = {"step": budget.step_seconds, "training": training, "previews": previews, "total": training + previews}
+    return {
+        "model": {
+            "family": plan.spec.name,
+            "flavour": plan.flavour.name,
+            "type": plan.config.model.model_type,
+            "location": plan.source["transformer"].location,
+        },
+        "output_dir": str(plan.output_dir),
+        "seed": plan.seed,
+        "settings": {key: {"value": value, "origin": origin} for key, value, origin in changed_settings(plan)},
+        "datasets": [_dataset(dataset) for dataset in plan.datasets],
+        "length": {
+            "steps": length.total_steps,
+            "steps_done": length.total_steps - remaining_steps(plan),
+            "epochs": length.epochs,
+            "batches_per_epoch": length.batches_per_epoch,
+            "finished": plan.is_finished,
+        },
+        "device": {"name": device.name, "memory": device.memory, "usable": device.usable},
+        "memory": [{"phase": each.name, "device": each.device, "host": each.host} for each in budget.phases],
+        "buckets": [
+            {
+                "size": bucket.label,
+                "share": bucket.share,
+                "tokens": step.load.samples * step.load.tokens,
+                "flops": step.cost.executed.total,
+                "memory": step.memory.total,
+                "seconds": step.cost.seconds,
+            }
+            for bucket, step in zip(budget.workload.buckets, budget.steps, strict=True)
+        ],
+        "seconds": seconds,  # without filling the caches
+        "processes": {
+            "count": launch.num_processes,
+            "machines": launch.num_machines,
+            "way": way_of(budget.config),
+            "sent": asdict(budget.sent),
+            "ways": [_way(name, way) for name, way in find_ways(budget).items()],
+        },
+        "disk": [
+            {"what": each.what, "folder": str(each.folder), "bytes": each.total} for each in find_writings(plan, budget)
+        ],
+        "offload_auto": list(budget.decisions),
+    }
+
+
+def _dataset(dataset: Dataset) -> dict[str, Any]:
+    left_out = [{"file": entry.name, "reason": entry.use} for entry in dataset.unused()]
+    return {
+        "id": dataset.id,
+        "files": len(dataset.samples) + len(left_out),
+        "used": len(dataset.samples),
+        "left_out": left_out[:MOST_LEFT_OUT],
+        "trained": dataset.config.is_trained,
+        "repeats": dataset.repeats,
+        "buckets": dataset.sizes(),
+    }
+
+
+def _way(name: str, way: Budget | str) -> dict[str, Any]:
+    if isinstance(way, str):
+        return {"way": name, "fits": False, "excluded": way}
+    device, host = way.peaks
+    return {
+        "way": name,
+        "fits": way.fits,
+        "device": device,
+        "host": host,
+        "sent": way.sent.total,
+        "seconds": way.step_seconds,
+    }
