@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from simpletuner.annexes.trackers.trackers import check_names, check_trackers
 from simpletuner.config.arguments import COMMAND_LINE
 from simpletuner.config.crepa import check_blocks, check_crepa
 from simpletuner.config.json_files import check_unset
@@ -18,6 +17,7 @@ from simpletuner.config.publishing import check_publishing, check_typed
 from simpletuner.config.scheduled_sampling import check_scheduled_sampling
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
+from simpletuner.config.trackers import check_trackers
 from simpletuner.config.tread import check_routes
 from simpletuner.config.webhooks import check_webhooks
 from simpletuner.data.captions import control_token
@@ -186,8 +186,7 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
     yield from check_release(config)
     yield from check_speed(config.speed, config.precision, config.launch)
-    yield from check_trackers(config.tracking.report_to)
-    yield from check_names(config.tracking)
+    yield from check_trackers(config.tracking)
     yield from check_publishing(config.publish, config.tracking.tracker_project_name)
     if config.origins.get("publishing_config") == COMMAND_LINE:
         yield from check_typed(config.publish)

@@ -221,7 +221,7 @@ def _data_uri(mime: str, content: bytes) -> str:
     return f"data:{mime};base64,{base64.b64encode(content).decode('ascii')}"
 
 
-def pick(count: int, items: Sequence[Item]) -> list[Item]:
+def evenly_spaced(count: int, items: Sequence[Item]) -> list[Item]:
     """At most `count` items, evenly spaced."""
     count = min(count, len(items))
     return [items[index * len(items) // count] for index in range(count)]
