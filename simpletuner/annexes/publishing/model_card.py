@@ -14,9 +14,9 @@ from simpletuner.config.optimizers import learning_rate, optimizer_name
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.config.publishing import repository_name
 from simpletuner.plan.build import Plan
+from simpletuner.reporting.curves import evaluation_points
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, Columns, read_media, read_rows
-from simpletuner.reporting.sheet import evaluation_points
 
 PIPELINE_TAGS = {"t2i": "text-to-image", "i2i": "image-to-image", "t2v": "text-to-video", "i2v": "image-to-video"}
 # Settings for one machine.
