@@ -15,9 +15,7 @@ import pytest
 import torch
 import torch._dynamo.guards
 
-import simpletuner.models.registry  # noqa: F401 - the option schema is complete from here on
-from simpletuner.config.arguments import EXTRA_ARGUMENTS
-from simpletuner.config.locate import ENV_VARIABLES, LAUNCH_VARIABLES
+from simpletuner.config.sources import ENV_VARIABLES, EXTRA_ARGUMENTS, LAUNCH_VARIABLES
 from tests.tiny import make_checkpoint
 from tests.tiny_sana import make_sana_checkpoint
 from tests.workspace import Workspace

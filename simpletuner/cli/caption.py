@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from simpletuner.cli.train import Cached, parse_settings, uncollected
+from simpletuner.cli.train import Cached, command_settings, uncollected
 
 PREVIEWED = 3
 
@@ -24,14 +24,14 @@ def caption(
 
     Nothing is overwritten, and a call that was stopped continues when repeated. Settings follow as in train.
     """
-    from simpletuner.plan.build import survey
-    from simpletuner.plan.captions import Wording, check_captions, uncaptioned, unread
+    from simpletuner.annexes.captions.wording import Wording, check_captions, uncaptioned, unread
+    from simpletuner.plan.build import make_plan
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
 
-    arguments, problems = parse_settings(context.args)
+    arguments, problems = command_settings(context.args)
     wording = Wording(style, trigger)
-    found = survey(arguments, problems)
+    found = make_plan(arguments, problems, "survey")
     check_captions(found, wording, dataset)
     files = list(uncaptioned(found.datasets, dataset))[:limit]
     setup_logging()
@@ -61,12 +61,11 @@ def dataset(
 
     No file of a dataset is touched. Settings follow as in train.
     """
-    from simpletuner.plan.build import survey
+    from simpletuner.plan.build import make_plan
     from simpletuner.reporting.progress import shown_events
 
-    arguments, problems = parse_settings(context.args)
-    arguments.fetches = not cached
-    found = survey(arguments, problems)
+    arguments, problems = command_settings(context.args, cached=cached)
+    found = make_plan(arguments, problems, "survey")
     with shown_events() as events:
         from simpletuner.annexes.captions.dataset_page import write_page
 

@@ -18,7 +18,7 @@ TASKS = {"t2i": "text to image", "i2i": "image editing", "t2v": "text to video",
 @app.command("list")
 def list_examples() -> None:
     """The packaged examples, one line each."""
-    from simpletuner.config.locate import example_names
+    from simpletuner.config.sources import example_names
 
     names = example_names()
     width = max(map(len, names))
@@ -31,7 +31,7 @@ def _about(name: str) -> str:
     """What an example trains, from its config."""
     import json
 
-    from simpletuner.config.locate import EXAMPLES_ALIAS, example_file
+    from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
     from simpletuner.models.registry import FAMILIES
 
     config = json.loads(example_file(name).read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def copy_example(
     import json
 
     from simpletuner.atomic import build_folder, write_json
-    from simpletuner.config.locate import example_file
+    from simpletuner.config.sources import example_file
 
     source = example_file(name).parent
     folder = dest or Path("config") / name
@@ -73,7 +73,7 @@ def copy_example(
 
 def _redirect(value: Any, name: str, folder: Path) -> Any:
     """Paths below config/examples/NAME point into the copy; those of other examples stay in the package."""
-    from simpletuner.config.locate import EXAMPLES_ALIAS
+    from simpletuner.config.sources import EXAMPLES_ALIAS
 
     if isinstance(value, dict):
         return {key: _redirect(inner, name, folder) for key, inner in value.items()}

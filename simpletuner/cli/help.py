@@ -38,8 +38,10 @@ def show_help(
 
 def sections_help() -> Iterator[str]:
     """The sections of the settings, and how to look one up."""
+    from simpletuner.config.schema import sections
+
     yield "\nSettings: key=value, --key value or --flag; they override the file. Sections:\n"
-    names = [f"{name} ({len(options)})" for name, options in _sections().items()]
+    names = [f"{name} ({len(options)})" for name, options in sections().items()]
     yield textwrap.fill(", ".join(names), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     yield "\nsimpletuner help KEY explains one, help SECTION a section, help WORD searches."
 
@@ -50,16 +52,15 @@ def settings_help(wanted: str) -> list[str]:
     Raises:
         UserError: nothing is found.
     """
-    import simpletuner.models.registry  # noqa: F401 - families declare options of their own
-    from simpletuner.config.schema import option_names
+    from simpletuner.config.schema import option_names, sections
 
-    names, sections = option_names(), _sections()
+    names, by_section = option_names(), sections()
     name = wanted.lstrip("-").replace("-", "_").lower()
-    mentions = [option for options in sections.values() for option in options if _mentions(option, wanted)]
-    section = next((each for each in sections if each.lower() == wanted.lower()), None)
-    found = sections[section] if section else mentions
+    mentions = [option for options in by_section.values() for option in options if _mentions(option, wanted)]
+    section = next((each for each in by_section if each.lower() == wanted.lower()), None)
+    found = by_section[section] if section else mentions
     if name in names:
-        own = sections.get(section or "", [])
+        own = by_section.get(section or "", [])
         others = [each for each in mentions if each not in own and each.name != names[name].name]
         rest = [line for each in own if each.name != names[name].name for line in summary(each)]
         return [*explain_key(names[name]), *_see_also(others), *rest]
@@ -109,20 +110,7 @@ def allowed(option: Option) -> str:
 
 def default_of(option: Option) -> str:
     """The default in words."""
-    if option.default_note:
-        return option.default_note.replace("`", "")
-    if option.required:
-        return "none, must be set"
-    if isinstance(option.default, bool):
-        return str(option.default).lower()
-    return "not set" if option.default is None else str(option.default)
-
-
-def _sections() -> dict[str, list[Option]]:
-    import simpletuner.models.registry  # noqa: F401 - families declare options of their own
-    from simpletuner.config.schema import sections
-
-    return sections()
+    return option.default_text.replace("`", "") or "not set"
 
 
 def _mentions(option: Option, wanted: str) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from simpletuner.cli.train import parse_settings
+from simpletuner.cli.train import command_settings
 from simpletuner.errors import Problem, SimpleTunerError, UserError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _settings(output_dir: Path, tokens: list[str], problems: list[Problem]) -> t
     recorded = read_json(whole[-1].path / "config.json", []) if whole else None
     if not isinstance(recorded, dict):
         raise UserError(f"{str(output_dir)!r} is not the output folder of a run: it has no checkpoint.")
-    arguments, found = parse_settings(tokens)
+    arguments, found = command_settings(tokens)
     problems.extend(found)
     given = canonical(arguments.layer(), problems)
     for key in sorted(given.keys() - PublishConfig.model_fields.keys()):
@@ -79,8 +79,8 @@ def _settings(output_dir: Path, tokens: list[str], problems: list[Problem]) -> t
 def _stores_with_keys(origin: str, recorded: Any, problems: list[Problem]) -> Any:
     """`publishing_config` as it stands in the config file of the run, with the keys that are recorded nowhere else."""
     from simpletuner.config.load import canonical
-    from simpletuner.config.locate import read_config_file
     from simpletuner.config.publishing import KEY
+    from simpletuner.config.sources import read_config_file
 
     found: list[Problem] = []
     values = canonical(read_config_file(Path(origin), found), found) if Path(origin).is_file() else {}

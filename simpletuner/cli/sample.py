@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from simpletuner.cli.train import parse_settings, prepare_output, uncollected
+from simpletuner.cli.train import command_settings, prepare_output, uncollected
 
 if TYPE_CHECKING:
     from simpletuner.errors import Problem
@@ -108,7 +108,7 @@ def _planned(
     from simpletuner.reporting.progress import shown_events
 
     source = tokens[0] if tokens and (Path(tokens[0]).exists() or not re.match("--|[^=]+=", tokens[0])) else None
-    arguments, found = parse_settings(tokens[source is not None :])
+    arguments, found = command_settings(tokens[source is not None :])
     problems.extend(found)
     arguments.settings = [(SHORT.get(plain_key(key), key), value) for key, value in arguments.settings]
     folder = output or Path("samples") / f"sweep-{Path(source or '').resolve().name}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from simpletuner.annexes.publishing.upload import Destination
     from simpletuner.budget.budget import Budget
     from simpletuner.cli.server import ServePage
-    from simpletuner.config.arguments import Arguments
+    from simpletuner.config.sources import Arguments
+    from simpletuner.data.discovery import Scan
     from simpletuner.plan.build import Plan
     from simpletuner.reporting.events import EventStream
     from simpletuner.run.companions import Companion
@@ -75,7 +76,7 @@ def train(
         raise UserError("--bisect needs --replay FOLDER, which goes without --dry-run and --page.")
     if no_auth and not (page or page_port):
         raise UserError("--no-auth needs --page: it lets other users of this machine use the page.")
-    arguments, problems = parse_settings(context.args)
+    arguments, problems = command_settings(context.args)
     if dry_run:
         _show_plan(arguments, problems)
         return
@@ -129,10 +130,10 @@ def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
 def start_limit(arguments: Arguments) -> float:
     """`start_timeout` of the configuration; what is wrong with that is reported by all processes together."""
     from simpletuner.config.launch import LaunchConfig
-    from simpletuner.plan.build import read_settings
+    from simpletuner.plan.settings import read_layers, resolve_layers
 
     try:
-        return read_settings(arguments, [])[0].launch.start_timeout
+        return resolve_layers(read_layers(arguments, [])[0], [])[0].launch.start_timeout
     except ConfigError:
         return LaunchConfig().start_timeout
 
@@ -281,8 +282,7 @@ def plan(
     cached: Cached = False,
 ) -> None:
     """Check everything that needs no weights, and print what a run would do, how long it takes and what it needs."""
-    arguments, problems = parse_settings(context.args)
-    arguments.fetches = not cached
+    arguments, problems = command_settings(context.args, cached=cached)
     planned = {"plan_device_memory_gb": device_memory, "num_processes": devices, "num_machines": machines}
     arguments.settings.extend((key, value) for key, value in planned.items() if value is not None)
     if as_json:
@@ -333,10 +333,17 @@ def configure(
     run_session(file, Talk(defaults=defaults))
 
 
-def parse_settings(tokens: list[str]) -> tuple[Arguments, list[Problem]]:
-    """The settings on the command line, and problems of their syntax."""
-    import simpletuner.models.registry  # noqa: F401 - families declare options of their own
-    from simpletuner.config.arguments import parse_arguments
+def command_settings(tokens: list[str], *, cached: bool = False) -> tuple[Arguments, list[Problem]]:
+    """The settings on the command line, and problems of their syntax; `cached` is the option of that name."""
+    from simpletuner.config.sources import parse_settings
 
-    problems: list[Problem] = []
-    return parse_arguments(tokens, problems), problems
+    arguments, problems = parse_settings(tokens)
+    arguments.collect = partial(_collect_remote, fetches=not cached)
+    return arguments, problems
+
+
+def _collect_remote(*entries_and_more: Any, fetches: bool) -> Mapping[str, Scan]:
+    """The door to remote datasets; what is behind it is loaded when a dataset is remote."""
+    from simpletuner.annexes.remote.collect import collect
+
+    return collect(*entries_and_more, fetches=fetches)

@@ -1,33 +1,25 @@
-"""CREPA: its keys, the rules between them, and the vision encoders that they name. Free of torch."""
+"""CREPA: its keys, and the rules between them and others. Free of torch."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.option import Group, common, option, when
+from simpletuner.config.option import TechniqueGroup, common, option, when
 from simpletuner.config.values import Flag, Integer, Number, Text, parse_text
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:
-    from simpletuner.config.datasets import DatasetConfig
+    from simpletuner.config.load import RunConfig
+    from simpletuner.config.tread import Route
+    from simpletuner.data.dataset import Dataset
+    from simpletuner.models.spec import FamilySpec
 
 PATCH = 14  # pixels per side of a patch of DINOv2
 SELF_FLOW = "Self-Flow is not supported: it needs a moving-average teacher and a timestep for every token"
-# Name, width and layers of DINOv2's sizes (Oquab et al., arXiv 2304.07193, table 17); each head is 64 wide.
-SIZES = {"s": ("small", 384, 12), "b": ("base", 768, 12), "l": ("large", 1024, 24), "g": ("giant", 1536, 40)}
-ENCODERS = tuple(f"dinov2_vit{size}14{registers}" for registers in ("", "_reg") for size in SIZES)
-SPELLINGS = re.compile(r"dino_?v2[_-](?:vit)?([sblg])(?:14)?(_reg)?")
-
-
-def canonical_encoder(name: str) -> str | None:
-    """The name in `ENCODERS` that a spelling means, such as `dinov2_vitg14` for `dino_v2_g`; None if none does."""
-    match = SPELLINGS.fullmatch(name.strip().lower())
-    return f"dinov2_vit{match[1]}14{match[2] or ''}" if match else None
 
 
 def _refuse_self_flow(value: object) -> object:
@@ -40,7 +32,7 @@ Source = Annotated[Literal["encoder", "backbone"], BeforeValidator(_refuse_self_
 KernelSize = Annotated[Literal["1", "3", "5", "7"], BeforeValidator(parse_text)]
 
 
-class CrepaConfig(Group):
+class CrepaConfig(TechniqueGroup):
     """CREPA"""
 
     requires = when("crepa_enabled")
@@ -154,70 +146,65 @@ class CrepaConfig(Group):
         rows, columns = (int(side * math.sqrt(ratio) + 1e-9) for ratio in (height / width, width / height))
         return max(rows, 1), max(columns, 1)
 
+    def check(self, config: RunConfig) -> Iterator[Problem]:
+        """Contradictions between the keys."""
+        if not self.crepa_enabled:
+            return
+        yield from self._check_source(config.is_explicit)
+        if self.crepa_scheduler != "constant" and 0 < self.crepa_decay_steps <= self.crepa_warmup_steps:
+            message = f"{self.crepa_decay_steps} is not after crepa_warmup_steps {self.crepa_warmup_steps}, where the"
+            yield Problem("crepa_decay_steps", f"{message} decay begins: the weight drops in one step.", fatal=False)
+        side = self.crepa_encoder_image_size
+        if side % PATCH:
+            below = side // PATCH * PATCH
+            message = f"{side} is not a multiple of {PATCH}; the nearest are {below} and {below + PATCH}."
+            yield Problem("crepa_encoder_image_size", message)
 
-def check_crepa(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
-    """Contradictions between the keys."""
-    if not crepa.crepa_enabled:
-        return
-    yield from _check_source(crepa, is_explicit)
-    if crepa.crepa_scheduler != "constant" and 0 < crepa.crepa_decay_steps <= crepa.crepa_warmup_steps:
-        message = f"{crepa.crepa_decay_steps} is not after crepa_warmup_steps {crepa.crepa_warmup_steps}, where the"
-        yield Problem("crepa_decay_steps", f"{message} decay begins: the weight drops in one step.", fatal=False)
-    side = crepa.crepa_encoder_image_size
-    if side % PATCH:
-        below = side // PATCH * PATCH
-        message = f"{side} is not a multiple of {PATCH}; the nearest are {below} and {below + PATCH}."
-        yield Problem("crepa_encoder_image_size", message)
+    def _check_source(self, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
+        """One source of features, and a teacher that is another block than the student."""
+        source, flag = self.crepa_feature_source, self.crepa_use_backbone_features
+        both = is_explicit("crepa_feature_source") and is_explicit("crepa_use_backbone_features")
+        if both and flag != (source == "backbone"):
+            message = f"{source!r} contradicts crepa_use_backbone_features {str(flag).lower()}; remove one of them."
+            yield Problem("crepa_feature_source", message)
+        teacher, student = self.crepa_teacher_block_index, self.crepa_block_index
+        if not self.from_backbone:
+            return
+        if teacher is None or teacher == student:
+            unset = "is not set" if teacher is None else f"{teacher} is crepa_block_index, too"
+            message = f"{unset}: a block cannot be its own teacher; name a later one."
+            yield Problem("crepa_teacher_block_index", message)
+        elif student is not None and teacher < student:
+            message = f"{teacher} comes before crepa_block_index {student}; a teacher is a later block."
+            yield Problem("crepa_teacher_block_index", message, fatal=False)
 
+    def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
+        """Frames to align, and blocks that the model has."""
+        if not self.crepa_enabled:
+            return
+        if spec.media != "video" and not self.irepa_enabled:
+            message = f"aligns the frames of clips, and {spec.title} makes pictures;"
+            yield Problem("crepa_enabled", f"{message} irepa_enabled too aligns a picture.")
+        chosen = {"crepa_block_index": self.crepa_block_index}
+        if self.from_backbone:
+            chosen["crepa_teacher_block_index"] = self.crepa_teacher_block_index
+        for key, block in chosen.items():
+            if block is not None and blocks is not None and block >= blocks:
+                yield Problem(key, f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.")
 
-def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
-    """One source of features, and a teacher that is another block than the student."""
-    both = is_explicit("crepa_feature_source") and is_explicit("crepa_use_backbone_features")
-    if both and crepa.crepa_use_backbone_features != (crepa.crepa_feature_source == "backbone"):
-        flag = str(crepa.crepa_use_backbone_features).lower()
-        message = f"{crepa.crepa_feature_source!r} contradicts crepa_use_backbone_features {flag}; remove one of them."
-        yield Problem("crepa_feature_source", message)
-    teacher = crepa.crepa_teacher_block_index
-    if not crepa.from_backbone:
-        return
-    if teacher is None or teacher == crepa.crepa_block_index:
-        unset = "is not set" if teacher is None else f"{teacher} is crepa_block_index, too"
-        message = f"{unset}: a block cannot be its own teacher; name a later one."
-        yield Problem("crepa_teacher_block_index", message)
-    elif crepa.crepa_block_index is not None and teacher < crepa.crepa_block_index:
-        message = f"{teacher} comes before crepa_block_index {crepa.crepa_block_index}; a teacher is a later block."
-        yield Problem("crepa_teacher_block_index", message, fatal=False)
+    def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
+        """Pixels that are still to be encoded when the teacher is loaded."""
+        for dataset in (each.config for each in datasets if self.needs_encoder and each.config.is_trained):
+            ondemand = "vae_cache_ondemand" if config.caching.vae_cache_ondemand else ""
+            uncached = "vae_cache_disable" if dataset.vae_cache_disable else ondemand
+            later = uncached or ("vae_cache_clear_each_epoch" if dataset.vae_cache_clear_each_epoch else "")
+            if uncached and self.crepa_cache != "off":
+                message = f"{self.crepa_cache!r} needs latents that are cached before training;"
+                yield Problem("crepa_cache", f"{message} with {uncached} use off.")
+            if later and self.crepa_drop_vae_encoder:
+                message = f"with {later} {dataset.id} is encoded during training, which needs that half;"
+                yield Problem("crepa_drop_vae_encoder", f"{message} remove one of them.")
 
-
-def check_blocks(crepa: CrepaConfig, blocks: int | None) -> Iterator[Problem]:
-    """Check that the model has the blocks.
-
-    Args:
-        blocks: their number; None if the checkpoint is not on this machine.
-    """
-    if not crepa.crepa_enabled or blocks is None:
-        return
-    chosen = {"crepa_block_index": crepa.crepa_block_index}
-    if crepa.from_backbone:
-        chosen["crepa_teacher_block_index"] = crepa.crepa_teacher_block_index
-    for key, block in chosen.items():
-        if block is not None and block >= blocks:
-            yield Problem(key, f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.")
-
-
-def check_latents(crepa: CrepaConfig, dataset: DatasetConfig, ondemand: bool) -> Iterator[Problem]:
-    """Pixels that are still to be encoded when the teacher is loaded.
-
-    Args:
-        ondemand: value of `vae_cache_ondemand`.
-    """
-    if not crepa.needs_encoder or not dataset.is_trained:
-        return
-    uncached = "vae_cache_disable" if dataset.vae_cache_disable else "vae_cache_ondemand" if ondemand else ""
-    later = uncached or ("vae_cache_clear_each_epoch" if dataset.vae_cache_clear_each_epoch else "")
-    if uncached and crepa.crepa_cache != "off":
-        message = f"{crepa.crepa_cache!r} needs latents that are cached before training; with {uncached} use off."
-        yield Problem("crepa_cache", message)
-    if later and crepa.crepa_drop_vae_encoder:
-        message = f"with {later} {dataset.id} is encoded during training, which needs that half; remove one of them."
-        yield Problem("crepa_drop_vae_encoder", message)
+    @property
+    def late(self) -> Mapping[str, str]:
+        return {"crepa_warmup_steps": "crepa_lambda is never reached"} if self.crepa_enabled else {}

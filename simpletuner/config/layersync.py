@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from simpletuner.config.option import Group, common, option, when
+from simpletuner.config.option import TechniqueGroup, common, option, when
 from simpletuner.config.tread import Route
 from simpletuner.config.values import Flag, Integer, Number
 from simpletuner.errors import Problem
+
+if TYPE_CHECKING:
+    from simpletuner.models.spec import FamilySpec
 
 # The authors' weights: for training from scratch, and in their LoRA for Wan, both in github.com/vita-epfl/LayerSync.
 DEFAULT_WEIGHTS = {"full": 0.2, "lora": 0.002}
 SWITCH, BLOCKS = "layersync_enabled", ("layersync_student_block", "layersync_teacher_block")
 
 
-class LayerSyncConfig(Group):
+class LayerSyncConfig(TechniqueGroup):
     """LayerSync"""
 
     requires = when(SWITCH)
@@ -37,6 +41,9 @@ class LayerSyncConfig(Group):
     def blocks(self) -> dict[str, int]:
         """The student and the teacher, as far as they are set, by their keys."""
         return {key: block for key in BLOCKS if (block := getattr(self, key)) is not None}
+
+    def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
+        yield from check_layersync(self, routes, blocks)
 
 
 def check_layersync(config: LayerSyncConfig, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:

@@ -22,9 +22,10 @@ from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.loss import LossConfig, MaskedLossConfig, PreservationConfig
 from simpletuner.config.messages import problems_of, unknown_key, with_stand_ins
-from simpletuner.config.option import Group
+from simpletuner.config.option import Group, TechniqueGroup
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
+from simpletuner.config.tread import TreadConfig
 from simpletuner.config.upstream import foreign_key_problem
 from simpletuner.config.values import plain_key
 from simpletuner.config.webhooks import WebhookConfig
@@ -89,7 +90,7 @@ class RunConfig:
     loss: LossConfig
     masked_loss: MaskedLossConfig
     preservation: PreservationConfig
-    tread: schema.TreadConfig
+    tread: TreadConfig
     crepa: CrepaConfig
     layersync: LayerSyncConfig
     scheduled_sampling: ScheduledSamplingConfig
@@ -99,6 +100,12 @@ class RunConfig:
     datasets: schema.DatasetDefaults
     family: FamilyOptions
     origins: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def techniques(self) -> list[TechniqueGroup]:
+        """The groups of all techniques, on or off."""
+        groups = (getattr(self, attribute) for attribute in schema.GROUPS)
+        return [group for group in groups if isinstance(group, TechniqueGroup)]
 
     def is_explicit(self, key: str) -> bool:
         """Whether the user set the key, in a file or on the command line."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from simpletuner.config.option import Group, accepted, common, option, when
+from simpletuner.config.option import Group, TechniqueGroup, accepted, common, option, when
 from simpletuner.config.values import Flag, Integer, Number, Text
 from simpletuner.errors import Problem
+
+if TYPE_CHECKING:
+    from simpletuner.config.load import RunConfig
+    from simpletuner.data.dataset import Dataset
 
 huber = partial(option, requires=when(loss_type=("huber", "smooth_l1")))
 preserved = partial(option, requires=when("preservation_probability"))
@@ -36,7 +40,7 @@ class LossConfig(Group):
         return self.input_perturbation * max(0.0, 1 - step / self.input_perturbation_steps)
 
 
-class MaskedLossConfig(Group):
+class MaskedLossConfig(TechniqueGroup):
     """Masked loss"""
 
     masked_loss_probability: Number = common(
@@ -53,8 +57,14 @@ class MaskedLossConfig(Group):
         requires=when(model_type="lora", because="the base model is the one without the LoRA", fatal=True),
     )
 
+    def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
+        """Masks for what needs them."""
+        if not any(dataset.masks for dataset in datasets if dataset.config.is_trained):
+            for key in filter(config.is_explicit, type(self).model_fields):
+                yield Problem(key, "has no effect: no dataset that is trained has masks.", fatal=False)
 
-class PreservationConfig(Group):
+
+class PreservationConfig(TechniqueGroup):
     """Preservation"""
 
     requires = when("preservation_weight")
@@ -102,16 +112,18 @@ class PreservationConfig(Group):
             return re.compile(r"(?!)")
         return re.compile(rf"(?<!\w){re.escape(self.preservation_trigger)}(?!\w)", re.IGNORECASE)
 
-    def check(self) -> Iterator[Problem]:
+    def check(self, config: RunConfig) -> Iterator[Problem]:
         """A trigger needs what takes its place."""
         if self.is_on and self.preservation_trigger and not self.preservation_prompt:
             message = f"{self.preservation_trigger!r} needs preservation_prompt, the class word to put in its place."
             yield Problem("preservation_trigger", message)
 
-    def check_captions(self, captions: Iterable[str]) -> Iterator[Problem]:
+    def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
         """The trigger must occur in the captions; where it does not, the prompt replaces the whole caption."""
         if not self.is_on or self.preservation_trigger is None:
             return
+        preserving = [each for each in datasets if each.config.is_trained and not each.config.is_regularisation_data]
+        captions = (caption for each in preserving for sample in each.samples for caption in sample.captions)
         named = [bool(self._trigger.search(caption)) for caption in captions]
         if not all(named):
             message = f"{self.preservation_trigger!r} is in {sum(named)} of {len(named)} captions"

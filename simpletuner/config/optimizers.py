@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from simpletuner.config.load import CHOSEN, RunConfig
@@ -83,136 +84,97 @@ SGD: dict[str, OptimizerValue] = {"momentum": 0.0, "dampening": 0.0, "weight_dec
 OPTIMI: dict[str, OptimizerValue] = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.0}
 
 
-def _torch(
-    name: str, settings: Mapping[str, OptimizerValue], *, is_adam: bool = False, moments: int = 2, temporaries: int = 1
-) -> OptimizerSpec:
-    # torch's other fused updates lose momentum that some weights do not have yet, or are not on every GPU.
-    kernels: tuple[UpdateKernel, ...] = ("fused",) if name in ("Adam", "AdamW") else ("foreach",)
-    factory = f"torch.optim:{name}"
-    return OptimizerSpec(
-        factory, settings, is_adam=is_adam, moments=moments, kernels=kernels, temporaries=temporaries
-    )  # fmt: skip
+# What those of one library have in common. torch's other fused updates lose momentum that some weights do not have
+# yet, or are not on every GPU.
+_torch_adam = partial(OptimizerSpec, is_adam=True, kernels=("fused",), temporaries=1)
+_torch = partial(OptimizerSpec, kernels=("foreach",), temporaries=1)
+_optimi = partial(OptimizerSpec, keeps_bf16=True, kernels=("triton", "foreach"))
+_optimi_adam = partial(_optimi, is_adam=True)
+# State that is quantised in blocks of numbers, which a share of a weight has others of.
+_torchao = partial(
+    OptimizerSpec, settings=ADAMW, is_adam=True, keeps_bf16=True, constants={"bf16_stochastic_round": True},
+    package=TORCHAO, element_wise=False, rounds_randomly=True,
+)  # fmt: skip
+_schedule_free = partial(
+    OptimizerSpec, "schedulefree:AdamWScheduleFree", is_adam=True, schedule_free=True, package=SCHEDULE_FREE,
+    per_weight=False, temporaries=1,
+)  # fmt: skip
+_whole_weights = partial(OptimizerSpec, element_wise=False, per_weight=False)
+_bitsandbytes = partial(_whole_weights, package=BITSANDBYTES, moments=1)
 
-
-def _optimi(
-    name: str, settings: Mapping[str, OptimizerValue], *, is_adam: bool = True, moments: int = 2, temporaries: int = 0
-) -> OptimizerSpec:
-    module = "simpletuner.training.second_moment" if is_adam else "optimi"
-    return OptimizerSpec(
-        f"{module}:{name}", settings, is_adam=is_adam, keeps_bf16=True, moments=moments,
-        kernels=("triton", "foreach"), temporaries=temporaries,
-    )  # fmt: skip
-
-
-def _bitsandbytes(
-    name: str, settings: Mapping[str, OptimizerValue], *, is_adam: bool = False, moments: int = 1
-) -> OptimizerSpec:
-    size = 1.0 if name.endswith("8bit") else None
-    factory = f"bitsandbytes.optim:{name}"
-    return OptimizerSpec(
-        factory, settings, is_adam=is_adam, package=BITSANDBYTES, moments=moments, moment_bytes=size,
-        element_wise=False, per_weight=False,
-    )  # fmt: skip
-
-
-def _torchao(name: str, size: float) -> OptimizerSpec:
-    """State that is quantised in blocks of numbers, which a share of a weight has others of."""
-    return OptimizerSpec(
-        f"simpletuner.training.low_bit:{name}", ADAMW, is_adam=True, keeps_bf16=True,
-        constants={"bf16_stochastic_round": True}, package=TORCHAO, moment_bytes=size, element_wise=False,
-        rounds_randomly=True,
-    )  # fmt: skip
-
-
-def _schedule_free(settings: Mapping[str, OptimizerValue]) -> OptimizerSpec:
-    factory = "schedulefree:AdamWScheduleFree"
-    # r weighs late steps in the average, weight_lr_power steps of a high rate.
-    settings = {**settings, "r": 0.0, "weight_lr_power": 2.0}
-    return OptimizerSpec(
-        factory, settings, is_adam=True, schedule_free=True, package=SCHEDULE_FREE, per_weight=False, temporaries=1
-    )  # fmt: skip
-
+DECAYING = "simpletuner.training.optimizers"  # whose second moment decays, see there
+AMSGRAD: dict[str, OptimizerValue] = ADAMW | {"amsgrad": False}
+# r weighs late steps in the average, weight_lr_power steps of a high rate.
+AVERAGED: dict[str, OptimizerValue] = ADAMW | {"r": 0.0, "weight_lr_power": 2.0}
 
 OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
-    "adamw_bf16": _optimi("AdamW", ADAMW | {"eps": 1e-6}),
-    "adamw": _torch("AdamW", ADAMW | {"amsgrad": False}, is_adam=True),
-    "torch-adamw": _torch("AdamW", ADAMW | {"amsgrad": False}, is_adam=True),
-    "torch-adam": _torch("Adam", ADAM | {"amsgrad": False}, is_adam=True),
+    "adamw_bf16": _optimi_adam(f"{DECAYING}:AdamW", ADAMW | {"eps": 1e-6}),
+    "adamw": _torch_adam("torch.optim:AdamW", AMSGRAD),
+    "torch-adamw": _torch_adam("torch.optim:AdamW", AMSGRAD),
+    "torch-adam": _torch_adam("torch.optim:Adam", ADAM | {"amsgrad": False}),
     "torch-nadam": _torch(
-        "NAdam", ADAM | {"momentum_decay": 0.004, "decoupled_weight_decay": False}, is_adam=True, temporaries=2
-    ),
-    "torch-radam": _torch("RAdam", ADAM | {"decoupled_weight_decay": False}, is_adam=True),
-    "torch-adagrad": _torch(
-        "Adagrad",
-        {"lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
-        moments=1,
+        "torch.optim:NAdam", ADAM | {"momentum_decay": 0.004, "decoupled_weight_decay": False}, is_adam=True,
         temporaries=2,
+    ),
+    "torch-radam": _torch("torch.optim:RAdam", ADAM | {"decoupled_weight_decay": False}, is_adam=True),
+    "torch-adagrad": _torch(
+        "torch.optim:Adagrad",
+        {"lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
+        moments=1, temporaries=2,
     ),
     "torch-rmsprop": _torch(
-        "RMSprop",
+        "torch.optim:RMSprop",
         {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False},
-        moments=1,
-        temporaries=2,
+        moments=1, temporaries=2,
     ),
-    "torch-sgd": _torch("SGD", SGD, moments=0),
-    "optimi-adamw": _optimi("AdamW", OPTIMI),
+    "torch-sgd": _torch("torch.optim:SGD", SGD, moments=0),
+    "optimi-adamw": _optimi_adam(f"{DECAYING}:AdamW", OPTIMI),
     # It limits an update by the mean square over the whole weight, for which all but Triton wait weight by weight.
-    "optimi-stableadamw": replace(_optimi("StableAdamW", OPTIMI), element_wise=False, kernels=("triton",)),
-    "optimi-lion": _optimi("Lion", LION, is_adam=False, moments=1, temporaries=1),
-    "optimi-radam": _optimi("RAdam", OPTIMI | {"decouple_wd": False}),
+    "optimi-stableadamw": _optimi_adam(f"{DECAYING}:StableAdamW", OPTIMI, element_wise=False, kernels=("triton",)),
+    "optimi-lion": _optimi("optimi:Lion", LION, moments=1, temporaries=1),
+    "optimi-radam": _optimi_adam(f"{DECAYING}:RAdam", OPTIMI | {"decouple_wd": False}),
     # Its slow weights are averaged without Kahan summation and replace the fast ones, so bf16 would lose updates.
-    "optimi-ranger": replace(
-        _optimi("Ranger", OPTIMI | {"decouple_wd": True, "k": 6, "alpha": 0.5}, moments=3), keeps_bf16=False
+    "optimi-ranger": _optimi_adam(
+        f"{DECAYING}:Ranger", OPTIMI | {"decouple_wd": True, "k": 6, "alpha": 0.5}, moments=3, keeps_bf16=False
     ),
     # Three averages (gradient, its change, its square) with three betas. The only optimi one whose Kahan summation is
     # off by default.
-    "optimi-adan": replace(
-        _optimi("Adan", OPTIMI | {"beta1": 0.98, "beta2": 0.92, "beta3": 0.99}, moments=4),
+    "optimi-adan": _optimi_adam(
+        f"{DECAYING}:Adan", OPTIMI | {"beta1": 0.98, "beta2": 0.92, "beta3": 0.99}, moments=4,
         constants={"kahan_sum": True},
     ),
-    "optimi-adam": _optimi("Adam", OPTIMI | {"decouple_wd": False}),
-    "optimi-sgd": _optimi(
-        "SGD", {"momentum": 0.0, "weight_decay": 0.0, "decouple_wd": False}, is_adam=False, moments=0
-    ),
-    "ao-adamw8bit": _torchao("AdamW8bit", 1 + 4 / 256),
-    "ao-adamw4bit": _torchao("AdamW4bit", 0.5 + 4 / 128),
-    "adamw_schedulefree": _schedule_free(ADAMW),
-    "adamw_schedulefree+aggressive": _schedule_free(ADAMW | {"weight_decay": 1e-3, "eps": 1e-6}),
+    "optimi-adam": _optimi_adam(f"{DECAYING}:Adam", OPTIMI | {"decouple_wd": False}),
+    "optimi-sgd": _optimi("optimi:SGD", {"momentum": 0.0, "weight_decay": 0.0, "decouple_wd": False}, moments=0),
+    "ao-adamw8bit": _torchao("simpletuner.training.low_bit:AdamW8bit", moment_bytes=1 + 4 / 256),
+    "ao-adamw4bit": _torchao("simpletuner.training.low_bit:AdamW4bit", moment_bytes=0.5 + 4 / 128),
+    "adamw_schedulefree": _schedule_free(AVERAGED),
+    "adamw_schedulefree+aggressive": _schedule_free(AVERAGED | {"weight_decay": 1e-3, "eps": 1e-6}),
     # It always trains float32 weights, where Kahan summation changes nothing.
-    "adamw_schedulefree+no_kahan": _schedule_free(ADAMW),
-    "soap": OptimizerSpec(
+    "adamw_schedulefree+no_kahan": _schedule_free(AVERAGED),
+    "soap": _whole_weights(
         "pytorch_optimizer:SOAP",
         {"beta1": 0.95, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "precondition_frequency": 10},
-        is_adam=True,
-        package=PYTORCH_OPTIMIZER,
-        moments=4,
-        element_wise=False,
-        per_weight=False,
+        is_adam=True, package=PYTORCH_OPTIMIZER, moments=4,
     ),
     "muon": OptimizerSpec(
-        "simpletuner.training.optimizers:MuonWithAdamW",
-        {"momentum": 0.95, "nesterov": True, "ns_steps": 5, **ADAMW},
-        is_adam=True,
+        f"{DECAYING}:MuonWithAdamW", {"momentum": 0.95, "nesterov": True, "ns_steps": 5, **ADAMW}, is_adam=True,
         element_wise=False,
     ),
-    "prodigy": OptimizerSpec(
+    "prodigy": _whole_weights(
         "prodigyopt:Prodigy",
         ADAM | {"d0": 1e-6, "d_coef": 1.0, "use_bias_correction": False, "safeguard_warmup": False},
-        is_adam=True,
-        package=PRODIGY,
-        moments=4,
-        element_wise=False,
-        per_weight=False,
+        is_adam=True, package=PRODIGY, moments=4,
     ),
-    "bnb-adamw8bit": _bitsandbytes("AdamW8bit", ADAMW, is_adam=True, moments=2),
-    "bnb-adamw": _bitsandbytes("AdamW", ADAMW, is_adam=True, moments=2),
-    "bnb-lion8bit": _bitsandbytes("Lion8bit", LION),
-    "bnb-lion": _bitsandbytes("Lion", LION),
-    "bnb-adagrad8bit": _bitsandbytes("Adagrad8bit", {"lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10}),
+    "bnb-adamw8bit": _bitsandbytes("bitsandbytes.optim:AdamW8bit", ADAMW, is_adam=True, moments=2, moment_bytes=1.0),
+    "bnb-adamw": _bitsandbytes("bitsandbytes.optim:AdamW", ADAMW, is_adam=True, moments=2),
+    "bnb-lion8bit": _bitsandbytes("bitsandbytes.optim:Lion8bit", LION, moment_bytes=1.0),
+    "bnb-lion": _bitsandbytes("bitsandbytes.optim:Lion", LION),
+    "bnb-adagrad8bit": _bitsandbytes(
+        "bitsandbytes.optim:Adagrad8bit", {"lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10}, moment_bytes=1.0
+    ),
     # Without momentum it has no state to keep in 8 bits, and raises an error.
-    "bnb-sgd8bit": _bitsandbytes("SGD8bit", SGD | {"momentum": 0.9}),
-}
-
+    "bnb-sgd8bit": _bitsandbytes("bitsandbytes.optim:SGD8bit", SGD | {"momentum": 0.9}, moment_bytes=1.0),
+}  # fmt: skip
 
 BETAS = ("beta1", "beta2", "beta3")
 ADAM_KEYS = {
@@ -266,7 +228,7 @@ def is_lost_in_bf16(beta: float) -> bool:
 
 
 def widens_second_moment(config: OptimizerConfig, mixed_precision: str) -> bool:
-    """Whether the second moment of bf16 weights is kept in float32 (`training.second_moment`)."""
+    """Whether the second moment of bf16 weights is kept in float32 (`training.optimizers.DecayingSquares`)."""
     name, settings = optimizer_name(config, mixed_precision), optimizer_settings(config, mixed_precision)
     spec = OPTIMIZERS[name]
     betas = [float(settings[beta]) for beta in BETAS if beta in settings]

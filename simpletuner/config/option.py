@@ -10,13 +10,19 @@ import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from simpletuner.errors import Problem
+
+if TYPE_CHECKING:  # rooms above this one
+    from simpletuner.config.load import RunConfig
+    from simpletuner.config.tread import Route
+    from simpletuner.data.dataset import Dataset
+    from simpletuner.models.spec import FamilySpec
 
 # More than any key can mean, of steps, weights or sizes: a typo that would take days or gigabytes to show.
 LARGEST_NUMBER = 1_000_000_000
@@ -92,6 +98,37 @@ class Group(BaseModel):
 
     requires: ClassVar[When | None] = None
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TechniqueGroup(Group):
+    """The keys of a technique, and what the plan asks of them; by default nothing is wrong."""
+
+    def check(self, config: RunConfig) -> Iterator[Problem]:
+        """Contradictions between the settings."""
+        yield from ()
+
+    def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
+        """What this model has not or cannot do.
+
+        Args:
+            routes: ranges of blocks that some tokens skip.
+            blocks: number of visual blocks; None if the checkpoint is not on this machine.
+        """
+        yield from ()
+
+    def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
+        """What the datasets lack, or exclude."""
+        yield from ()
+
+    @property
+    def late(self) -> Mapping[str, str]:
+        """Keys that name a step, and what does not happen if the run ends before."""
+        return {}
+
+    @property
+    def related(self) -> Sequence[str]:
+        """Keys of other groups that its result depends on."""
+        return ()
 
 
 def option(
@@ -186,6 +223,11 @@ class Option:
         return names.get(base, "JSON")
 
     @property
+    def default_text(self) -> str:
+        """The default in words, values in backticks; empty if it is unset."""
+        return self.default_note or ("required" if self.required else as_written(self.default))
+
+    @property
     def relations(self) -> dict[str, list[str]]:
         """Its aliases and its conditions on other keys, with a title each."""
         return {
@@ -209,6 +251,13 @@ class Option:
     def limit_text(self) -> str:
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
         return ", ".join(f"{signs[name]} {bound:g}" for name, bound in self.limits.items())
+
+
+def as_written(value: Any) -> str:
+    """A value as JSON has it, in backticks unless it is a word of JSON; empty for None."""
+    if value is None or isinstance(value, bool):
+        return "" if value is None else str(value).lower()
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 
 def describe(name: str, group: type[Group], field: FieldInfo) -> Option:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal
 
-from simpletuner.config.option import Group, common, option, unless, when
+from simpletuner.config.option import TechniqueGroup, common, option, unless, when
 from simpletuner.config.values import Flag, Integer, Number
 from simpletuner.errors import NoEffect, Problem
+
+if TYPE_CHECKING:
+    from simpletuner.config.load import RunConfig
 
 PREFIX = "scheduled_sampling_"
 OFFSET, PROBABILITY, RAMP = (f"{PREFIX}{name}" for name in ("max_step_offset", "probability", "ramp_steps"))
 ramped = partial(option, requires=when(RAMP))
 reflexflow = partial(option, requires=when(f"{PREFIX}reflexflow"))
 
+FINENESS = 1000  # points at which means are computed
 # (a uniform number in [0, 1), the largest offset) -> an offset.
 STRATEGIES: Mapping[str, Callable[[float, int], int]] = {
     "uniform": lambda share, most: int(share * (most + 1)),
@@ -24,7 +29,7 @@ STRATEGIES: Mapping[str, Callable[[float, int], int]] = {
 }
 
 
-class ScheduledSamplingConfig(Group):
+class ScheduledSamplingConfig(TechniqueGroup):
     """Scheduled sampling"""
 
     requires = when(OFFSET)
@@ -85,13 +90,31 @@ class ScheduledSamplingConfig(Group):
         """The offset for a uniform number in [0, 1)."""
         return STRATEGIES[self.scheduled_sampling_strategy](share, self.scheduled_sampling_max_step_offset)
 
+    def mean_passes(self, total_steps: int) -> float:
+        """Mean number of extra forward passes of a sample, over a run of that length."""
+        steps = range(0, max(total_steps, 1), total_steps // FINENESS + 1)
+        offsets = [self.offset_at((index + 0.5) / FINENESS) for index in range(FINENESS)]
+        passes = fmean(offset + (self.compares_clean and offset > 0) for offset in offsets)
+        return fmean(map(self.probability_at, steps)) * passes
 
-def check_scheduled_sampling(config: ScheduledSamplingConfig, sampling_steps: int | None) -> Iterator[Problem]:
-    """Offsets that the sampler of previews can have, with a probability."""
-    offset, ramp = config.scheduled_sampling_max_step_offset, config.scheduled_sampling_ramp_steps
-    if offset and not config.is_on:
-        reason = "probabilities are 0" if ramp else f"{PROBABILITY} is 0"
-        yield NoEffect(OFFSET, f"has no effect: {reason}.")
-    if sampling_steps is not None and offset > sampling_steps:
-        message = f"{offset} is more than the {sampling_steps} steps of the sampler (validation_num_inference_steps)."
-        yield Problem(OFFSET, message)
+    def check(self, config: RunConfig) -> Iterator[Problem]:
+        """Offsets that the sampler of previews can have, with a probability; and no other way to make inputs."""
+        offset, ramp = self.scheduled_sampling_max_step_offset, self.scheduled_sampling_ramp_steps
+        if offset and not self.is_on:
+            reason = "probabilities are 0" if ramp else f"{PROBABILITY} is 0"
+            yield NoEffect(OFFSET, f"has no effect: {reason}.")
+        steps = config.validation.validation_num_inference_steps
+        if steps is not None and offset > steps:
+            message = f"{offset} is more than the {steps} steps of the sampler (validation_num_inference_steps)."
+            yield Problem(OFFSET, message)
+        if config.flow.mixflow_enabled and self.is_on:
+            yield Problem("mixflow_enabled", f"and {OFFSET} exclude each other: both make inputs for the same end.")
+
+    @property
+    def late(self) -> Mapping[str, str]:
+        return {f"{PREFIX}start_step": "no input is rolled out"} if self.is_on else {}
+
+    @property
+    def related(self) -> Sequence[str]:
+        """Its steps are those of the sampler of previews."""
+        return ("validation_num_inference_steps",) if self.is_on else ()

@@ -1,19 +1,21 @@
-"""Token routes (TREAD): the value of `tread_config`, and the blocks it refers to. Free of torch."""
+"""Token routes (TREAD): `tread_config`, and the blocks that it refers to. Free of torch."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from simpletuner.config.option import Group
+from simpletuner.config.option import Group, TechniqueGroup, common
 from simpletuner.config.values import Integer, Number, parse_json_text
 from simpletuner.errors import Problem
 
-KEY = "tread_config"
+if TYPE_CHECKING:
+    from simpletuner.models.spec import FamilySpec
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,26 @@ class RouteGroup(Group):
     routes: Annotated[list[Route], Field(min_length=1)]
 
 
-Routes = Annotated[RouteGroup, BeforeValidator(parse_json_text)]
+class TreadConfig(TechniqueGroup):
+    """TREAD"""
+
+    tread_config: Annotated[RouteGroup, BeforeValidator(parse_json_text)] | None = common(
+        None,
+        'Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}, see docs/TREAD.md.',
+        form="JSON",
+        label="TREAD Routes",
+    )
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """The ranges of blocks that tokens skip; empty without `tread_config`."""
+        return () if self.tread_config is None else tuple(self.tread_config.routes)
+
+    def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
+        yield from check_routes(routes, blocks)
+
+
+_problem = partial(Problem, "tread_config")
 
 
 def check_routes(routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
@@ -101,7 +122,3 @@ def tokens_by_block(routes: Sequence[Route], blocks: int, tokens: int, unit: int
         if kept < tokens // unit:
             counts = [kept * unit if route.first <= block <= route.last else n for block, n in enumerate(counts)]
     return tuple(counts) if min(counts) < tokens else ()
-
-
-def _problem(message: str) -> Problem:
-    return Problem(KEY, message)

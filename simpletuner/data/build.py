@@ -8,24 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from simpletuner.annexes.remote.collect import collect
 from simpletuner.config.datasets import MASKS, DatasetConfig
-from simpletuner.data.buckets import OutsideLimitsError, build_rules
-from simpletuner.data.captions import CaptionError, CaptionSource, Edit, caption_source, captions_for, read_filters
+from simpletuner.data.buckets import build_rules
+from simpletuner.data.captions import CaptionSource, Edit, caption_source, captions_for, read_filters
 from simpletuner.data.chance import order_key
-from simpletuner.data.clips import ClipLengthError, build_clip_rules, check_frame_rate
-from simpletuner.data.context import Announce, DataContext
+from simpletuner.data.clips import build_clip_rules, check_frame_rate
+from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset, check_amount, is_stretched, summarise_rejected, warn_of_enlarged
 from simpletuner.data.discovery import Folder, Scan, read_folder
 from simpletuner.data.entries import check_dataset_file, latent_dir_of, link_partners, text_entry_of
+from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.sample import Rejected, Sample
 from simpletuner.errors import Problem, shorten
 
 
-def build_datasets(
-    configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem], announce: Announce | None = None
-) -> list[Dataset]:
+def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> list[Dataset]:
     """Look at every file of every entry, after downloading those of remote ones.
 
     Args:
@@ -33,7 +31,6 @@ def build_datasets(
         context: the run.
         problems: receives everything that is wrong or worth knowing; nothing is raised. With a fatal one in it,
             nothing is downloaded.
-        announce: starts the display of a download; None shows nothing.
 
     Returns:
         one `Dataset` for each entry of pictures or clips: first those with captions, in file order, then the
@@ -43,7 +40,7 @@ def build_datasets(
     entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries, problems)}) for entry in entries]
     problems.extend(check_dataset_file(configs, entries, context))
     links = link_partners(entries, context, problems)
-    builder = _Builder(entries, context, problems, collect(entries, context, problems, announce))
+    builder = _Builder(entries, context, problems, _collect_remote(entries, context, problems))
     datasets = []
     for written, entry in zip(configs, entries, strict=True):
         if entry.id not in links:
@@ -55,6 +52,17 @@ def build_datasets(
         else:  # the missing folder has been reported; its rules may be wrong as well
             build_rules(entry, context.spec, problems)
     return datasets + builder.conditioning_datasets(datasets)
+
+
+def _collect_remote(
+    entries: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]
+) -> Mapping[str, Scan]:
+    remote = [entry for entry in entries if entry.type != "local"]
+    if context.collect is not None:
+        return context.collect(remote, context, problems) if remote else {}
+    message = "is fetched by an annex: pass its `collect`, as the commands do."
+    problems.extend(Problem(f"{entry.id}.type", f"{entry.type!r} {message}") for entry in remote)
+    return {}
 
 
 @dataclass
@@ -177,33 +185,21 @@ def outcome_of(name: str, dataset: Dataset, captions: CaptionSource) -> Sample |
         dataset: for its rules; its samples are not read.
         captions: where its captions come from.
     """
-    rejected = _without_partner(name, dataset)
-    if rejected is not None:
-        return rejected
-    if dataset.config.metadata_backend == "parquet" and name not in captions.table:
-        return Rejected(dataset.id, name, "not in the table", "is not in the table")
     try:
         return _sample(name, dataset, captions)
-    except OutsideLimitsError as error:
-        return Rejected(dataset.id, name, "outside the limits", str(error))
-    except ClipLengthError as error:
+    except LeftOutError as error:
         return Rejected(dataset.id, name, error.reason, str(error))
-    except CaptionError as error:
-        return Rejected(dataset.id, name, "no caption", str(error))
-
-
-def _without_partner(name: str, dataset: Dataset) -> Rejected | None:
-    for partners in dataset.partners:
-        partner = partners.facts_for(name)
-        if partner is None:
-            return Rejected(dataset.id, name, "partner unusable", f"has no partner in {partners.id}")
-        if partner.problem is not None:
-            detail = f"its partner {partners.name_for(name)} {partner.problem}"
-            return Rejected(dataset.id, name, "partner unusable", detail)
-    return None
 
 
 def _sample(name: str, dataset: Dataset, captions: CaptionSource) -> Sample:
+    for partners in dataset.partners:
+        paired = partners.facts_for(name)
+        if paired is None:
+            raise LeftOutError("partner unusable", f"has no partner in {partners.id}")
+        if paired.problem is not None:
+            raise LeftOutError("partner unusable", f"its partner {partners.name_for(name)} {paired.problem}")
+    if dataset.config.metadata_backend == "parquet" and name not in captions.table:
+        raise LeftOutError("not in the table", "is not in the table")
     facts, clips = dataset.facts[name], dataset.clips
     clip = clips.read(facts.clip) if clips and facts.clip else None
     frames = clips.frames_of(clip) if clips and clip else 1

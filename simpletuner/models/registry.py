@@ -1,25 +1,23 @@
-"""The model families. Importing this module completes the option schema: families declare a part of it."""
+"""The model families."""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
-from simpletuner.config.schema import declare_families
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.spec import FamilySpec
 
 if TYPE_CHECKING:
-    from simpletuner.models.adapter import Captioner, FamilyAdapter
+    from simpletuner.models.adapter import FamilyAdapter
 
 FAMILIES: dict[str, FamilySpec] = {
     KANDINSKY5_IMAGE.name: KANDINSKY5_IMAGE,
     KANDINSKY5_VIDEO.name: KANDINSKY5_VIDEO,
     SANA_VIDEO.name: SANA_VIDEO,
 }
-declare_families(spec.options for spec in FAMILIES.values())
 # Keys of datasets that only some families read.
 FAMILY_DATASET_KEYS = frozenset(key for spec in FAMILIES.values() for key in spec.dataset_keys)
 
@@ -31,16 +29,5 @@ def canonical_family_name(name: str) -> str:
 
 def load_adapter(spec: FamilySpec) -> type[FamilyAdapter]:
     """Import the adapter class that a spec names, and torch with it."""
-    adapter: type[FamilyAdapter] = _load(spec.adapter)
+    adapter: type[FamilyAdapter] = resolve_name(spec.adapter)
     return adapter
-
-
-def load_captioner(spec: FamilySpec) -> type[Captioner]:
-    """Import the captioner class that a spec names, and torch with it."""
-    captioner: type[Captioner] = _load(spec.captioner or "")
-    return captioner
-
-
-def _load(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.crepa import ENCODERS, PATCH, SIZES, canonical_encoder
+from simpletuner.config.crepa import PATCH
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.source import HUB_ID, Part
 
-KEY = "crepa_encoder"
 KINDS = ("dinov2", "dinov2_with_registers")
+# Name, width and layers of DINOv2's sizes (Oquab et al., arXiv 2304.07193, table 17); each head is 64 wide.
+SIZES = {"s": ("small", 384, 12), "b": ("base", 768, 12), "l": ("large", 1024, 24), "g": ("giant", 1536, 40)}
+ENCODERS = tuple(f"dinov2_vit{size}14{registers}" for registers in ("", "_reg") for size in SIZES)
+SPELLINGS = re.compile(r"dino_?v2[_-](?:vit)?([sblg])(?:14)?(_reg)?")
 
 
 @dataclass(frozen=True)
 class VisionEncoder:
-    """The encoder that `crepa_encoder` names."""
+    """The encoder that a key names.
+
+    Attributes:
+        otherwise: what needs no encoder, for messages.
+    """
 
     name: str
+    key: str
+    otherwise: str = ""
 
     @cached_property
     def known(self) -> str | None:
-        """The published model of that name; None for a folder or another hub id."""
-        return None if Path(self.name).expanduser().is_dir() else canonical_encoder(self.name)
+        """The published model of that name, such as `dinov2_vitg14` for `dino_v2_g`; None for a folder or hub id."""
+        match = None if Path(self.name).expanduser().is_dir() else SPELLINGS.fullmatch(self.name.strip().lower())
+        return f"dinov2_vit{match[1]}14{match[2] or ''}" if match else None
 
     @cached_property
     def part(self) -> Part:
@@ -35,7 +46,7 @@ class VisionEncoder:
         if self.known is not None:
             registers = "-with-registers" if self.known.endswith("_reg") else ""
             location = f"facebook/dinov2{registers}-{SIZES[self.known[10]][0]}"
-        return Part("vision encoder", KEY, location, "", None, None)
+        return Part("vision encoder", self.key, location, "", None, None)
 
     @property
     def torch_hub_file(self) -> Path:
@@ -60,12 +71,12 @@ class VisionEncoder:
             "num_attention_heads": width // 64, "image_size": 518, "patch_size": PATCH, "use_swiglu_ffn": size == "g",
         }  # fmt: skip
 
-    @property
+    @cached_property
     def width(self) -> int:
-        """Of its features."""
+        """Of its features, as known when it is first asked for: before the encoder is on this machine, as published."""
         return int(self.settings()["hidden_size"])
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Approximate number of weights: twelve matrices of its width per layer."""
         return 12 * int(self.settings()["num_hidden_layers"]) * self.width**2
@@ -79,12 +90,13 @@ class VisionEncoder:
             settings = self.settings()
             kind, patch = settings.get("model_type"), settings.get("patch_size")
             if kind not in KINDS or patch != PATCH:
-                yield Problem(KEY, f"{location!r} is a {kind!r} with patches of {patch} px, not a DINOv2 with {PATCH}.")
+                message = f"{location!r} is a {kind!r} with patches of {patch} px, not a DINOv2 with {PATCH}."
+                yield Problem(self.key, message)
         elif self.part.is_local or not HUB_ID.fullmatch(location):
             fault = f" ({self.part.fault()})" if Path(location).expanduser().is_dir() else ""
             message = f"{self.name!r} is neither one of {', '.join(ENCODERS)} nor a model folder{fault} or hub id."
-            yield Problem(KEY, message + did_you_mean(self.name, ENCODERS))
+            yield Problem(self.key, message + did_you_mean(self.name, ENCODERS))
         elif is_offline_mode():
             places = f"{constants.HF_HUB_CACHE!r} or {str(self.torch_hub_file)!r}"
             message = f"{self.name!r} ({location}) is neither in {places}, and the hub is offline (HF_HUB_OFFLINE)."
-            yield Problem(KEY, f"{message} crepa_feature_source backbone needs no encoder.")
+            yield Problem(self.key, f"{message} {self.otherwise}".rstrip())

@@ -6,27 +6,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from simpletuner.config.arguments import COMMAND_LINE
-from simpletuner.config.crepa import check_blocks, check_crepa
 from simpletuner.config.json_files import check_unset
-from simpletuner.config.layersync import check_layersync
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate
-from simpletuner.config.precision import check_products, check_quantisations, text_encoder_dtype, transformer_dtype
+from simpletuner.config.precision import (
+    check_packages,
+    check_products,
+    check_quantisations,
+    text_encoder_dtype,
+    transformer_dtype,
+)
 from simpletuner.config.publishing import check_publishing, check_typed
-from simpletuner.config.scheduled_sampling import check_scheduled_sampling
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, all_options, family_groups
+from simpletuner.config.sources import COMMAND_LINE
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.trackers import check_trackers
-from simpletuner.config.tread import check_routes
 from simpletuner.config.webhooks import check_webhooks
 from simpletuner.data.captions import control_token
 from simpletuner.errors import NoEffect, Problem, shorten
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault, vae_fault
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.models.vision import VisionEncoder
 from simpletuner.plan.environment import why_no_folder, why_not_writable
 from simpletuner.plan.launch import check_launch, check_offload
+from simpletuner.plan.settings import Purpose, Settings
+from simpletuner.techniques.spec import check_encoders
 from simpletuner.validation.prompts import ValidationPrompt
 
 HIGHEST_USUAL_RATE = 0.1
@@ -36,18 +39,12 @@ RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")
 
 def check_config(config: RunConfig) -> list[Problem]:
     """All problems that show in the settings alone, for every family."""
-    return worth_reporting(general_problems(config), config)
+    return worth_reporting((problem for rule in RULES for problem in rule(config)), config)
 
 
 def check_family(config: RunConfig, spec: FamilySpec) -> list[Problem]:
     """All problems of the settings with this family."""
     return worth_reporting(family_problems(config, spec), config)
-
-
-def general_problems(config: RunConfig) -> Iterator[Problem]:
-    """Those of `check_config` and every key without effect, set or not."""
-    for rule in RULES:
-        yield from rule(config)
 
 
 def unmet(config: RunConfig) -> Iterator[NoEffect]:
@@ -65,6 +62,27 @@ def exclusions(config: RunConfig) -> Iterator[Problem]:
         for other in option.excludes if settings[key] else ():
             if other.holds(settings):
                 yield Problem(key, f"and {other.shown(settings)} exclude each other{other.reason}.")
+
+
+def findings(settings: Settings, purpose: Purpose) -> Iterator[Problem]:
+    """Everything that shows in the settings and their checkpoint, keys without effect included, set or not.
+
+    A survey looks at datasets alone. Samples are made with the settings of a run that gave its warnings, so they need
+    only what makes rendering fail. A draft is judged after each answer, so no file of the checkpoint is looked for.
+    """
+    config, spec, flavour, source = settings.config, settings.spec, settings.flavour, settings.source
+    for rule in SAMPLE_RULES if purpose == "sample" else RULES:
+        yield from rule(config)
+    if purpose == "survey":
+        return
+    yield from family_problems(config, spec)
+    yield from spec.check(config, flavour)
+    yield from check_block_numbers(config, spec, source)
+    if purpose != "draft":
+        yield from check_flavour(config, spec, flavour)
+        # The content of a checkpoint that cannot be found or read need not be checked.
+        yield from source.problems() or check_parts(spec, flavour, source)
+        yield from check_packages(config.precision)
 
 
 def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Problem]:
@@ -124,12 +142,9 @@ def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_flow(config: RunConfig) -> Iterator[Problem]:
-    """One shift, and one way to make inputs."""
+    """One shift."""
     if config.is_explicit("flow_schedule_shift"):
         yield NoEffect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.")
-    if config.flow.mixflow_enabled and config.scheduled_sampling.is_on:
-        message = "and scheduled_sampling_max_step_offset exclude each other: both make inputs for the same end."
-        yield Problem("mixflow_enabled", message)
 
 
 def check_memory(config: RunConfig) -> Iterator[Problem]:
@@ -190,14 +205,11 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_publishing(config.publish, config.tracking.tracker_project_name)
     if config.origins.get("publishing_config") == COMMAND_LINE:
         yield from check_typed(config.publish)
-    yield from config.preservation.check()
     yield from check_webhooks(config.webhooks)
     yield from check_unset([*config.publish, *config.webhooks], fatal=False)
-    yield from check_crepa(config.crepa, config.is_explicit)
-    if config.crepa.needs_encoder:
-        yield from VisionEncoder(config.crepa.crepa_encoder).problems()
-    steps = config.validation.validation_num_inference_steps
-    yield from check_scheduled_sampling(config.scheduled_sampling, steps)
+    for technique in config.techniques:
+        yield from technique.check(config)
+    yield from check_encoders(config)
 
 
 def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
@@ -214,9 +226,6 @@ def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
         yield Problem("vae_enable_temporal_roll", f"{message} vae_enable_patch_conv lowers the VAE's memory.")
     if spec.media == "video":
         yield from check_frames(config, spec)
-    elif config.crepa.crepa_enabled and not config.crepa.irepa_enabled:
-        message = f"aligns the frames of clips, and {spec.title} makes pictures; irepa_enabled too aligns a picture."
-        yield Problem("crepa_enabled", message)
     if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
         message = f"'comfyui': ComfyUI has no built-in {spec.title} that could load it; use diffusers."
         yield Problem("lora_format", message)
@@ -282,9 +291,8 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
     found = (source.read_config("transformer") or {}).get(counts[-1]) if counts else None
     blocks = found if isinstance(found, int) else None
     routes = config.tread.routes if spec.token_blocks else ()
-    yield from check_routes(routes, blocks)
-    yield from check_blocks(config.crepa, blocks)
-    yield from check_layersync(config.layersync, routes, blocks)
+    for technique in config.techniques:
+        yield from technique.check_model(spec, routes, blocks)
 
 
 def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list[Problem]:
@@ -357,8 +365,7 @@ def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
     consequences = {
         "lr_warmup_steps": (True, "the learning rate never reaches its value and never decays"),
         "ema_warmup_steps": (config.ema.use_ema, "the average stays a copy of the weights"),
-        "crepa_warmup_steps": (config.crepa.crepa_enabled, "crepa_lambda is never reached"),
-        "scheduled_sampling_start_step": (config.scheduled_sampling.is_on, "no input is rolled out"),
+        **{key: (True, reason) for technique in config.techniques for key, reason in technique.late.items()},
         "validate_after_step": (not config.validation.validation_disable, "no previews before the last step"),
     }
     steps = config.flat()
@@ -383,3 +390,4 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_evaluation,
     check_rest,
 )
+SAMPLE_RULES = (exclusions, check_output, check_memory, check_offload)

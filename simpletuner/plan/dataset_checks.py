@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 
-from simpletuner.config.crepa import check_latents
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import FlowConfig
@@ -27,23 +26,18 @@ def check_datasets(
 ) -> Iterator[Problem]:
     """Entries that nothing uses, keys without effect, and what evaluation lacks."""
     yield from _check_choices(config, datasets)
-    if not any(dataset.masks for dataset in datasets if dataset.config.is_trained):
-        for key in filter(config.is_explicit, type(config.masked_loss).model_fields):
-            yield Problem(key, "has no effect: no dataset that is trained has masks.", fatal=False)
+    for technique in config.techniques:
+        yield from technique.check_datasets(config, datasets)
     previewed = config.validation.eval_dataset_id or []
     evaluation = config.evaluation
     if evaluation.measures_loss and not any(each.config.dataset_type == "eval" for each in datasets):
         key = "eval_steps_interval" if evaluation.eval_steps_interval else "eval_epoch_interval"
         message = "has no effect: no dataset has dataset_type eval, so there is nothing to measure the loss on."
         yield Problem(key, message, fatal=False)
-    preserving = [each for each in datasets if each.config.is_trained and not each.config.is_regularisation_data]
-    captions = (caption for each in preserving for sample in each.samples for caption in sample.captions)
-    yield from config.preservation.check_captions(captions)
     for dataset in datasets:
         yield from _check_resolution(config, dataset)
         yield from _check_cropping(dataset)
         yield from _check_noise_levels(config.flow, dataset)
-        yield from check_latents(config.crepa, dataset.config, config.caching.vae_cache_ondemand)
         for key in sorted(FAMILY_DATASET_KEYS - spec.dataset_keys):
             if key in dataset.config.model_fields_set:
                 yield Problem(f"{dataset.id}.{key}", f"has no effect: {spec.title} does not use it.", fatal=False)

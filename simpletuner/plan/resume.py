@@ -148,9 +148,9 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
             "lycoris_config": lora.lycoris_config and read_json(Path(lora.lycoris_config).expanduser(), []),
             "peft_lora_target_modules": targets,
         }
-    techniques = (config.masked_loss, config.tread, config.crepa, config.layersync, config.preservation)
-    sampled = config.scheduled_sampling
-    groups = (config.flow, config.loss, config.text, config.family.of(spec.options), *techniques, sampled, config.ema)
+    groups = (
+        config.flow, config.loss, config.text, config.family.of(spec.options), *config.techniques, config.ema
+    )  # fmt: skip
     # Models are compared by content (`weight_identities`), not by location.
     values = {key: value for group in groups for key, value in group.model_dump().items()}
     changeable = {key: value for key, value in values.items() if not key.endswith(("_name_or_path", "_cache"))}
@@ -160,9 +160,8 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
         **_dtypes(config, spec),
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
     }
-    if sampled.is_on:  # its steps are those of the sampler of previews
-        steps = "validation_num_inference_steps"
-        changeable[steps] = config.validation.validation_num_inference_steps
+    settings = config.flat()
+    changeable |= {key: settings[key] for technique in config.techniques for key in technique.related}
     written: dict[str, Any] = json.loads(json.dumps(changeable | fixed, default=str))
     return written
 

@@ -16,12 +16,12 @@ from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import redact_texts
 from simpletuner.training.ema import Ema
-from simpletuner.training.finite import stop_if_result_not_finite
+from simpletuner.training.guard import stop_if_result_not_finite
 from simpletuner.training.manifest import STEP_NOTE
 from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import predict_now
-from simpletuner.training.trained import Release
+from simpletuner.training.trained import Publication
 
 
 def publish_result(
@@ -40,10 +40,10 @@ def publish_result(
         return ""
     dtype = DTYPES[transformer_dtype(plan.config.precision)]
     shift, predict = sampling_shift(plan.config), partial(predict_once, assembly, read)
-    release = Release(assembly.adapter, plan.source, dtype, shift, note, predict)
+    publication = Publication(assembly.adapter, plan.source, dtype, shift, note, predict)
     with assembly.sampling_weights():
         stop_if_result_not_finite(assembly, ema)
-        return assembly.trained.publish(plan.output_dir, release, ema)
+        return assembly.trained.publish(plan.output_dir, publication, ema)
 
 
 def predict_once(assembly: Assembly, read: Callable[[], Batch]) -> Tensor:

@@ -66,13 +66,14 @@ class Session:
     @classmethod
     def open(cls, caches: CacheFiller, accelerator: Accelerator, world: World) -> Session:
         """Load the model, and restore the checkpoint from which the run continues."""
-        plan, events, config = caches.plan, caches.events, caches.plan.config
+        plan, config, encoding = caches.plan, caches.plan.config, caches.encoding
+        events = encoding.events
         with events.phase("Loading the transformer", stage="init_load_base_model"):
             techniques = [technique.build() for technique in plan.techniques]
-            assembly = assemble(config, training_spec(plan), caches.adapter, techniques, accelerator, world)
+            assembly = assemble(config, training_spec(plan), encoding.adapter, techniques, accelerator, world)
         ema = Ema(assembly.parameters, config.ema, accelerator.device) if config.ema.use_ema else None
         dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
-        reader = BatchReader(caches.catalogue, dropout, plan.seed, caches.restore, caches.encode, features)
+        reader = BatchReader(caches.catalogue, dropout, plan.seed, encoding.restore, encoding.encode, features)
         loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, caches.follow, pin=True)
         if plan.resume is not None:
             state = load_checkpoint(plan.resume, assembly, loader, ema, same_data=plan.same_data)
@@ -168,7 +169,7 @@ def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> lis
 
     def embeds(text: str, picture: Sample | None, negative: bool, size: Size) -> TextEmbeds:
         fitted = None if picture is None else picture.fitted(size)
-        return reader.read_text(catalogue.text(None, text, fitted, negative=negative))
+        return reader.read(catalogue.text(None, text, fitted, negative=negative))
 
     negative_text = plan.config.validation.validation_negative_prompt or ""
     pictures = preview_sources(plan)

@@ -1,7 +1,7 @@
 """LayerSync: the tokens of a shallow block are aligned with those of a deeper block of the same model.
 
 Haghighi et al., "LayerSync: Self-aligning Intermediate Layers", arXiv 2510.12581. The loss is minus the cosine
-similarity of each token at the student block and, without gradient, at the teacher block. Unlike CREPA, it has no
+similarity of each token at the student block and, without gradient, at the teacher block. It has no
 encoder, no projector and no further forward pass.
 """
 

@@ -1,9 +1,13 @@
-"""Preservation without data: the LoRA must not change what the model predicts for other captions.
+"""Two ways to keep what the model could do before: other captions, and other pictures.
 
-In a share of the micro-batches the model predicts the same noisy latents again, with the empty caption or with the
-class word in place of the trained one. The loss grows by w mean |v - v_base|^2, where v_base is the prediction without
-the LoRA. This is the prior preservation of DreamBooth (Ruiz et al., arXiv 2208.12242) with the base model's predictions
-instead of generated pictures.
+Preservation needs no data: the LoRA must not change what the model predicts for other captions. In a share of the
+micro-batches the model predicts the same noisy latents again, with the empty caption or with the class word in place of
+the trained one. The loss grows by w mean |v - v_base|^2, where v_base is the prediction without the LoRA. This is the
+prior preservation of DreamBooth (Ruiz et al., arXiv 2208.12242) with the base model's predictions instead of generated
+pictures.
+
+Regularisation data: for datasets marked `is_regularisation_data` the target is the prediction of the base model (the
+transformer with its LoRA disabled), so pictures of the same kind do not drift while a new concept is learned.
 """
 
 from __future__ import annotations
@@ -40,3 +44,19 @@ class Preservation(Technique):
             base = forward(other)
         change = (forward(other) - base)[:, :, other.given_frames :]
         return {"preservation_loss": self.weight * change.square().mean()}
+
+
+class Regularisation(Technique):
+    """Replaces the target of samples from given datasets with the base model's prediction."""
+
+    def __init__(self, dataset_ids: frozenset[str]) -> None:
+        self.dataset_ids = dataset_ids
+
+    def attach(self, site: Site) -> None:
+        self._disabled = site.disabled
+
+    def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
+        if noisy.batch.dataset_id not in self.dataset_ids:
+            return noisy
+        with self._disabled():
+            return replace(noisy, target=predict(noisy))

@@ -1,26 +1,22 @@
-"""Techniques as the plan sees them: plain data without torch."""
+"""Techniques as plan and budget see them: one function for each, which imports no torch, and the table of all."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.caching.catalogue import FeatureCost, FeatureKind
-from simpletuner.config.crepa import CrepaConfig
 from simpletuner.config.load import RunConfig
-from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.tread import Route
+from simpletuner.errors import Problem
 from simpletuner.models.cost import BYTES, BatchShape, TransformerCost
 from simpletuner.models.vision import VisionEncoder
 
 if TYPE_CHECKING:
     from simpletuner.techniques.base import Technique
-
-FINENESS = 1000  # points at which means are computed
 
 
 @dataclass(frozen=True)
@@ -42,19 +38,6 @@ class TechniqueCost:
     passes: float = 0.0
 
 
-def no_cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
-    """The cost of a technique that adds no computation."""
-    return TechniqueCost()
-
-
-CostOf = Callable[[TransformerCost, BatchShape], TechniqueCost]
-
-
-def constantly(cost: TechniqueCost) -> CostOf:
-    """A cost that depends on neither the model nor the micro-batch."""
-    return lambda transformer, load: cost
-
-
 @dataclass(frozen=True)
 class TechniqueSpec:
     """A technique that a configuration enables.
@@ -63,117 +46,158 @@ class TechniqueSpec:
         build: creates the technique; imports torch.
         routes: ranges of blocks that some tokens skip.
         features: data per trained sample, cached beside the latents or computed in every step.
-        cost: of a micro-batch.
+        cost: of a micro-batch; by default it adds no computation.
     """
 
     build: Callable[[], Technique]
     routes: tuple[Route, ...] = ()
     features: tuple[FeatureKind, ...] = ()
-    cost: CostOf = no_cost
+    cost: Callable[[TransformerCost, BatchShape], TechniqueCost] = lambda transformer, load: TechniqueCost()
 
 
-def chosen_techniques(
-    config: RunConfig,
-    regularised: Mapping[str, float],
-    total_steps: int,
-    strengths: Mapping[str, float] | None = None,
-    masked: float = 0.0,
-) -> tuple[TechniqueSpec, ...]:
-    """The techniques that a configuration enables, in calling order.
+@dataclass(frozen=True)
+class TrainedData:
+    """What the specs need to know of a run besides its settings.
 
-    Args:
-        regularised: datasets with regularisation data: their share of the micro-batches, by id.
+    Attributes:
         total_steps: optimizer steps of the run.
+        regularised: datasets with regularisation data: their share of the micro-batches, by id.
         strengths: datasets of a slider: their `slider_strength`, by id.
         masked: the share of the micro-batches that have masks.
     """
-    ids, others = frozenset(regularised), 1 - sum(regularised.values())
-    specs = []
-    # First, so that all forward passes have the strength, those of rollouts included.
-    if strengths:
-        specs.append(TechniqueSpec(lambda: _load("slider:Slider")(strengths)))
-    if config.scheduled_sampling.is_on:
-        forwards = TechniqueCost(forwards=others * mean_forwards(config.scheduled_sampling, total_steps))
-        specs.append(TechniqueSpec(lambda: _load("scheduled_sampling:build")(config, ids), cost=constantly(forwards)))
-    if regularised:
-        forwards = TechniqueCost(forwards=sum(regularised.values()))
-        specs.append(TechniqueSpec(lambda: _load("regularisation:Regularisation")(ids), cost=constantly(forwards)))
-    if config.crepa.crepa_enabled:
-        specs.append(_crepa(config.crepa, ids, total_steps))
-    if masked:  # after techniques that change the input, before TREAD, which keeps the tokens of masks
-        masks = config.masked_loss
-        extra = TechniqueCost(forwards=masked * masks.masked_loss_probability if masks.masked_loss_prior else 0.0)
-        specs.append(TechniqueSpec(lambda: _load("masked_loss:MaskedLoss")(masks), cost=constantly(extra)))
-    routes = config.tread.routes
-    if routes:
-        specs.append(TechniqueSpec(lambda: _load("tread:Tread")(routes), routes=routes))
-    weight = config.layersync.weight(config.model.model_type)
-    if weight:
-        blocks = config.layersync.blocks.values()
-        specs.append(TechniqueSpec(lambda: _load("layersync:LayerSync")(*blocks, weight, ids), cost=_layersync_cost))
-    preservation = config.preservation
-    if preservation.is_on:
-        chosen = preservation.preservation_weight, preservation.preservation_probability
-        share = preservation.preservation_probability * others
-        again = TechniqueCost(forwards=share, passes=share)
-        specs.append(TechniqueSpec(lambda: _load("preservation:Preservation")(*chosen), cost=constantly(again)))
-    return tuple(specs)
+
+    total_steps: int = 1
+    regularised: Mapping[str, float] = field(default_factory=dict)
+    strengths: Mapping[str, float] = field(default_factory=dict)
+    masked: float = 0.0
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """The datasets whose target is the base model, which most techniques leave alone."""
+        return frozenset(self.regularised)
+
+    @property
+    def plain(self) -> float:
+        """The share of the micro-batches of all other datasets."""
+        return 1 - sum(self.regularised.values())
 
 
-def _crepa(crepa: CrepaConfig, regularised: frozenset[str], total_steps: int) -> TechniqueSpec:
+def _slider(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
+    return TechniqueSpec(_later("slider:Slider", data.strengths)) if data.strengths else None
+
+
+def _scheduled_sampling(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
+    sampling = config.scheduled_sampling
+    if not sampling.is_on:
+        return None
+    forwards = data.plain * sampling.mean_passes(data.total_steps)
+    return TechniqueSpec(_later("scheduled_sampling:build", config, data.ids), cost=_passes(forwards))
+
+
+def _regularisation(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
+    if not data.regularised:
+        return None
+    return TechniqueSpec(_later("preservation:Regularisation", data.ids), cost=_passes(1 - data.plain))
+
+
+def _crepa(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
     """CREPA, with its projector and the activations from the block's tokens to the loss, all in float32."""
-    encoder = VisionEncoder(crepa.crepa_encoder)
-    kinds = (_teacher(crepa, encoder, regularised),) if crepa.needs_encoder else ()
-    planned = encoder.width  # known only once the encoder is on this machine, so it is recomputed
+    crepa = config.crepa
+    if not crepa.crepa_enabled:
+        return None
+    encoder = VisionEncoder(crepa.crepa_encoder, "crepa_encoder", "crepa_feature_source backbone needs no encoder.")
 
     def cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
-        inner, outer = transformer.hidden, transformer.hidden if crepa.from_backbone else planned
+        inner, outer = transformer.hidden, transformer.hidden if crepa.from_backbone else encoder.width
         side, norm = (int(crepa.irepa_projector_kernel_size), 0) if crepa.irepa_enabled else (1, 2 * inner)
         tokens, weights = load.samples * load.tokens, inner * outer * side**2
         numbers = 2 * inner + 3 * outer  # tokens on the grid and normalised; projected, unit length, and the teacher's
         return TechniqueCost(weights + outer + norm, 4.0 * tokens * numbers, 6.0 * tokens * weights)
 
+    def of_sample(frames: int, rows: int, columns: int) -> FeatureCost:
+        patches, weights = frames * math.prod(crepa.patches(rows, columns)), encoder.parameters
+        at_once = patches * min(max(crepa.crepa_encoder_frames_batch_size, 0) or frames, frames) / frames
+        # In memory: bf16 weights, and in the widest layer about eight numbers per number of a token.
+        memory = 2 * (weights + 8 * encoder.width * at_once)
+        return FeatureCost(2.0 * frames * rows * columns * encoder.width, 2.0 * weights * patches, memory)
+
+    features = FeatureKind(
+        "crepa",
+        {"size": crepa.crepa_encoder_image_size, "resize": crepa.crepa_encoder_resize},
+        lambda *loading: _later("teacher:load_teacher", encoder, crepa, *loading)(),
+        encoder, of_sample, data.ids, is_cached=crepa.crepa_cache != "off",
+        spared_by={"crepa_cache": "off"} if crepa.crepa_cache == "auto" else {},
+    )  # fmt: skip
+    kinds = (features,) if crepa.needs_encoder else ()
+
     def build() -> Technique:
-        technique: Technique = _load("crepa:Crepa")(crepa, encoder.width, regularised, total_steps, kinds)
+        width = replace(encoder).width  # now that the encoder is on this machine
+        technique: Technique = _later("crepa:Crepa", crepa, width, data.ids, data.total_steps, kinds)()
         return technique
 
     return TechniqueSpec(build, features=kinds, cost=cost)
 
 
-def _teacher(crepa: CrepaConfig, encoder: VisionEncoder, regularised: frozenset[str]) -> FeatureKind:
-    """The features of a vision encoder on the grid of tokens."""
-    width, weights = encoder.width, encoder.parameters
-
-    def cost(frames: int, rows: int, columns: int) -> FeatureCost:
-        patches = frames * math.prod(crepa.patches(rows, columns))
-        at_once = patches * min(max(crepa.crepa_encoder_frames_batch_size, 0) or frames, frames) / frames
-        # In memory: bf16 weights, and in the widest layer about eight numbers per number of a token.
-        return FeatureCost(
-            2.0 * frames * rows * columns * width, 2.0 * weights * patches, 2 * (weights + 8 * width * at_once)
-        )
-
-    return FeatureKind(
-        "crepa",
-        {"size": crepa.crepa_encoder_image_size, "resize": crepa.crepa_encoder_resize},
-        lambda adapter, load_vae, device: _load("teacher:load_teacher")(encoder, crepa, adapter, load_vae, device),
-        encoder, cost, regularised, is_cached=crepa.crepa_cache != "off",
-    )  # fmt: skip
+def _masked_loss(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
+    masks = config.masked_loss
+    if not data.masked:
+        return None
+    forwards = data.masked * masks.masked_loss_probability if masks.masked_loss_prior else 0.0
+    return TechniqueSpec(_later("masked_loss:MaskedLoss", masks), cost=_passes(forwards))
 
 
-def _layersync_cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
-    """The tokens of two blocks, and float32 copies of them."""
-    return TechniqueCost(held=2 * (BYTES["bf16"] + BYTES["fp32"]) * load.samples * load.tokens * transformer.hidden)
+def _tread(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
+    routes = config.tread.routes
+    return TechniqueSpec(_later("tread:Tread", routes), routes=routes) if routes else None
 
 
-def _load(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    found: Callable[..., Any] = getattr(import_module(f"simpletuner.techniques.{module}"), attribute)
-    return found
+def _layersync(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
+    weight = config.layersync.weight(config.model.model_type)
+    if not weight:
+        return None
+
+    def cost(transformer: TransformerCost, load: BatchShape) -> TechniqueCost:
+        """The tokens of two blocks, and float32 copies of them."""
+        return TechniqueCost(held=2 * (BYTES["bf16"] + BYTES["fp32"]) * load.samples * load.tokens * transformer.hidden)
+
+    blocks = config.layersync.blocks.values()
+    return TechniqueSpec(_later("layersync:LayerSync", *blocks, weight, data.ids), cost=cost)
 
 
-def mean_forwards(config: ScheduledSamplingConfig, total_steps: int) -> float:
-    """Mean number of extra forward passes of a sample of scheduled sampling, over a run of that length."""
-    steps = range(0, max(total_steps, 1), total_steps // FINENESS + 1)
-    offsets = [config.offset_at((index + 0.5) / FINENESS) for index in range(FINENESS)]
-    passes = fmean(offset + (config.compares_clean and offset > 0) for offset in offsets)
-    return fmean(map(config.probability_at, steps)) * passes
+def _preservation(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
+    weight, probability = config.preservation.preservation_weight, config.preservation.preservation_probability
+    if not config.preservation.is_on:
+        return None
+    share = probability * data.plain
+    return TechniqueSpec(_later("preservation:Preservation", weight, probability), cost=_passes(share, share))
+
+
+def _later(name: str, *arguments: Any) -> Callable[[], Any]:
+    """A call of `module:function` of this room that imports the module, and torch with it, only then."""
+    module, _, function = name.partition(":")
+    return lambda: getattr(import_module(f"simpletuner.techniques.{module}"), function)(*arguments)
+
+
+def _passes(forwards: float, passes: float = 0.0) -> Callable[[TransformerCost, BatchShape], TechniqueCost]:
+    """A cost that depends on neither the model nor the micro-batch."""
+    cost = TechniqueCost(forwards=forwards, passes=passes)
+    return lambda transformer, load: cost
+
+
+# In calling order. The slider is first, so that all forward passes have its strength, those of rollouts included. Masks
+# come after what changes the input, and before TREAD, which keeps the tokens of masks.
+TECHNIQUES = (
+    _slider, _scheduled_sampling, _regularisation, _crepa, _masked_loss, _tread, _layersync, _preservation
+)  # fmt: skip
+
+
+def chosen_techniques(config: RunConfig, data: TrainedData = TrainedData()) -> tuple[TechniqueSpec, ...]:
+    """The techniques that a configuration and the data enable, in calling order."""
+    return tuple(spec for make in TECHNIQUES if (spec := make(config, data)) is not None)
+
+
+def check_encoders(config: RunConfig) -> Iterator[Problem]:
+    """Whether the encoders whose features the techniques need can be used."""
+    for kind in (kind for technique in chosen_techniques(config) for kind in technique.features):
+        if kind.encoder is not None:
+            yield from kind.encoder.problems()

@@ -37,7 +37,7 @@ from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.models.blocks import DEVICE_FAILURES
 from simpletuner.reporting.events import CheckpointSaved, EventStream, StepReport
 from simpletuner.training.ema import Ema
-from simpletuner.training.finite import refuse_not_finite, stop_if_result_not_finite
+from simpletuner.training.guard import refuse_not_finite, stop_if_result_not_finite
 from simpletuner.training.manifest import (
     STATE_FOLDER,
     Checkpoint,

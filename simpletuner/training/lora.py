@@ -26,7 +26,7 @@ from simpletuner.errors import UserError, shorten
 from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE
 from simpletuner.models.lora_targets import Targets
 from simpletuner.training.ema import Ema
-from simpletuner.training.finite import refuse_not_finite
+from simpletuner.training.guard import refuse_not_finite
 from simpletuner.training.lora_files import (
     PREFIXES,
     LoraForm,
@@ -34,12 +34,12 @@ from simpletuner.training.lora_files import (
     file_settings,
     fold_scale,
     read_lora_file,
-    release_file,
     trained_magnitude,
+    write_verified,
     write_weights,
 )
 from simpletuner.training.manifest import LORA_FILE
-from simpletuner.training.trained import AdapterWeights, Release
+from simpletuner.training.trained import AdapterWeights, Publication
 
 ADAPTER = "default"
 # These move a part of the base weight into the adapter. A file is for the unchanged base, so it holds the difference.
@@ -86,22 +86,22 @@ class LoraAdapter(AdapterWeights):
         finally:
             self.load_state_dict(trained)
 
-    def publish(self, output_dir: Path, release: Release, ema: Ema | None) -> str:
+    def publish(self, output_dir: Path, publication: Publication, ema: Ema | None) -> str:
         if ema is not None:
-            self._release(output_dir / "ema", release, plain_names(ema.average))
-        path, checked = self._release(output_dir, release, self.state_dict())
+            self._publish(output_dir / "ema", publication, plain_names(ema.average))
+        path, checked = self._publish(output_dir, publication, self.state_dict())
         loads = "load through the stock pipeline as they were trained"
         if self.form == "comfyui":
             loads = "are what was trained, under the names that ComfyUI looks for"
-        lost = rounding_error(self, release.dtype)
-        rounds = f", which rounds them to {release.dtype}: {lost:.1e} of their effect" if lost > EXACT else ""
+        lost = rounding_error(self, publication.dtype)
+        rounds = f", which rounds them to {publication.dtype}: {lost:.1e} of their effect" if lost > EXACT else ""
         return f"Saved {path} ({path.stat().st_size / 1e6:.1f} MB); all {checked} tensors {loads}{rounds}."
 
-    def _release(self, folder: Path, release: Release, weights: Mapping[str, Tensor]) -> tuple[Path, int]:
+    def _publish(self, folder: Path, publication: Publication, weights: Mapping[str, Tensor]) -> tuple[Path, int]:
         """Write a file, verify it, then move it into place; returns its path and the number of tensors."""
-        write = partial(self.write, weights=weights, note=release.note)
-        expected, pipeline = self.file_weights(weights), release.adapter.load_bare_pipeline()
-        return release_file(folder, write, expected, self.form, pipeline), len(expected)
+        write = partial(self.write, weights=weights, note=publication.note)
+        expected, pipeline = self.file_weights(weights), publication.adapter.load_bare_pipeline()
+        return write_verified(folder, write, expected, self.form, pipeline), len(expected)
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<module>.lora_A.weight` and `lora_B.weight` as they are trained, on the CPU."""

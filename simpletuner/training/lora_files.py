@@ -1,24 +1,32 @@
-"""LoRA files: the key names of different programs, and conversions between them.
+"""LoRA files: the key names of different programs, conversions between them, and their use on a transformer.
 
 Two forms are written. diffusers uses `transformer.<module>.lora_A.weight`. ComfyUI's generic form has the prefix
 `diffusion_model.` instead, and works for models whose layers have the same names in ComfyUI and diffusers, as Kandinsky
 5. ComfyUI defines the magnitudes of a DoRA differently, see `comfyui_magnitude`.
+
+For sampling only, files are applied without changing a weight or a module: a forward hook adds `strength · B(A(x))` to
+the output of each layer, as peft does. It works on a plain, quantised or streamed layer, and on one that holds a LoRA
+in training.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from peft import get_peft_model_state_dict
+from peft.utils.integrations import dequantize_module_weight
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, linear
 
 from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_atomically
 from simpletuner.errors import UserError, shorten
@@ -32,6 +40,7 @@ from simpletuner.models.lora_keys import (
     module_of,
     role_of,
 )
+from simpletuner.training.guard import refuse_not_finite
 from simpletuner.training.manifest import LORA_FILE
 
 LoraForm = Literal["diffusers", "comfyui"]
@@ -59,7 +68,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], header: Mapping[str
     return path
 
 
-def release_file(
+def write_verified(
     folder: Path, write: Callable[[Path], Path], expected: Mapping[str, Tensor], form: LoraForm, pipeline: Any
 ) -> Path:
     """Write a LoRA file, verify it (see `verify_file`), then move it into place; returns its path.
@@ -174,3 +183,73 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
             if role in pair:
                 weights[module + suffix] = pair[role]
     return weights
+
+
+@dataclass
+class LoraHook:
+    """Forward hook of a linear layer or a pointwise convolution.
+
+    Attributes:
+        down, up: A `r in` and B `out r`, in the dtype of their products; of a convolution `r in 1 1` and `out r 1 1`.
+        magnitude: of a DoRA, `out`.
+        dora_scale: the same in ComfyUI's form, `out 1`.
+    """
+
+    down: Tensor
+    up: Tensor
+    strength: float
+    magnitude: Tensor | None = None
+    dora_scale: Tensor | None = None
+    _ratio: Tensor | None = field(default=None, init=False)
+
+    def __call__(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        apply: Any = linear if self.down.dim() == 2 else conv2d
+        update = apply(apply(inputs[0].to(self.down.dtype), self.down), self.up) * self.strength
+        if self.magnitude is not None or self.dora_scale is not None:
+            if self._ratio is None:  # not before: the weights of a streamed layer are only here in its forward pass
+                self._ratio = self._growth(layer).view(-1, *self.up.shape[2:])
+            plain = output if layer.bias is None else output - layer.bias.view_as(self._ratio)
+            update = (self._ratio - 1) * plain + self._ratio * update
+        return (output + update).to(output.dtype)
+
+    def _growth(self, layer: nn.Module) -> Tensor:
+        """m / |W + D| of each row: a DoRA's weight is m (W + D) / |W + D| (arXiv:2402.09353)."""
+        weight = dequantize_module_weight(layer).to(self.down.dtype).flatten(1)
+        change = linear(self.down.flatten(1).T, self.up.flatten(1)).T
+        magnitude = self.magnitude
+        if self.dora_scale is not None:
+            magnitude = trained_magnitude(self.dora_scale, weight, change.cpu()).to(weight.device)
+        assert magnitude is not None
+        return magnitude.flatten() / torch.linalg.norm(weight + self.strength * change, dim=1).to(weight.dtype)
+
+
+Loras = Sequence[tuple[Path, float]]  # files and their strengths
+
+
+@contextmanager
+def applied_loras(transformer: nn.Module, loras: Loras, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """A context in which LoRA files are applied, each at its strength.
+
+    Args:
+        dtype: of the products with A and B.
+        device: on which the transformer computes.
+
+    Raises:
+        UserError: a file does not fit the transformer, or holds NaN or infinity.
+    """
+    names = [name.removesuffix(".base_layer") for name, _ in transformer.named_modules()]
+    handles = []
+    try:
+        for path, strength in loras:
+            weights = read_lora_file(path, names, "LoRA")
+            refuse_not_finite(weights, repr(str(path)), "choose another file")
+            placed = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
+            for layer in [name.removesuffix(".lora_A.weight") for name in placed if name.endswith(".lora_A.weight")]:
+                down, up = (placed[f"{layer}.lora_{side}.weight"] for side in "AB")
+                magnitudes = (placed.get(layer + suffix) for suffix in (MAGNITUDE, COMFYUI_MAGNITUDE))
+                hook = LoraHook(down, up, strength, *magnitudes)
+                handles.append(transformer.get_submodule(layer).register_forward_hook(hook))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

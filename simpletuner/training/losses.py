@@ -12,7 +12,7 @@ from torch import Tensor
 
 from simpletuner.diffusion.batch import NoisyBatch, upload
 from simpletuner.techniques.base import Technique
-from simpletuner.training.finite import stop_if_losses_not_finite
+from simpletuner.training.guard import stop_if_losses_not_finite
 
 joined = chain.from_iterable
 

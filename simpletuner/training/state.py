@@ -18,8 +18,7 @@ from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig, OptimizerConfig
 from simpletuner.distributed.world import World
 from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.techniques.base import Technique
-from simpletuner.techniques.hidden_states import HiddenStates
+from simpletuner.techniques.base import HiddenStates, Technique
 from simpletuner.training.optimizers import sampling_weights
 from simpletuner.training.release import GradientRelease
 from simpletuner.training.trained import Trained

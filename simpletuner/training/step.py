@@ -21,8 +21,13 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.loss import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.reporting.events import StepReport
-from simpletuner.training.finite import stop_if_losses_not_finite
-from simpletuner.training.gradients import clip_gradients, equalise_samples, gradient_size, stop_if_gradients_not_finite
+from simpletuner.training.guard import (
+    clip_gradients,
+    equalise_samples,
+    gradient_size,
+    stop_if_gradients_not_finite,
+    stop_if_losses_not_finite,
+)
 from simpletuner.training.losses import HostLosses, Losses, loss_divisor
 from simpletuner.training.meter import StepMeter
 from simpletuner.training.noise import add_noise

@@ -38,9 +38,9 @@ from simpletuner.models.adapter import FamilyAdapter, PreviewPipeline, PreviewRe
 from simpletuner.models.decoding import decode_in
 from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, StepReport
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.training.applied import Loras, applied_loras
 from simpletuner.training.ema import Ema
-from simpletuner.training.finite import stop_if_result_not_finite
+from simpletuner.training.guard import stop_if_result_not_finite
+from simpletuner.training.lora_files import Loras, applied_loras
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.validation.adapters import AdapterRun
 from simpletuner.validation.clip_writer import write_mp4

@@ -10,7 +10,6 @@ import pytest
 from simpletuner.config.layersync import LayerSyncConfig, check_layersync
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.tread import Route
-from simpletuner.techniques.spec import mean_forwards
 from tests.plan.test_checks import problems
 
 GOOD = {"layersync_enabled": True, "layersync_student_block": 2, "layersync_teacher_block": 5}
@@ -123,8 +122,8 @@ def test_offsets() -> None:
 
 
 def test_extra_forward_passes() -> None:
-    assert mean_forwards(sampled(reflexflow=False), 100) == pytest.approx(0.5 * 4 / 2)
-    assert mean_forwards(sampled(), 100) == pytest.approx(0.5 * (2 + 0.8)), "one of the plain input, if there is a way"
-    assert mean_forwards(sampled(reflexflow_alpha=0), 100) == pytest.approx(1)
+    assert sampled(reflexflow=False).mean_passes(100) == pytest.approx(0.5 * 4 / 2)
+    assert sampled().mean_passes(100) == pytest.approx(0.5 * (2 + 0.8)), "one of the plain input, if there is a way"
+    assert sampled(reflexflow_alpha=0).mean_passes(100) == pytest.approx(1)
     ramp = sampled(ramp_steps=100, prob_start=0, prob_end=1, reflexflow=False)
-    assert mean_forwards(ramp, 100) == pytest.approx(1, abs=0.02)
+    assert ramp.mean_passes(100) == pytest.approx(1, abs=0.02)

@@ -12,7 +12,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-import simpletuner.models.registry  # noqa: F401 - declares the families' options
 from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed import sharding

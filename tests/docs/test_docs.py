@@ -183,3 +183,12 @@ def test_messages_are_those_of_the_program(
     workspace.write_datasets([{**DATASETS[0], "id": "my-image-dataset", "repeats": 0}])
     assert workspace.run("plan", *MISTAKES[words]) == 2
     assert message in capsys.readouterr().err.splitlines()
+
+
+def test_the_tree_has_a_line_for_every_room() -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
+    lines = [line.split()[0] for line in section.split("```")[1].splitlines() if line.strip()]
+    package = ROOT / "simpletuner"
+    rooms = {f"{path.name}/" for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    files = {path.name for path in package.glob("*.py") if path.read_text(encoding="utf-8").count("\n") > 10}
+    assert rooms | files <= set(lines)

@@ -15,10 +15,9 @@ from simpletuner.models.lora_keys import check_lora_file
 from simpletuner.models.lora_targets import linear_modules, matching_modules
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.speed.recomputation import enable_checkpointing
-from simpletuner.training.applied import applied_loras
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.lora import rounding_error
-from simpletuner.training.lora_files import verify_file
+from simpletuner.training.lora_files import applied_loras, verify_file
 from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly
 from tests.closeness import MODEL, assert_all_close, assert_close

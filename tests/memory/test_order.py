@@ -24,8 +24,7 @@ from simpletuner.diffusion.batch import Batch, upload
 from simpletuner.memory.offload import attach, lane
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.speed.recomputation import enable_checkpointing
-from simpletuner.training.host_state import HostState
-from simpletuner.training.release import GradientRelease
+from simpletuner.training.release import GradientRelease, HostState
 from tests.lying_gpu import GPU, PACKAGE, Actor, LyingGpu, Violation
 from tests.training.test_optimizers import build, weights
 
@@ -132,7 +131,7 @@ def loaded(gpu: LyingGpu) -> None:
     total = torch.zeros(()).to(GPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        loader = BatchLoader(planned, made.__getitem__, CachingConfig(), lambda epoch: None, pin=True)  # type: ignore[arg-type]
+        loader = BatchLoader(planned, made.__getitem__, CachingConfig(), lambda epoch: None, pin=True)
         for number in range(6):
             batch = next(loader).to(GPU, non_blocking=True)
             total += batch.latents.sum() * batch.embeds[0]["prompt_embeds"].sum()

@@ -15,7 +15,7 @@ from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.sanavideo.spec import SANA_VIDEO, SIZES_480, TRAINING_SIGMAS
 from simpletuner.models.source import ModelSource
-from simpletuner.plan.build import settle_task
+from simpletuner.plan.settings import settle_task
 
 FLAVOUR = SANA_VIDEO.flavours[0]
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}
@@ -152,9 +152,9 @@ class TestCheckpoint:
             (folder / part / source.name).symlink_to(source)
         (folder / part / "config.json").unlink()
         (folder / part / "config.json").write_text(json.dumps(config))
-        source = ModelSource.from_config(SANA_VIDEO, FLAVOUR, settle(pretrained_model_name_or_path=str(folder))[0])
-        assert not source.problems()
-        return SANA_VIDEO.check_checkpoint(FLAVOUR, source)
+        damaged = ModelSource.from_config(SANA_VIDEO, FLAVOUR, settle(pretrained_model_name_or_path=str(folder))[0])
+        assert not damaged.problems()
+        return SANA_VIDEO.check_checkpoint(FLAVOUR, damaged)
 
     def test_a_whole_one(self, sana_checkpoint: Path, tmp_path: Path) -> None:
         assert not self.problems(sana_checkpoint, tmp_path, "vae")

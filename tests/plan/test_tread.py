@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from simpletuner.config.load import build_group
-from simpletuner.config.schema import TreadConfig
-from simpletuner.config.tread import Route, check_routes
+from simpletuner.config.tread import Route, TreadConfig, check_routes
 from simpletuner.errors import Problem
 from tests.complaints import complaints
 from tests.workspace import Workspace

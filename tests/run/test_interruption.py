@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from simpletuner.annexes.fitting.ready import ready_plan
-from simpletuner.cli.train import parse_settings
+from simpletuner.config.sources import parse_settings
 from simpletuner.distributed.requests import make_request
 from simpletuner.errors import Interrupted
 from simpletuner.reporting.events import (
@@ -289,7 +289,7 @@ def die_at(moment: str) -> None:
         subscribe(subscriber)
         events._subscribers.sort(key=lambda each: each is trigger)
 
-    events.subscribe = last  # type: ignore[method-assign]
+    events.subscribe = last
     events.subscribe(trigger)
     run_plan(plan, budget, events)
 

@@ -14,17 +14,16 @@ from torch import Tensor
 
 from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.annexes.publishing.report import published_result
-from simpletuner.cli.train import parse_settings
 from simpletuner.config.schema import EmaConfig
+from simpletuner.config.sources import parse_settings
 from simpletuner.errors import NonFiniteError
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.run.publish import publish_result
 from simpletuner.training.ema import Ema
-from simpletuner.training.full import FullModel
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, STEP_NOTE
-from simpletuner.training.trained import Release
+from simpletuner.training.trained import FullModel, Publication
 from tests.fidelity.family import make_config
 from tests.training.assembly import lora_of, make_assembly, make_batch
 from tests.workspace import Workspace
@@ -34,10 +33,10 @@ def no_prediction() -> Tensor:
     raise AssertionError("only converted adapters are compared by a prediction")
 
 
-def make_release(checkpoint: Path, adapter: Any, predict: Callable[[], Tensor] = no_prediction) -> Release:
+def make_publication(checkpoint: Path, adapter: Any, predict: Callable[[], Tensor] = no_prediction) -> Publication:
     spec = FAMILIES["kandinsky5-image"]
     source = ModelSource.from_config(spec, spec.flavours[0], make_config(checkpoint))
-    return Release(adapter, source, torch.float32, None, {"simpletuner.step": "1"}, predict)
+    return Publication(adapter, source, torch.float32, None, {"simpletuner.step": "1"}, predict)
 
 
 def spoil(path: Path) -> None:
@@ -51,9 +50,9 @@ def test_a_file_that_was_not_written_as_trained_never_replaces_a_good_one(
     tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assembly = make_assembly(t2i_checkpoint)
-    lora, release = lora_of(assembly), make_release(t2i_checkpoint, assembly.adapter)
+    lora, publication = lora_of(assembly), make_publication(t2i_checkpoint, assembly.adapter)
     good = tmp_path / LORA_FILE
-    assert f"all {len(lora.state_dict())} tensors load" in lora.publish(tmp_path, release, None)
+    assert f"all {len(lora.state_dict())} tensors load" in lora.publish(tmp_path, publication, None)
     before, write = good.read_bytes(), lora.write
 
     def flawed(folder: Path, *, weights: Any = None, note: Mapping[str, str]) -> Path:
@@ -63,7 +62,7 @@ def test_a_file_that_was_not_written_as_trained_never_replaces_a_good_one(
 
     monkeypatch.setattr(lora, "write", flawed)
     with pytest.raises(RuntimeError, match="does not load as it was saved"):
-        lora.publish(tmp_path, release, None)
+        lora.publish(tmp_path, publication, None)
     assert good.read_bytes() == before
 
 
@@ -104,7 +103,7 @@ def test_a_pipeline_that_was_not_written_as_trained_is_not_published(
     tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assembly = make_assembly(t2i_checkpoint, model_type="full")
-    full, release = assembly.trained, make_release(t2i_checkpoint, assembly.adapter)
+    full, publication = assembly.trained, make_publication(t2i_checkpoint, assembly.adapter)
     assert isinstance(full, FullModel)
     write = full._write
 
@@ -114,5 +113,5 @@ def test_a_pipeline_that_was_not_written_as_trained_is_not_published(
 
     monkeypatch.setattr(full, "_write", flawed)
     with pytest.raises(RuntimeError, match="is not what was trained"):
-        full.publish(tmp_path, release, None)
+        full.publish(tmp_path, publication, None)
     assert not (tmp_path / PIPELINE_FOLDER).exists()

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Dinov2Config, Dinov2Model, Dinov2WithRegistersConfig, Dinov2WithRegistersModel
 
-from simpletuner.config.crepa import ENCODERS, CrepaConfig, canonical_encoder
+from simpletuner.config.crepa import CrepaConfig
 from simpletuner.models.kandinsky5.video import HunyuanLatentEncoder
-from simpletuner.models.vision import VisionEncoder
+from simpletuner.models.vision import ENCODERS, VisionEncoder
 from simpletuner.techniques import teacher
 from simpletuner.techniques.teacher import FrameTeacher, rename_weights
 from tests.complaints import complaint, complaints, warnings
@@ -91,7 +91,7 @@ def test_features_are_resampled_in_two_dimensions(model: Any, size: tuple[int, i
     """Features that are coordinates end up where they belong, whatever the encoder's grid is."""
     own = make_teacher(model, crepa_encoder_resize="square")
     rows, columns = torch.meshgrid(torch.linspace(0.1, 0.9, 5), torch.linspace(0.1, 0.9, 5), indexing="ij")
-    own._features = lambda frames: torch.stack([rows, columns]).expand(len(frames), -1, -1, -1)  # type: ignore[method-assign]
+    own._features = lambda frames: torch.stack([rows, columns]).expand(len(frames), -1, -1, -1)
     found = own.encode(torch.randn(16, 1, 2 * size[0], 2 * size[1]))[0].float()
     for axis, count in enumerate(size):
         expected = ((torch.arange(count) + 0.5) / count).clamp(0.1, 0.9)
@@ -132,7 +132,7 @@ def test_weights_of_torch_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, g
     file = tmp_path / "hub/checkpoints/dinov2_vits14_reg4_pretrain.pth"
     file.parent.mkdir(parents=True)
     torch.save(torch_hub_names(one.state_dict()), file)
-    named = VisionEncoder("dino_v2_s_reg")
+    named = VisionEncoder("dino_v2_s_reg", "crepa_encoder")
     assert named.local() == file
     monkeypatch.setattr(VisionEncoder, "settings", lambda self: config.to_dict())
     other = teacher._load_model(named, torch.float32).eval()
@@ -187,7 +187,7 @@ def test_a_run_computes_each_clip_once_and_resumes_exactly(
 def test_another_encoder_or_size_has_other_features(tmp_path: Path, t2v: Path, encoder: Path) -> None:
     run = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     run.write_config(**settings_of(encoder, max_train_steps=1))
-    counts = []
+    counts: list[Any] = []
     for more in ((), ("crepa_encoder_image_size=84",), ("crepa_encoder_resize=square",), ("crepa_lambda=0.1",)):
         assert run.train(f"output_dir=run{len(counts)}", "cache_dir=cache", *more) == 0
         counts.append(len(list(run.path("cache").rglob("*.zst"))))
@@ -301,5 +301,5 @@ def test_details_without_the_switch_are_told(clips: Workspace, capsys: pytest.Ca
     ],
 )  # fmt: skip
 def test_spellings_of_encoders(spelling: str, name: str | None) -> None:
-    assert canonical_encoder(spelling) == name
+    assert VisionEncoder(spelling, "crepa_encoder").known == name
     assert name is None or name in ENCODERS

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
-from simpletuner.techniques.base import Site, Technique
-from simpletuner.techniques.hidden_states import HiddenStates
+from simpletuner.techniques.base import HiddenStates, Site, Technique
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.lora import LoraAdapter
 from simpletuner.training.state import Assembly

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import simpletuner.models.registry  # noqa: F401 - declares the families' options
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.joining import connect, settle_meeting
 from simpletuner.distributed.sharding import local
 from simpletuner.distributed.world import World
 from simpletuner.errors import NonFiniteError
 from simpletuner.techniques.base import Technique
-from simpletuner.techniques.spec import chosen_techniques
+from simpletuner.techniques.spec import TrainedData, chosen_techniques
 from tests.distributed.sharded_run import Batches, Case, Run
 from tests.fidelity.family import make_config
 from tests.training.test_guarded_step import Constant
@@ -73,7 +72,7 @@ def techniques_of(checkpoint: Path, names: Sequence[str], settings: Mapping[str,
     regularised = {KNOWN: 0.5} if "regularisation" in names else {}
     strengths = {KNOWN: -1.0, "new": 1.0} if "slider" in names else {}
     masked = float("masked loss" in names)
-    return [spec.build() for spec in chosen_techniques(config, regularised, 20, strengths, masked)]
+    return [spec.build() for spec in chosen_techniques(config, TrainedData(20, regularised, strengths, masked))]
 
 
 def train(

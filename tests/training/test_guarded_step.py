@@ -20,8 +20,7 @@ from simpletuner.techniques.base import ExtraPass, Technique
 from simpletuner.training import step
 from simpletuner.training.checkpoints import write_checkpoint
 from simpletuner.training.ema import Ema
-from simpletuner.training.finite import stop_if_weights_not_finite
-from simpletuner.training.gradients import equalise_samples
+from simpletuner.training.guard import equalise_samples, stop_if_weights_not_finite
 from simpletuner.training.losses import HostLosses, loss_divisor
 from simpletuner.training.manifest import STATE_FOLDER, Identity
 from simpletuner.training.noise import add_noise

@@ -19,14 +19,14 @@ from simpletuner.annexes.adapters.lycoris import MULTIPLIER
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.tread import Route
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.adapter_sizes import planned_adapters
+from simpletuner.models.adapter_kinds import planned_adapters
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.lora_targets import weights_of
 from simpletuner.run.rehearsal import rehearse_micro_step
 from simpletuner.techniques.tread import Tread
-from simpletuner.training.applied import applied_loras
 from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
 from simpletuner.training.ema import Ema
+from simpletuner.training.lora_files import applied_loras
 from simpletuner.training.manifest import EFFECT_ERROR, FORWARD_ERROR, LORA_FILE, WEIGHT_ERROR
 from simpletuner.training.meter import adapters_of, weight_shapes
 from simpletuner.training.noise import add_noise
@@ -36,7 +36,7 @@ from tests.closeness import ELEMENTWISE, MODEL, ROTATION, assert_close, distance
 from tests.fidelity.family import make_adapter, make_config
 from tests.fidelity.sana import make_sana_adapter, make_sana_config
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
-from tests.run.test_publish import make_release
+from tests.run.test_publish import make_publication
 from tests.tiny import make_checkpoint
 from tests.tiny_sana import make_sana_checkpoint
 from tests.training.assembly import fixed_noise, make_assembly, make_batch
@@ -133,11 +133,11 @@ def test_published_as_a_stock_lora(
     assembly = make_assembly(t2i_checkpoint, **KINDS[kind]) if steps else trained(t2i_checkpoint, kind)
     batch, averaged = make_batch(t2i_checkpoint, ["a star", "x"]), bool(steps)
     for step in range(steps):
-        optimizer_step(assembly, Batches(batch), step)  # type: ignore[arg-type]
+        optimizer_step(assembly, Batches(batch), step)
     adapter, own = adapter_of(assembly), predict(assembly, t2i_checkpoint)
     ema = Ema(assembly.parameters, EmaConfig(), torch.device("cpu")) if averaged else None
-    release = make_release(t2i_checkpoint, assembly.adapter, lambda: predict(assembly, t2i_checkpoint))
-    message = adapter.publish(tmp_path, release, ema)
+    publication = make_publication(t2i_checkpoint, assembly.adapter, lambda: predict(assembly, t2i_checkpoint))
+    message = adapter.publish(tmp_path, publication, ema)
     notes = read_header(tmp_path / LORA_FILE)[METADATA]
     weights, forward = float(notes[WEIGHT_ERROR]), float(notes[FORWARD_ERROR])
     with adapter.disabled():
@@ -152,7 +152,8 @@ def test_published_as_a_stock_lora(
     assert forward <= 1e-2
     assert 0 < weights <= 0.1 + ROTATION, "energy .99 is a tenth of the norm"
     stock = make_adapter(t2i_checkpoint)
-    pipeline = stock.load_preview_pipeline(stock.load_transformer(torch.float32), torch.device("cpu"), None).pipeline
+    previews: Any = stock.load_preview_pipeline(stock.load_transformer(torch.float32), torch.device("cpu"), None)
+    pipeline = previews.pipeline
     noisy = add_noise(assembly, make_batch(t2i_checkpoint, ["a star"]), 0, 0)
     plain = pipeline.transformer.eval()
     with torch.no_grad(), applied_loras(plain, [(tmp_path, 1.0)], torch.float32, torch.device("cpu")):
@@ -232,8 +233,8 @@ def test_offload_and_checkpointing_change_nothing(t2i_checkpoint: Path, kind: st
 @pytest.mark.parametrize("kind", ["lokr", "lycoris lokr"])
 def test_a_quantised_base_is_published_as_a_lora(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> None:
     assembly = trained(t2i_checkpoint, kind, base_model_precision="int8-quanto")
-    release = make_release(t2i_checkpoint, assembly.adapter, lambda: predict(assembly, t2i_checkpoint))
-    adapter_of(assembly).publish(tmp_path, release, None)
+    publication = make_publication(t2i_checkpoint, assembly.adapter, lambda: predict(assembly, t2i_checkpoint))
+    adapter_of(assembly).publish(tmp_path, publication, None)
     assert 0 < float(read_header(tmp_path / LORA_FILE)[METADATA][FORWARD_ERROR]) <= 1e-2
 
 
@@ -244,7 +245,7 @@ def test_compiled_blocks_give_the_same_gradients(t2i_checkpoint: Path) -> None:
         assembly = trained(t2i_checkpoint, "lycoris lokr", **each)
         rehearse_micro_step(assembly, batch)
         gradients.append({name: parameter.grad for name, parameter in assembly.parameters.items()})
-    assert distance(gradients[1], gradients[0]) < ROTATION  # type: ignore[arg-type]
+    assert distance(gradients[1], gradients[0]) < ROTATION
 
 
 def sana(folder: Path, settings: dict[str, Any]) -> tuple[Assembly, Any]:
@@ -278,8 +279,8 @@ def test_the_video_families_load_it_too(tmp_path: Path, make: Any, kind: str) ->
     with torch.no_grad():
         for parameter in assembly.parameters.values():
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-    release = make_release(tmp_path / "checkpoint", assembly.adapter, lambda: torch.ones(1))
-    adapter.publish(tmp_path, release, None)
+    publication = make_publication(tmp_path / "checkpoint", assembly.adapter, lambda: torch.ones(1))
+    adapter.publish(tmp_path, publication, None)
     pipeline.load_lora_weights(tmp_path)
     missing, whole = 0.0, 0.0
     with torch.no_grad():
@@ -296,7 +297,7 @@ def test_lora_plus_trains_b_at_a_multiple_of_the_rate(t2i_checkpoint: Path) -> N
         settings = {} if ratio is None else {"lora_plus_ratio": ratio}
         assembly = make_assembly(t2i_checkpoint, optimizer="torch-sgd", **settings)
         before = {name: each.detach().clone() for name, each in assembly.parameters.items()}
-        optimizer_step(assembly, Batches(batch), 0)  # type: ignore[arg-type]
+        optimizer_step(assembly, Batches(batch), 0)
         moves[ratio] = {name: each.detach() - before[name] for name, each in assembly.parameters.items()}
     for name, plain in moves[None].items():
         assert torch.equal(moves[1.0][name], plain)

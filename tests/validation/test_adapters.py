@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from simpletuner.config.lora import LoraConfig
-from simpletuner.training.applied import applied_loras
 from simpletuner.training.lora import add_lora
+from simpletuner.training.lora_files import applied_loras
 from tests.closeness import SAMPLING, assert_close
 from tests.workspace import Workspace
 

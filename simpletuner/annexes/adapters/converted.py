@@ -28,11 +28,12 @@ from torch.nn import functional
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.models.lora_targets import Targets
+from simpletuner.models.spec import FamilySpec
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
-from simpletuner.training.lora_files import PREFIXES, file_settings, release_file, write_weights
+from simpletuner.training.lora_files import PREFIXES, file_settings, write_verified, write_weights
 from simpletuner.training.manifest import ERRORS, LORA_FILE, describe_errors
-from simpletuner.training.trained import AdapterWeights, Release
+from simpletuner.training.trained import AdapterWeights, Publication
 
 # Singular vectors computed beyond the largest rank: the randomised method finds the last ones least exactly.
 SPARE = 16
@@ -108,11 +109,11 @@ class ConvertedAdapter(AdapterWeights, ABC):
             with ema.applied():
                 self.write(folder / "ema", note)
 
-    def publish(self, output_dir: Path, release: Release, ema: Ema | None) -> str:
+    def publish(self, output_dir: Path, publication: Publication, ema: Ema | None) -> str:
         if ema is not None:
             with ema.applied():
-                self._release(output_dir / "ema", release)
-        lora, errors = self._release(output_dir, release)
+                self._publish(output_dir / "ema", publication)
+        lora, errors = self._publish(output_dir, publication)
         size = (output_dir / LORA_FILE).stat().st_size / 1e6
         limit = f" export_rank {self.config.export_rank} limits it; a larger one is closer." if lora.limited else ""
         return (
@@ -121,15 +122,15 @@ class ConvertedAdapter(AdapterWeights, ABC):
             f"{describe_errors(errors)}.{limit}"
         )
 
-    def _release(self, folder: Path, release: Release) -> tuple[ConvertedLora, dict[str, str]]:
+    def _publish(self, folder: Path, publication: Publication) -> tuple[ConvertedLora, dict[str, str]]:
         """Write both files, the LoRA verified; returns it with the notes of its errors."""
-        lora = self.convert(release.dtype)
-        forward, effect = self.prediction_errors(lora, release.predict)
+        lora = self.convert(publication.dtype)
+        forward, effect = self.prediction_errors(lora, publication.predict)
         if effect > LOST:
             message = "%s lacks %.0f %% of what the adapter does; a larger export_rank or export_energy keeps more."
             logger.warning(message, folder / LORA_FILE, 100 * effect)
         errors = {key: f"{error:.2e}" for key, error in zip(ERRORS, (lora.error, forward, effect), strict=True)}
-        self.write(folder, release.note)
+        self.write(folder, publication.note)
         prefix = PREFIXES[self.config.lora_format]
         weights = {
             f"{prefix}{name}.lora_{side}.weight": each.cpu().contiguous()
@@ -137,9 +138,9 @@ class ConvertedAdapter(AdapterWeights, ABC):
             for side, each in zip("AB", factors, strict=True)
         }
         form = self.config.lora_format
-        header = {**file_settings(_lora_settings(lora.ranks), form), **release.note, **errors}
-        pipeline = release.adapter.load_bare_pipeline()
-        release_file(folder, lambda trial: write_weights(trial / LORA_FILE, weights, header), weights, form, pipeline)
+        header = {**file_settings(_lora_settings(lora.ranks), form), **publication.note, **errors}
+        pipeline = publication.adapter.load_bare_pipeline()
+        write_verified(folder, lambda trial: write_weights(trial / LORA_FILE, weights, header), weights, form, pipeline)
         return lora, errors
 
     @torch.no_grad()
@@ -191,9 +192,9 @@ class ProductAdapter(ConvertedAdapter):
 
 
 def add_product(
-    transformer: nn.Module, config: LoraConfig, targets: Targets, *, seed: int, dtype: torch.dtype
+    transformer: nn.Module, config: LoraConfig, targets: Targets, spec: FamilySpec, *, seed: int, dtype: torch.dtype
 ) -> ProductAdapter:
-    """Freeze the transformer and add a LoKr or LoHa to the selected linear layers; arguments as for `add_lora`."""
+    """Freeze the transformer and add a LoKr or LoHa to the selected linear layers; see `AdapterKind.add`."""
     shared: Any = {"r": config.lora_rank, "alpha": config.alpha, "target_modules": targets}
     settings: PeftConfig = LoHaConfig(**shared)
     if config.lora_type == "lokr":

@@ -13,10 +13,10 @@ from simpletuner.annexes.fitting.ways import check_ways
 from simpletuner.budget.budget import PREVIEWS, Budget, estimate, make_budget, shortage
 from simpletuner.budget.device import NCCL_BUFFERS, compute_capability, count_gpus, find_device
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
-from simpletuner.config.arguments import Arguments
 from simpletuner.config.json_files import check_unset
 from simpletuner.config.load import BY_SIZE, RunConfig, raise_if_fatal
 from simpletuner.config.precision import check_capability, multiplied
+from simpletuner.config.sources import Arguments
 from simpletuner.distributed.world import launched
 from simpletuner.errors import Problem
 from simpletuner.models.cost import VaeLoad
@@ -26,7 +26,7 @@ from simpletuner.plan.environment import existing
 DECODING = "validation_decoding"
 # torch's `upsample_nearest3d` on CUDA refused more (pytorch #144855), and since then counts them in 32 unsigned bits.
 MOST_UPSAMPLED = 2**31
-FEATURE_SHARE = 0.2  # of the free space, at most, for features with `crepa_cache auto`
+FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
 
 
 def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:
@@ -74,8 +74,10 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
     budget = with_strips(make_budget(plan, device))
     plan = replace(plan, config=budget.config)
     features = feature_costs(plan.spec, budget.listing).stored
-    if features and plan.config.crepa.crepa_cache == "auto" and features > feature_room(plan):
-        plan = replace(plan, config=plan.config.with_values({"crepa_cache": "off"}, "chosen by crepa_cache auto"))
+    kinds = (kind for technique in plan.techniques for kind in technique.features)
+    sparing = {key: value for kind in kinds for key, value in kind.spared_by.items()}
+    if features and sparing and features > feature_room(plan):
+        plan = replace(plan, config=plan.config.with_values(sparing, f"chosen by {', '.join(sparing)} auto"))
         budget = make_budget(plan, device)
     if plan.config.offload.offload == "auto":
         budget = choose(budget)

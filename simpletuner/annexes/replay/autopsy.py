@@ -32,8 +32,12 @@ from simpletuner.reporting.metrics import METRICS_FILE, read_rows
 from simpletuner.run.companions import Companion
 from simpletuner.run.rehearsal import rehearse_micro_step, unchanged
 from simpletuner.run.session import Session
-from simpletuner.training.finite import stop_if_losses_not_finite, watched_outputs
-from simpletuner.training.gradients import gradient_size, stop_if_gradients_not_finite
+from simpletuner.training.guard import (
+    gradient_size,
+    stop_if_gradients_not_finite,
+    stop_if_losses_not_finite,
+    watched_outputs,
+)
 from simpletuner.training.manifest import Checkpoint, find_checkpoints
 from simpletuner.training.recorder import peak_memory
 from simpletuner.training.state import Assembly

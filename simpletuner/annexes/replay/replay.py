@@ -26,7 +26,7 @@ from simpletuner.annexes.replay.autopsy import (
     facts_of,
 )
 from simpletuner.caching.read import BatchReader
-from simpletuner.config.arguments import Arguments
+from simpletuner.config.sources import Arguments
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.distributed.world import World
 from simpletuner.errors import Problem, UserError, shorten
@@ -35,7 +35,7 @@ from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
 from simpletuner.redaction import redact
 from simpletuner.reporting.events import EventStream
-from simpletuner.run.caches import CacheFiller, build_adapter, complete_catalogue
+from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue
 from simpletuner.run.session import Session
 from simpletuner.run.train import prepare_machine
 from simpletuner.training.assemble import make_accelerator
@@ -75,7 +75,7 @@ def prepare(folder: Path, arguments: Arguments, problems: list[Problem]) -> tupl
     kept = failure.checkpoint and Path(failure.checkpoint).is_dir()  # it may have been removed since
     settings = [("resume_from_checkpoint", failure.checkpoint if kept else "latest"), *arguments.settings]
     selectors = {"env": "default", "config_path": str(folder / CONFIG_FILE)}
-    plan, _ = ready_plan(Arguments(settings, selectors), problems)
+    plan, _ = ready_plan(replace(arguments, settings=settings, selectors=selectors), problems)
     if (processes := plan.config.launch.num_processes) > 1:
         size = processes * plan.config.schedule.train_batch_size
         raise UserError(f"--replay runs in one process; add num_processes=1 train_batch_size={size}.")
@@ -94,7 +94,7 @@ def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bo
     KERNELS.open(None, *plan.output_dir.absolute().parents[2:3])  # those of the run that failed
     accelerator, epoch = make_accelerator(), plan.resume.manifest.epoch if plan.resume else 1
     listing = list_entries(plan, complete_catalogue(plan), epoch)
-    caches = CacheFiller(plan, build_adapter(plan), accelerator.device, events, listing)
+    caches = CacheFiller(Encoding(plan, build_adapter(plan), accelerator.device, events), listing)
     caches.fill()
     session = Session.open(caches, accelerator, World())
     assembly, loader, begun = session.assembly, session.loader, session.state.global_step

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from simpletuner.annexes.page.app import create_app
 from simpletuner.annexes.page.live import event_stream
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.runs import CONSOLE_FILE
+from simpletuner.annexes.page.serve import create_app
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.reporting.events import EventStream, Notice, StateChanged
 from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile
@@ -260,7 +260,7 @@ def test_what_a_client_does_not_read_stays_in_the_file(tmp_path: Path) -> None:
         try:
             said = [await anext(stream) for _ in range(count + 1)]
         finally:
-            await stream.aclose()
+            await stream.aclose()  # type: ignore[attr-defined]
         return [int(text.partition("\n")[0].removeprefix("id: ")) for text in said[1:]]
 
     tracemalloc.start()

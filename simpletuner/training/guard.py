@@ -1,0 +1,199 @@
+"""The size of a gradient and its clipping; and keeping NaN and infinity out of weights, files and previews.
+
+A step checks only what it reads from the device anyway (the losses, and the gradient size that clipping needs), so the
+checks cost no synchronisation. Weights are checked when they are saved, loaded, published or rendered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from simpletuner.config.schema import OptimizerConfig
+from simpletuner.distributed.sharding import from_all, local, local_parts
+from simpletuner.errors import NonFiniteError, UserError, shorten
+
+if TYPE_CHECKING:
+    from simpletuner.training.ema import Ema
+    from simpletuner.training.state import Assembly
+
+
+def stop_if_losses_not_finite(losses: Sequence[float], files: Sequence[Sequence[str]]) -> None:
+    """Check the losses of a step before the update.
+
+    Args:
+        losses: one per micro-batch.
+        files: the samples of each micro-batch.
+
+    Raises:
+        NonFiniteError: naming the files of the affected micro-batches.
+    """
+    guilty = [name for loss, names in zip(losses, files, strict=True) if not math.isfinite(loss) for name in names]
+    if guilty:
+        raise NonFiniteError(
+            f"The loss is {', '.join(map(str, losses))}. The weights were not touched. Trained on: {', '.join(guilty)}."
+        )
+
+
+def stop_if_result_not_finite(assembly: Assembly, ema: Ema | None) -> None:
+    """Check everything trained, the moving average included, before it is saved, published or rendered.
+
+    Raises:
+        NonFiniteError: naming the tensors.
+    """
+    stop_if_weights_not_finite(assembly.parameters | assembly.module_parameters)
+    if ema is not None:  # on its own, since it may be on another device
+        stop_if_weights_not_finite({f"EMA of {name}": tensor for name, tensor in ema.average.items()})
+
+
+def stop_if_weights_not_finite(weights: Mapping[str, Tensor]) -> None:
+    """Check weights of one device, for which the host waits once.
+
+    Raises:
+        NonFiniteError: naming the tensors.
+    """
+    if guilty := not_finite(weights):
+        raise NonFiniteError(
+            f"{len(guilty)} of {len(weights)} trained tensors are NaN or infinite and were not saved: "
+            f"{shorten(guilty)}. Continue from the last checkpoint with a lower learning_rate."
+        )
+
+
+def refuse_not_finite(weights: Mapping[str, Tensor], origin: Path | str, advice: str) -> None:
+    """Check weights that were read from a file.
+
+    Args:
+        origin: the file or checkpoint, for the message.
+        advice: what to do instead.
+
+    Raises:
+        UserError: naming the tensors.
+    """
+    if guilty := not_finite(weights):
+        raise UserError(f"{origin} holds NaN or infinite values in {shorten(guilty)}; {advice}.")
+
+
+@contextmanager
+def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
+    """A context in which modules whose output is NaN or infinite are added to the list, the first one first.
+
+    Every output is read from the device, which is slow.
+    """
+    found: list[str] = []
+
+    def check(name: str, module: nn.Module, given: object, output: object) -> None:
+        outputs = output if isinstance(output, tuple | list) else [output]
+        if not all(each.isfinite().all() for each in outputs if isinstance(each, Tensor)):
+            found.append(name or type(module).__name__)
+
+    hooks = [module.register_forward_hook(partial(check, name)) for name, module in model.named_modules()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors with a value that is NaN or infinite; collective if they are sharded."""
+    if not tensors:
+        return []
+    with torch.no_grad():
+        # The maximum norm is infinite or NaN exactly where a value is. A sum of squares could overflow.
+        norms = torch._foreach_norm(local_parts(tensors.values()), float("inf"))
+        largest = from_all(torch.stack([each.float() for each in norms]), tensors.values())
+    values = largest.view(-1, len(tensors)).amax(0).tolist()
+    return [name for name, value in zip(tensors, values, strict=True) if not math.isfinite(value)]
+
+
+# The scaler skips a float16 step that overflows and halves its scale. Below 1 it is not the scale that overflows.
+LOWEST_SCALE = 1.0
+
+
+def equalise_samples(parameters: Iterable[nn.Parameter], counts: Sequence[int]) -> None:
+    """Rescale gradients summed with `loss_divisor` to those of the mean over all samples."""
+    factor = len(counts) * counts[0] / sum(counts)
+    if factor != 1:
+        torch._foreach_mul_([local(each.grad) for each in parameters if each.grad is not None], factor)
+
+
+def gradient_size(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> dict[str, Tensor]:
+    """The size that `grad_clip_method` limits, on the device: `grad_absmax` (value) or `grad_norm` (norm).
+
+    torch's `clip_grad_norm_` would scale by a tensor on the device even where nothing is clipped; here the size is read
+    together with the losses, for clipping, for the log and for the check that it is finite.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return {}
+    parts = local_parts(gradients)
+    if config.grad_clip_method == "value":
+        return {"grad_absmax": from_all(torch.stack(torch._foreach_norm(parts, float("inf"))), gradients).max()}
+    norms = torch.stack([part.float() for part in torch._foreach_norm(parts, 2.0)])
+    return {"grad_norm": from_all(norms, gradients).norm(2)}
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig, sizes: Mapping[str, float]) -> None:
+    """Clip in place to `max_grad_norm`; 0 clips nothing.
+
+    Args:
+        sizes: what `gradient_size` gave for these parameters, as numbers.
+    """
+    limit = config.max_grad_norm
+    if not any(0 < limit < size for size in sizes.values()):
+        return
+    parts = local_parts([parameter.grad for parameter in parameters if parameter.grad is not None])
+    if "grad_norm" in sizes:
+        torch._foreach_mul_(parts, limit / sizes["grad_norm"])
+    else:
+        torch._foreach_clamp_min_(parts, -limit)
+        torch._foreach_clamp_max_(parts, limit)
+
+
+def stop_if_gradients_not_finite(
+    sizes: Iterable[float],
+    parameters: Mapping[str, nn.Parameter],
+    scaler: torch.amp.GradScaler,
+    files: Sequence[Sequence[str]],
+    *,
+    is_halfway: bool = False,
+) -> None:
+    """Check the gradient of a step before the update.
+
+    In float16 the scaler skips such a step and tries the next one at half its scale, until the scale is below 1.
+
+    Args:
+        sizes: norm or largest value of the whole gradient, as measured by clipping.
+        is_halfway: released gradients have updated some weights.
+
+    Raises:
+        NonFiniteError: naming the tensors in the order in which the backward pass reached them, and the files.
+    """
+    if all(map(math.isfinite, sizes)) or (scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE):
+        return
+    gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
+    guilty = not_finite(gradients)[::-1]  # the backward pass goes from the last layer to the first
+    raise gradient_error(guilty, files, is_halfway=is_halfway)
+
+
+def gradient_error(guilty: Sequence[str], files: Sequence[Sequence[str]], *, is_halfway: bool) -> NonFiniteError:
+    """The error for a gradient that is NaN or infinite.
+
+    Args:
+        guilty: its tensors, in the order in which the backward pass reached them; none if each by itself is finite.
+        is_halfway: some weights are updated already.
+    """
+    what = f"of {shorten(guilty)}, in the order of the backward pass," if guilty else "of all tensors together"
+    partly = "of this step are partly updated and are not saved: continue from the last checkpoint"
+    left = partly if is_halfway else "were not touched"
+    return NonFiniteError(
+        f"The gradient {what} is NaN or infinite, although the loss is finite. The weights {left}. "
+        f"Trained on: {', '.join(name for names in files for name in names)}."
+    )
