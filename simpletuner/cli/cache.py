@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from simpletuner.cli.train import PASS_THROUGH, command_settings, uncollected
+from simpletuner.cli.settings import PASS_THROUGH, command_settings, uncollected
 
 if TYPE_CHECKING:
     from simpletuner.plan.build import Plan

@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 
 from simpletuner.annexes.trackers.trackers import KNOWN, check_trackers
-from simpletuner.cli.examples import TASKS
 from simpletuner.config.optimizers import optimizer_name
-from simpletuner.models.spec import Flavour
+from simpletuner.models.spec import TASKS, Flavour
 from simpletuner.plan.draft import Draft
 
 # The schema's default, one epoch, is too short for most datasets.
