@@ -99,7 +99,7 @@ class Chain:
         """Encode and write every caption."""
         empty({entry.folder for entry in self.texts})
         together = self.plan.config.caching.captions_at_once(self.text_encoder.device.type, streamed=False)
-        fill_texts(self.texts, lambda: self.text_encoder, together, self.phase)
+        fill_texts(self.texts, self.text_encoder, together, self.phase)
 
     def fill_latents(self) -> None:
         """Decode, encode and write every clip."""

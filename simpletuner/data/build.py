@@ -9,14 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from simpletuner.config.datasets import MASKS, DatasetConfig
-from simpletuner.data.buckets import OutsideLimitsError, build_rules
-from simpletuner.data.captions import CaptionError, CaptionSource, Edit, caption_source, captions_for, read_filters
+from simpletuner.data.buckets import build_rules
+from simpletuner.data.captions import CaptionSource, Edit, caption_source, captions_for, read_filters
 from simpletuner.data.chance import order_key
-from simpletuner.data.clips import ClipLengthError, build_clip_rules, check_frame_rate
+from simpletuner.data.clips import build_clip_rules, check_frame_rate
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset, check_amount, is_stretched, summarise_rejected, warn_of_enlarged
 from simpletuner.data.discovery import Folder, Scan, read_folder
 from simpletuner.data.entries import check_dataset_file, latent_dir_of, link_partners, text_entry_of
+from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.sample import Rejected, Sample
 from simpletuner.errors import Problem, shorten
@@ -184,33 +185,21 @@ def outcome_of(name: str, dataset: Dataset, captions: CaptionSource) -> Sample |
         dataset: for its rules; its samples are not read.
         captions: where its captions come from.
     """
-    rejected = _without_partner(name, dataset)
-    if rejected is not None:
-        return rejected
-    if dataset.config.metadata_backend == "parquet" and name not in captions.table:
-        return Rejected(dataset.id, name, "not in the table", "is not in the table")
     try:
         return _sample(name, dataset, captions)
-    except OutsideLimitsError as error:
-        return Rejected(dataset.id, name, "outside the limits", str(error))
-    except ClipLengthError as error:
+    except LeftOutError as error:
         return Rejected(dataset.id, name, error.reason, str(error))
-    except CaptionError as error:
-        return Rejected(dataset.id, name, "no caption", str(error))
-
-
-def _without_partner(name: str, dataset: Dataset) -> Rejected | None:
-    for partners in dataset.partners:
-        partner = partners.facts_for(name)
-        if partner is None:
-            return Rejected(dataset.id, name, "partner unusable", f"has no partner in {partners.id}")
-        if partner.problem is not None:
-            detail = f"its partner {partners.name_for(name)} {partner.problem}"
-            return Rejected(dataset.id, name, "partner unusable", detail)
-    return None
 
 
 def _sample(name: str, dataset: Dataset, captions: CaptionSource) -> Sample:
+    for partners in dataset.partners:
+        paired = partners.facts_for(name)
+        if paired is None:
+            raise LeftOutError("partner unusable", f"has no partner in {partners.id}")
+        if paired.problem is not None:
+            raise LeftOutError("partner unusable", f"its partner {partners.name_for(name)} {paired.problem}")
+    if dataset.config.metadata_backend == "parquet" and name not in captions.table:
+        raise LeftOutError("not in the table", "is not in the table")
     facts, clips = dataset.facts[name], dataset.clips
     clip = clips.read(facts.clip) if clips and facts.clip else None
     frames = clips.frames_of(clip) if clips and clip else 1

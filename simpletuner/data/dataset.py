@@ -21,7 +21,7 @@ from simpletuner.data.chance import fraction
 from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
 from simpletuner.data.context import DataContext
 from simpletuner.data.discovery import FileFacts, pair_key, save_index
-from simpletuner.data.sample import NOTEWORTHY, LedgerEntry, Reason, Rejected, Sample, size_text
+from simpletuner.data.sample import EXPECTED, LedgerEntry, Rejected, Sample, size_text
 from simpletuner.errors import Problem, shorten
 
 # A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this share.
@@ -191,7 +191,7 @@ class Dataset:
             groups.setdefault(sample.geometry.bucket, []).append(sample)
         return dict(sorted(groups.items()))
 
-    def without(self, problems: Mapping[str, str], reason: Reason = "damaged") -> Dataset:
+    def without(self, problems: Mapping[str, str], reason: str = "damaged") -> Dataset:
         """The dataset without samples that turned out to be unusable.
 
         Args:
@@ -235,7 +235,7 @@ class Dataset:
         read_as = f"counts as {' and '.join(sample.read_as)}" if sample.read_as else ""
         return ", ".join(filter(None, (self.origins.get(sample.name), read_as)))
 
-    def counts(self) -> Counter[Reason]:
+    def counts(self) -> Counter[str]:
         """Number of rejected files, by reason."""
         return Counter(file.reason for file in self.rejected)
 
@@ -324,7 +324,7 @@ def summarise_rejected(dataset: Dataset) -> Iterator[Problem]:
     """One warning with the files that are left out, by reason; the ledger has the details."""
     names = defaultdict(list)
     for file in dataset.rejected:
-        if file.reason in NOTEWORTHY:
+        if file.reason not in EXPECTED:
             names[file.reason].append(file.name)
     if names and dataset.samples:
         left_out = "; ".join(f"{len(files)} {reason} ({shorten(files)})" for reason, files in names.items())
@@ -378,7 +378,7 @@ def _nothing_usable(dataset: Dataset) -> str:
     counts = ", ".join(f"{number} {reason}" for reason, number in dataset.counts().most_common())
     message = f"no samples detected in dataset {dataset.id} ({dataset.config.instance_data_dir!r}): "
     message += f"none of its files can be used ({counts})." if counts else "the folder is empty."
-    details = [file for file in dataset.rejected if file.reason in NOTEWORTHY]
+    details = [file for file in dataset.rejected if file.reason not in EXPECTED]
     return f"{message} For instance {details[0].name} {details[0].detail}." if details else message
 
 

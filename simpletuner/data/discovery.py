@@ -35,7 +35,7 @@ from simpletuner.data.files import (
     read,
 )
 from simpletuner.data.media import PICTURE_SUFFIXES, probe
-from simpletuner.data.sample import Reason, Rejected
+from simpletuner.data.sample import Rejected
 
 CAPTION_SUFFIX = ".txt"
 
@@ -54,7 +54,7 @@ class Scan:
 
     files: tuple[str, ...] = ()
     captions: Mapping[str, str] = field(default_factory=dict)
-    ignored: Mapping[str, tuple[Reason, str]] = field(default_factory=dict)
+    ignored: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     table: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ def scan(root: Path, wanted: frozenset[str] = PICTURE_SUFFIXES) -> Scan:
     return classify(_walk(root), wanted)
 
 
-def classify(names: Iterable[tuple[str, tuple[Reason, str] | None]], wanted: frozenset[str]) -> Scan:
+def classify(names: Iterable[tuple[str, tuple[str, str] | None]], wanted: frozenset[str]) -> Scan:
     """Tell pictures or clips, their captions and other files apart.
 
     Args:
@@ -96,7 +96,7 @@ def classify(names: Iterable[tuple[str, tuple[Reason, str] | None]], wanted: fro
         wanted: extensions of the files to look for.
     """
     files, texts = [], []
-    ignored: dict[str, tuple[Reason, str]] = {}
+    ignored: dict[str, tuple[str, str]] = {}
     for name, problem in sorted(names, key=itemgetter(0)):
         suffix = _suffix(name)
         if problem is not None:
@@ -111,7 +111,7 @@ def classify(names: Iterable[tuple[str, tuple[Reason, str] | None]], wanted: fro
     return Scan(tuple(files), captions, ignored)
 
 
-def _foreign(name: str, wanted: frozenset[str]) -> tuple[Reason, str]:
+def _foreign(name: str, wanted: frozenset[str]) -> tuple[str, str]:
     if wanted >= PICTURE_SUFFIXES:
         return "not a picture", "does not have the extension of a picture"
     if _suffix(name) in PICTURE_SUFFIXES:
@@ -119,7 +119,7 @@ def _foreign(name: str, wanted: frozenset[str]) -> tuple[Reason, str]:
     return "not a clip", "does not have the extension of a clip"
 
 
-def _captions(files: Sequence[str], texts: Sequence[str], ignored: dict[str, tuple[Reason, str]]) -> dict[str, str]:
+def _captions(files: Sequence[str], texts: Sequence[str], ignored: dict[str, tuple[str, str]]) -> dict[str, str]:
     keys = {pair_key(name) for name in files}
     captions: dict[str, str] = {}
     for name in texts:
@@ -133,7 +133,7 @@ def _captions(files: Sequence[str], texts: Sequence[str], ignored: dict[str, tup
     return captions
 
 
-def _walk(root: Path) -> Iterator[tuple[str, tuple[Reason, str] | None]]:
+def _walk(root: Path) -> Iterator[tuple[str, tuple[str, str] | None]]:
     """Every file below a folder, with the reason if it cannot be used."""
     visited: set[tuple[int, int]] = set()
     stack = [(root, "")]
@@ -172,7 +172,7 @@ def _kernel_devices() -> frozenset[int]:
     return frozenset(folder.stat().st_dev for folder in (Path("/proc"), Path("/sys")) if folder.is_mount())
 
 
-def name_problem(name: str) -> tuple[Reason, str] | None:
+def name_problem(name: str) -> tuple[str, str] | None:
     """Why a file or folder of this name is not used, or None."""
     if name.startswith("."):
         return "hidden", "is hidden: its name starts with a dot"

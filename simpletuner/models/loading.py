@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from simpletuner.config.schema import CachingConfig
 from simpletuner.errors import UserError, shorten
 from simpletuner.models.float32 import full_float32
-from simpletuner.models.source import Part
+from simpletuner.models.source import ModelSource, Part
 from simpletuner.models.usage import FLOW, SOLVERS
 
 
@@ -131,6 +131,26 @@ def load_vae(vae_class: Any, part: Part, caching: CachingConfig, device: torch.d
     return vae
 
 
+class VaeEncoder:
+    """What the `LatentEncoder`s of all families share: pixels to a posterior, and latents to pixels."""
+
+    def __init__(self, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self.vae, self.device, self.dtype = vae, device, dtype
+
+    def posterior(self, pixels: Tensor) -> Any:
+        """The VAE's distribution of latents."""
+        return self.vae.encode(pixels.to(self.device, self.dtype)).latent_dist
+
+    def pixels(self, latents: Tensor) -> Tensor:
+        """The VAE's pixels in [-1, 1], float32."""
+        pixels: Tensor = self.vae.decode(latents.to(self.device, self.dtype)).sample.float().clamp(-1, 1)
+        return pixels
+
+    def use_less_memory(self) -> bool:
+        """False: there is no such setting."""
+        return False
+
+
 def slice_convolutions(vae: nn.Module, frames: int = 1) -> int:
     """Let the causal convolutions of a HunyuanVideo VAE compute `frames` output frames at a time; returns their number.
 
@@ -227,13 +247,19 @@ def with_solver(scheduler: Any, name: str | None) -> Any:
     return getattr(diffusers, SOLVERS[name])(**settings)
 
 
-def bare_pipeline(pipeline_class: Any, transformer_class: Any, part: Part, text_roles: Sequence[str]) -> Any:
+def stock_pipeline(pipeline_class: Any, source: ModelSource, **parts: Any) -> Any:
+    """A pipeline of diffusers with these parts of a checkpoint, without the others."""
+    pipeline = pipeline_class(**{**dict.fromkeys(source.parts), **parts})
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def bare_pipeline(pipeline_class: Any, transformer_class: Any, source: ModelSource) -> Any:
     """The stock pipeline around a transformer with the right layers but no weights, to load LoRA files into."""
-    settings = transformer_class.load_config(part.fetch())
+    settings = transformer_class.load_config(source["transformer"].fetch())
     with torch.device("meta"):
         transformer = transformer_class.from_config(settings)
-    absent = dict.fromkeys(("vae", "scheduler", *text_roles))
-    return pipeline_class(transformer=share_zero_weights(transformer), **absent)
+    return stock_pipeline(pipeline_class, source, transformer=share_zero_weights(transformer))
 
 
 def share_zero_weights(model: nn.Module) -> nn.Module:

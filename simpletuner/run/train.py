@@ -158,10 +158,11 @@ def load(
     config = plan.config
     with events.phase("Loading the transformer", stage="init_load_base_model"):
         techniques = [technique.build() for technique in plan.techniques]
-        assembly = assemble(config, training_spec(plan), caches.adapter, techniques, accelerator, world)
+        assembly = assemble(config, training_spec(plan), caches.encoding.adapter, techniques, accelerator, world)
     ema = Ema(assembly.parameters, config.ema, accelerator.device) if config.ema.use_ema else None
     dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
-    reader = BatchReader(caches.catalogue, dropout, plan.seed, caches.restore, caches.encode, features)
+    encoding = caches.encoding
+    reader = BatchReader(caches.catalogue, dropout, plan.seed, encoding.restore, encoding.encode, features)
     loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, caches.follow, pin=True)
     state = begin(plan, assembly, loader, ema)
     loader.complete, loader.count = partial(with_noise, assembly), state.global_step * assembly.settings.accumulation

@@ -49,7 +49,7 @@ def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> lis
 
     def embeds(text: str, picture: Sample | None, negative: bool, size: Size) -> TextEmbeds:
         fitted = None if picture is None else picture.fitted(size)
-        return reader.read_text(catalogue.text(None, text, fitted, negative=negative))
+        return reader.read(catalogue.text(None, text, fitted, negative=negative))
 
     pictures = preview_sources(plan)
     for prompt in plan.prompts:

@@ -20,12 +20,11 @@ from simpletuner.diffusion.loss import diffusion_loss
 from simpletuner.diffusion.seeds import Place
 from simpletuner.models.adapter import CheckpointSetup, PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5 import nabla
-from simpletuner.models.kandinsky5.geometry import rope_scale_of_size
 from simpletuner.models.kandinsky5.loading import load_processor
-from simpletuner.models.kandinsky5.options import parse_rope_scale
+from simpletuner.models.kandinsky5.options import parse_rope_scale, rope_scale_of_size
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.kandinsky5.templates import OFFICIAL
 from simpletuner.models.kandinsky5.video import Kandinsky5VideoAdapter
-from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
 from simpletuner.models.source import ModelSource
 from tests.closeness import MODEL, SAMPLING, VAE, assert_close, limit
 from tests.fidelity.family import CPU, Recorder, picture, zeros

@@ -14,7 +14,7 @@ import torch
 
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.replay import autopsy
-from simpletuner.caching.fill import write_latents
+from simpletuner.caching.fill import write_entry
 from simpletuner.caching.read import CacheStore
 from simpletuner.config.sources import parse_settings
 from simpletuner.reporting.events import EventStream
@@ -70,7 +70,7 @@ def poison(workspace: Workspace, name: str) -> Path:
         assert listing is not None
         (entry,) = [each for each in listing.latents if each.sample.name == name]
         latents = CacheStore(entry.folder).read(entry.key.digest())["latents"]
-        write_latents(entry, torch.full_like(latents, 3e38))
+        write_entry(entry, {"latents": torch.full_like(latents, 3e38)})
         return entry.folder.absolute()
 
 

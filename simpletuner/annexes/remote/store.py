@@ -21,7 +21,6 @@ from simpletuner.data.clips import clip_suffix
 from simpletuner.data.context import ProgressBar
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import SUFFIXES, sniff
-from simpletuner.data.sample import Reason
 from simpletuner.errors import UserError
 
 WORKERS = 8
@@ -77,7 +76,7 @@ class Offer:
 
     items: Sequence[Item]
     captions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    ignored: Mapping[str, tuple[Reason, str]] = field(default_factory=dict)
+    ignored: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
 from simpletuner.redaction import redact
 from simpletuner.reporting.events import EventStream
-from simpletuner.run.caches import CacheFiller, build_adapter, complete_catalogue
+from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue
 from simpletuner.run.train import load, prepare_machine
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.training.state import Assembly
@@ -93,7 +93,7 @@ def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bo
     KERNELS.open(None, *plan.output_dir.absolute().parents[2:3])  # those of the run that failed
     accelerator, epoch = make_accelerator(), plan.resume.manifest.epoch if plan.resume else 1
     listing = list_entries(plan, complete_catalogue(plan), epoch)
-    caches = CacheFiller(plan, build_adapter(plan), accelerator.device, events, listing)
+    caches = CacheFiller(Encoding(plan, build_adapter(plan), accelerator.device, events), listing)
     caches.fill()
     assembly, _, reader, loader, state = load(caches.plan, caches, accelerator, events, World())
     assembly.transformer.train()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import diffusers
 import torch
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transformer3DModel
 from torch import Tensor, nn
@@ -12,11 +13,18 @@ from torch import Tensor, nn
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser, LatentEncoder, PreviewPipeline
 from simpletuner.models.blocks import FastBlocks
-from simpletuner.models.kandinsky5 import attention, denoiser, fast, loading
+from simpletuner.models.kandinsky5 import attention, denoiser, fast
 from simpletuner.models.kandinsky5.options import KandinskyOptions, RopeScale
+from simpletuner.models.kandinsky5.previews import StockPipeline, pipeline_name, usage_snippet
 from simpletuner.models.kandinsky5.spec import TEMPLATES
-from simpletuner.models.kandinsky5.usage import usage_snippet
-from simpletuner.models.loading import bare_pipeline, load_scheduler, load_vae, with_solver
+from simpletuner.models.loading import (
+    bare_pipeline,
+    load_denoiser,
+    load_scheduler,
+    load_vae,
+    stock_pipeline,
+    with_solver,
+)
 from simpletuner.models.spec import FamilySpec
 from simpletuner.models.usage import Usage
 
@@ -30,7 +38,6 @@ class Kandinsky5Adapter:
     Attributes:
         vae_class: diffusers class of its VAE.
         encoder_class: wraps that VAE.
-        preview_class: wraps the stock pipeline for previews.
         takes_picture: the task starts from a picture (i2i, i2v).
         dtype: dtype that the transformer was loaded in.
     """
@@ -38,7 +45,6 @@ class Kandinsky5Adapter:
     spec: FamilySpec
     vae_class: Any
     encoder_class: Callable[[Any, torch.device, torch.dtype], LatentEncoder]
-    preview_class: Callable[[Any, LatentEncoder, torch.device, bool], PreviewPipeline]
 
     def __init__(self, setup: CheckpointSetup) -> None:
         self.source, self.text, self.caching, self.solver = setup.source, setup.text, setup.caching, setup.solver
@@ -55,11 +61,13 @@ class Kandinsky5Adapter:
         from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
 
         template = select_template(self.options.text_template, TEMPLATES[self.task])
-        length, sees = self.spec.text_length(self.text), self.task in self.spec.prompt_holds_picture
+        length, sees = self.spec.words.length(self.text), self.task in self.spec.words.hold_picture
         return Kandinsky5TextEncoder(self.source, template, length, device, dtype, quantise, sees_pictures=sees)
 
     def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
-        transformer = loading.load_transformer(self.source["transformer"], dtype, hollow=hollow)
+        part = self.source["transformer"]
+        transformer: nn.Module = load_denoiser(Kandinsky5Transformer3DModel, part, dtype, hollow=hollow)
+        move_with_the_model(transformer)
         self.dtype, self._padding = dtype, attention.install(transformer)
         return transformer
 
@@ -77,8 +85,7 @@ class Kandinsky5Adapter:
         return usage_snippet(usage)
 
     def load_bare_pipeline(self) -> Any:
-        part = self.source["transformer"]
-        return bare_pipeline(self._pipeline_class(), Kandinsky5Transformer3DModel, part, loading.WITHOUT_TEXT)
+        return bare_pipeline(self._pipeline_class(), Kandinsky5Transformer3DModel, self.source)
 
     @property
     def padding(self) -> attention.TextPadding:
@@ -89,6 +96,9 @@ class Kandinsky5Adapter:
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
         return load_vae(self.vae_class, self.source["vae"], self.caching, device, dtype)
 
+    def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
+        return self.encoder_class(self.load_vae(device, dtype), device, dtype)
+
     def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
         overrides = {} if shift is None else {"shift": shift}
         return with_solver(load_scheduler(self.source["scheduler"], **overrides), self.solver)
@@ -98,8 +108,10 @@ class Kandinsky5Adapter:
     ) -> PreviewPipeline:
         vae = self.load_vae(device, self.dtype)
         sampler = self.load_sampler(shift, from_picture=self.takes_picture)
-        pipeline = loading.stock_pipeline(self._pipeline_class(), transformer, vae, sampler)
-        return self.preview_class(pipeline, self.encoder_class(vae, device, self.dtype), device, self.takes_picture)
+        pipeline = stock_pipeline(
+            self._pipeline_class(), self.source, transformer=transformer, vae=vae, scheduler=sampler
+        )
+        return StockPipeline(pipeline, self.encoder_class(vae, device, self.dtype), device, self.task)
 
     def velocity(
         self,
@@ -122,6 +134,16 @@ class Kandinsky5Adapter:
         )
 
     def _pipeline_class(self) -> Any:
-        import diffusers
+        return getattr(diffusers, pipeline_name(self.task))
 
-        return getattr(diffusers, f"Kandinsky5{self.task.upper()}Pipeline")
+
+def move_with_the_model(transformer: Any) -> None:
+    """Turn the frequencies of the timestep embedding into a buffer.
+
+    diffusers keeps them in a plain attribute, which `to` does not move: every forward pass would copy them from the
+    host and synchronise with the GPU.
+    """
+    embeddings = transformer.time_embeddings
+    frequencies = embeddings.freqs
+    del embeddings.freqs
+    embeddings.register_buffer("freqs", frequencies, persistent=False)

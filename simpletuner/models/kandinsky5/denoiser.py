@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.models.adapter import BlockLayout, TokenRouting, raster_order
 from simpletuner.models.kandinsky5.attention import TextPadding
-from simpletuner.models.kandinsky5.geometry import TILE, TILE_SIDE, is_sparse
+from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE, is_sparse
+from simpletuner.models.loading import VaeEncoder
 
 PATCH = 2  # latent positions per token, on each side
 
@@ -120,8 +121,17 @@ def cut_window(params: dict[str, Any] | None, kept: Tensor) -> dict[str, Any] | 
     return {**params, "sta_mask": window[:, None]}
 
 
-def sample_posterior(posterior: Any, seeds: Sequence[int]) -> Tensor:
-    """Sample a `DiagonalGaussianDistribution` with one seed per sample; float32, on the CPU."""
-    mean, std = posterior.mean.float().cpu(), posterior.std.float().cpu()
-    noise = [torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    return mean + std * torch.stack(noise)
+class SampledLatents(VaeEncoder):
+    """Latents of pictures or clips: a sample from the VAE's posterior times the scaling factor."""
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
+        """z of pixels in [-1, 1], drawn with one seed per sample; float32, on the CPU."""
+        posterior = self.posterior(pixels)
+        mean, std = posterior.mean.float().cpu(), posterior.std.float().cpu()
+        noise = [torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        z: Tensor = (mean + std * torch.stack(noise)) * self.vae.config.scaling_factor
+        return z
+
+    def decode(self, z: Tensor) -> Tensor:
+        return self.pixels(z.to(self.device, self.dtype) / self.vae.config.scaling_factor)

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
-from PIL.Image import Image
 from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
-from simpletuner.models.adapter import CheckpointSetup, PreviewRequest
+from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.adapter import Kandinsky5Adapter
-from simpletuner.models.kandinsky5.denoiser import channels_last, sample_posterior
-from simpletuner.models.kandinsky5.geometry import is_sparse, rope_scale_of_size
-from simpletuner.models.kandinsky5.loading import StockPipeline
-from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
+from simpletuner.models.kandinsky5.denoiser import SampledLatents, channels_last
+from simpletuner.models.kandinsky5.options import is_sparse, rope_scale_of_size
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.loading import attend_by_frame, slice_convolutions
 
 
-class HunyuanLatentEncoder:
-    """Latents of clips from the HunyuanVideo VAE: a posterior sample times the scaling factor."""
+class HunyuanLatentEncoder(SampledLatents):
+    """Latents of clips from the HunyuanVideo VAE: `B 3 F H W` pixels with F = 4k + 1 become `B 16 k+1 H/8 W/8`."""
 
-    def __init__(self, vae: AutoencoderKLHunyuanVideo, device: torch.device, dtype: torch.dtype) -> None:
-        self.vae, self.device, self.dtype = vae, device, dtype
-        self.is_sliced = False
+    is_sliced = False
 
     def use_less_memory(self) -> bool:
         """Run convolutions in slices of time, unless they do already."""
@@ -36,32 +31,11 @@ class HunyuanLatentEncoder:
         self.is_sliced = slice_convolutions(self.vae) > 0
         return self.is_sliced
 
-    @torch.no_grad()
-    def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
-        """z of `B 3 F H W` pixels in [-1, 1] with F = 4k + 1: float32, `B 16 k+1 H/8 W/8`, on the CPU."""
-        posterior = self.vae.encode(pixels.to(self.device, self.dtype)).latent_dist
-        return sample_posterior(posterior, seeds) * self.vae.config.scaling_factor
-
-    def decode(self, z: Tensor) -> Tensor:
-        latents = z.to(self.device, self.dtype) / self.vae.config.scaling_factor
-        pixels: Tensor = self.vae.decode(latents).sample.float().clamp(-1, 1)
-        return pixels
-
-
-class StockVideoPipeline(StockPipeline):
-    """The stock pipeline for clips."""
-
-    def render(self, request: PreviewRequest) -> list[Image]:
-        """Sample one clip of exactly the requested size and length."""
-        output = self.pipeline(**self.inputs(request), num_frames=request.num_frames, output_type="pil")
-        return list(output.frames[0])
-
 
 class Kandinsky5VideoAdapter(Kandinsky5Adapter):
     """One Kandinsky 5 Video checkpoint; the size that the result will be sampled at decides the RoPE scale."""
 
-    spec, vae_class, preview_class = KANDINSKY5_VIDEO, AutoencoderKLHunyuanVideo, StockVideoPipeline
-    encoder_class = HunyuanLatentEncoder
+    spec, vae_class, encoder_class = KANDINSKY5_VIDEO, AutoencoderKLHunyuanVideo, HunyuanLatentEncoder
 
     def __init__(self, setup: CheckpointSetup) -> None:
         super().__init__(setup)

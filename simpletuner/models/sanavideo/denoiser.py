@@ -13,6 +13,7 @@ from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.errors import UserError
 from simpletuner.models.adapter import Compiler, Forward
 from simpletuner.models.blocks import FreeSizes
+from simpletuner.models.loading import VaeEncoder
 from simpletuner.models.sanavideo.cost import TEXT_LENGTH
 
 
@@ -102,11 +103,11 @@ class CompiledOnGrid:
         return out
 
 
-class WanLatentEncoder:
+class WanLatentEncoder(VaeEncoder):
     """Latents of clips from the Wan VAE: the posterior's mode, normalised per channel with the VAE's own statistics."""
 
     def __init__(self, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
-        self.vae, self.device, self.dtype = vae, device, dtype
+        super().__init__(vae, device, dtype)
         self.mean, self.std = (
             torch.as_tensor(values, dtype=torch.float32, device="cpu").view(1, -1, 1, 1, 1)
             for values in self.statistics(vae)
@@ -128,20 +129,14 @@ class WanLatentEncoder:
         Raises:
             UserError: the VAE returned a value that is not finite.
         """
-        mode = self.vae.encode(pixels.to(self.device, self.dtype)).latent_dist.mode().float().cpu()
+        mode = self.posterior(pixels).mode().float().cpu()
         if not bool(mode.isfinite().all()):
             raise UserError(f"The VAE gave values that are not finite ({self.dtype}); vae_dtype fp32 is the right one.")
         latents: Tensor = (mode - self.mean) * (1.0 / self.std)
         return latents
 
     def decode(self, z: Tensor) -> Tensor:
-        latents = z * self.std.to(z.device) + self.mean.to(z.device)
-        pixels: Tensor = self.vae.decode(latents.to(self.device, self.dtype)).sample.float().clamp(-1, 1)
-        return pixels
-
-    def use_less_memory(self) -> bool:
-        """False: the Wan VAE always processes four frames at a time."""
-        return False
+        return self.pixels(z * self.std.to(z.device) + self.mean.to(z.device))
 
 
 class Ltx2LatentEncoder(WanLatentEncoder):

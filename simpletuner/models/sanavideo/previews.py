@@ -1,18 +1,20 @@
-"""Previews of Sana Video with diffusers' own two pipelines."""
+"""Previews of Sana Video with diffusers' own two pipelines, and the Python code that reproduces them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import diffusers
 import torch
+from diffusers import SanaImageToVideoPipeline, SanaVideoPipeline
 from PIL import Image
 from torch import nn
 
 from simpletuner.models.adapter import LatentEncoder, PreviewRequest
+from simpletuner.models.loading import stock_pipeline
 from simpletuner.models.sanavideo.denoiser import collate_text
+from simpletuner.models.source import ModelSource
+from simpletuner.models.usage import Usage, snippet, solver_code, text
 
-WITHOUT_TEXT = ("tokenizer", "text_encoder")
 # Clips that start from a picture are sampled with Euler steps and this shift; the checkpoint's scheduler is for t2v.
 I2V_SHIFT = 8.0
 
@@ -24,14 +26,14 @@ class StockSanaPipelines:
     """
 
     def __init__(
-        self, transformer: nn.Module, encoder: LatentEncoder, samplers: tuple[Any, Any], device: torch.device
-    ) -> None:
+        self, source: ModelSource, transformer: nn.Module, encoder: LatentEncoder, samplers: tuple[Any, Any],
+        device: torch.device,
+    ) -> None:  # fmt: skip
         self.vae, self.device, self.encoder = encoder.vae, device, encoder
-        parts: dict[str, Any] = {"transformer": transformer, "vae": self.vae, **dict.fromkeys(WITHOUT_TEXT)}
-        self.from_text: Any = diffusers.SanaVideoPipeline(**parts, scheduler=samplers[0])
-        self.from_picture: Any = diffusers.SanaImageToVideoPipeline(**parts, scheduler=samplers[1])
-        for pipeline in (self.from_text, self.from_picture):
-            pipeline.set_progress_bar_config(disable=True)
+        self.from_text, self.from_picture = (
+            stock_pipeline(pipeline, source, transformer=transformer, vae=self.vae, scheduler=sampler)
+            for pipeline, sampler in zip((SanaVideoPipeline, SanaImageToVideoPipeline), samplers, strict=True)
+        )
 
     def render(self, request: PreviewRequest) -> list[Image.Image]:
         """Sample one clip of exactly the requested size and length."""
@@ -49,13 +51,23 @@ class StockSanaPipelines:
             "negative_prompt_embeds": text[1:].to(self.device),
             "negative_prompt_attention_mask": mask[1:].to(self.device),
             "negative_prompt": None,
-            "width": request.width,
-            "height": request.height,
             "frames": request.num_frames,
-            "num_inference_steps": request.num_inference_steps,
-            "guidance_scale": request.guidance_scale,
-            "generator": torch.Generator(request.seed_device).manual_seed(request.seed),
             "use_resolution_binning": False,
             "output_type": "pil",
-            "callback_on_step_end": request.on_step_end(lambda latents: latents),
+            **request.inputs(lambda latents: latents),
         }
+
+
+def usage_snippet(usage: Usage) -> str:
+    """Python code that reproduces the preview of the same prompt and seed."""
+    is_i2v = usage.task == "i2v"
+    pipeline = "SanaImageToVideoPipeline" if is_i2v else "SanaVideoPipeline"
+    solver = usage.solver or ("euler" if is_i2v else None)
+    shift = f"{I2V_SHIFT:g}" if is_i2v else "pipe.scheduler.config.flow_shift"
+    return snippet(
+        usage,
+        pipeline,
+        [f"pipe = {pipeline}.from_pretrained({text(usage.model)}, dtype=torch.{usage.dtype})"],
+        scheduler=solver_code(solver, shift) if solver else None,
+        more=(f"frames={usage.frames}", "use_resolution_binning=False"),
+    )

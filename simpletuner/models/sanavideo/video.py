@@ -23,10 +23,9 @@ from simpletuner.models.sanavideo.denoiser import (
     token_timesteps,
 )
 from simpletuner.models.sanavideo.options import SanaOptions
-from simpletuner.models.sanavideo.previews import I2V_SHIFT, WITHOUT_TEXT, StockSanaPipelines
+from simpletuner.models.sanavideo.previews import I2V_SHIFT, StockSanaPipelines, usage_snippet
 from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO, vae_class
 from simpletuner.models.sanavideo.text import SanaTextEncoder
-from simpletuner.models.sanavideo.usage import usage_snippet
 from simpletuner.models.usage import Usage
 
 
@@ -47,7 +46,7 @@ class SanaVideoAdapter:
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> SanaTextEncoder:
-        return SanaTextEncoder(self.source, self.options, self.spec.text_length(self.text), device, dtype, quantise)
+        return SanaTextEncoder(self.source, self.options, self.spec.words.length(self.text), device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> WanLatentEncoder:
         vae = load_vae(getattr(diffusers, self.vae_class), self.source["vae"], self.caching, device, dtype)
@@ -98,16 +97,14 @@ class SanaVideoAdapter:
         """Both pipelines have fixed schedules; `shift` has no effect."""
         encoder = self.load_latent_encoder(device, torch.float32)
         text, picture = (self.load_sampler(shift, from_picture=given) for given in (False, True))
-        return StockSanaPipelines(transformer, encoder, (text, picture), device)
+        return StockSanaPipelines(self.source, transformer, encoder, (text, picture), device)
 
     @staticmethod
     def usage_snippet(usage: Usage) -> str:
         return usage_snippet(usage)
 
     def load_bare_pipeline(self) -> Any:
-        from diffusers import SanaVideoPipeline
-
-        return bare_pipeline(SanaVideoPipeline, SanaVideoTransformer3DModel, self.source["transformer"], WITHOUT_TEXT)
+        return bare_pipeline(diffusers.SanaVideoPipeline, SanaVideoTransformer3DModel, self.source)
 
     def _timesteps(self, noisy: NoisyBatch) -> Tensor:
         """Timesteps as in the pipelines: whole numbers for t2v, one per token with a given frame 0."""
