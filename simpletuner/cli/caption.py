@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from simpletuner.cli.train import Cached, command_settings, uncollected
+from simpletuner.cli.settings import Cached, command_settings, uncollected
 
 PREVIEWED = 3
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from simpletuner.cli.examples import TASKS
 from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.trackers import PACKAGES, why_missing
-from simpletuner.models.spec import Flavour
+from simpletuner.models.spec import TASKS, Flavour
 from simpletuner.plan.draft import Draft
 
 # The schema's default, one epoch, is too short for most datasets.
