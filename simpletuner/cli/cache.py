@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from simpletuner.cli.train import PASS_THROUGH, command_settings, uncollected
+from simpletuner.cli.settings import PASS_THROUGH, command_settings, uncollected
 from simpletuner.errors import UserError
 
 if TYPE_CHECKING:

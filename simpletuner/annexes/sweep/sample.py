@@ -21,8 +21,7 @@ from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.values import Size
 from simpletuner.diffusion.flow import sampling_shift
-from simpletuner.memory.precision import DTYPES
-from simpletuner.memory.products import check_device
+from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.kernels import KERNELS
 from simpletuner.plan.build import Plan
@@ -33,8 +32,8 @@ from simpletuner.reporting.events import PREVIEWS, EventStream, RunningPhase
 from simpletuner.reporting.metrics import METRICS_FILE, Columns, MediaRecord, read_rows
 from simpletuner.reporting.sheet import Sheet
 from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue, fetch
+from simpletuner.run.session import build_subjects
 from simpletuner.run.train import prepare_machine
-from simpletuner.run.watchers import build_subjects
 from simpletuner.training.assemble import load_for_sampling, make_accelerator
 from simpletuner.training.lora_files import applied_loras
 from simpletuner.validation.runner import Renderer, Subject

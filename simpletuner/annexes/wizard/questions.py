@@ -13,10 +13,10 @@ from typing import Any
 
 from huggingface_hub import get_token
 
-from simpletuner.annexes.trackers.trackers import KNOWN, check_trackers
 from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.option import Option
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, all_options
+from simpletuner.config.trackers import PACKAGES, why_missing
 from simpletuner.errors import Problem, did_you_mean, nearest
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import TASKS, Flavour
@@ -134,7 +134,7 @@ def _about(flavour: Flavour) -> str:
 def usable_trackers(draft: Draft) -> Mapping[str, str]:
     """Trackers that are installed and logged in."""
     remarks = {"none": "nowhere; the HTML report is always written", "wandb": "wandb.ai"}
-    names = [name for name in ("none", *KNOWN) if name not in ("all", "simpletuner") and not check_trackers(name)]
+    names = ["none", *(name for name in PACKAGES if why_missing(name) is None)]
     return {name: remarks.get(name, "") for name in names}
 
 
