@@ -42,13 +42,13 @@ from simpletuner.run.publish import publish_result, weight_note
 from simpletuner.run.records import keep_records
 from simpletuner.run.rehearsal import rehearse
 from simpletuner.run.watchers import Session, build_callbacks, build_uploads, build_validation
-from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
+from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.checkpoints import load_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.loop import train
 from simpletuner.training.manifest import FOLDER_NAME, PIPELINE_FOLDER
 from simpletuner.training.noise import with_noise
-from simpletuner.training.state import Assembly, TrainState
+from simpletuner.training.state import Assembly, TrainingSpec, TrainState
 from simpletuner.validation.runner import PREVIEW_FOLDERS
 
 # With one of these, cuBLAS gives the same bits each time, at a cost of memory or speed.
@@ -222,7 +222,10 @@ def training_spec(plan: Plan) -> TrainingSpec:
     """The plan's decisions that training depends on."""
     offsets = {each.id: offset for each in plan.trained if (offset := each.config.timestep_sampling_offset)}
     rate = peak_learning_rate(plan.config)
-    return TrainingSpec(plan.lora_targets, plan.seed, plan.length.total_steps, rate, offsets)
+    return TrainingSpec(
+        lora_targets=plan.lora_targets, seed=plan.seed, total_steps=plan.length.total_steps, learning_rate=rate,
+        timestep_offsets=offsets,
+    )  # fmt: skip
 
 
 def prepare_machine(plan: Plan) -> None:

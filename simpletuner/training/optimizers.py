@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from simpletuner.config.optimizers import (
     BETAS,
     OPTIMIZERS,
-    OptimizerValue,
-    check_optimizer,
     is_lost_in_bf16,
     is_schedule_free,
     optimizer_name,
@@ -52,7 +50,8 @@ def build_optimizer(
     mixed_precision: str,
     learning_rate: float,
     modules: Mapping[str, nn.Module] = MappingProxyType({}),
-    faster: tuple[Sequence[nn.Parameter], float] = ((), 1.0),
+    faster: Sequence[nn.Parameter] = (),
+    ratio: float | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer over the trained parameters, ready for its first step.
 
@@ -60,29 +59,32 @@ def build_optimizer(
         params: float32, or bf16 where `keeps_bf16_weights` says so.
         learning_rate: initial rate; `optimizer_step` sets `lr` of every group before each step.
         modules: modules of techniques, each trained in its own parameter group.
-        faster: more trained parameters, whose rate is a multiple of the others', and that multiple.
+        faster: the parameters whose rate is a multiple of the others'.
+        ratio: that multiple.
 
     Raises:
-        ConfigError: a key is wrong, a package is missing (see `check_optimizer`), or the library refuses a value.
+        ConfigError: the library refuses a value.
     """
-    problems = [problem for problem in check_optimizer(config, mixed_precision) if problem.fatal]
-    if problems:
-        raise ConfigError(problems)
     name = optimizer_name(config, mixed_precision)
     spec = OPTIMIZERS[name]
     module, _, class_name = spec.factory.partition(":")
     factory = getattr(importlib.import_module(module), class_name)
     trained = list(params)
-    arguments = {**_arguments(optimizer_settings(config, mixed_precision)), **spec.constants}
+    arguments: dict[str, Any] = {**optimizer_settings(config, mixed_precision), **spec.constants}
+    if betas := tuple(arguments.pop(name) for name in BETAS if name in arguments):
+        arguments["betas"] = betas  # as the libraries expect them
+    slower = {*trained}.difference(faster)
     try:
-        optimizer: torch.optim.Optimizer = factory(trained, lr=learning_rate, **arguments)
+        optimizer: torch.optim.Optimizer = factory(
+            [each for each in trained if each in slower], lr=learning_rate, **arguments
+        )
     except (ValueError, NotImplementedError) as error:
         raise ConfigError([Problem("optimizer_config", f"{name} refuses it: {error}")]) from error
-    if faster[0]:
-        optimizer.add_param_group({"params": list(faster[0]), RATE_RATIO: faster[1]})
+    if faster:
+        optimizer.add_param_group({"params": list(faster), RATE_RATIO: ratio})
     for owner, extra in modules.items():
         optimizer.add_param_group({"params": list(extra.parameters()), OWNER: owner})
-    _choose_kernel(optimizer, name, [*trained, *faster[0]])
+    _choose_kernel(optimizer, name, trained)
     if spec.schedule_free:
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
@@ -207,13 +209,6 @@ def sampling_weights(optimizer: torch.optim.Optimizer, config: OptimizerConfig, 
         with torch.no_grad():
             for parameter, weights in zip(parameters, kept, strict=True):
                 parameter.copy_(weights)
-
-
-def _arguments(settings: dict[str, OptimizerValue]) -> dict[str, Any]:
-    """Settings as the libraries expect them: the betas as one tuple."""
-    betas = tuple(settings[name] for name in BETAS if name in settings)
-    others = {name: value for name, value in settings.items() if name not in BETAS}
-    return {**others, "betas": betas} if betas else others
 
 
 # A key that only parameter groups of Muon have.

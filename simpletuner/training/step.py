@@ -97,7 +97,7 @@ def _update(assembly: Assembly, size: Mapping[str, float], module_size: Mapping[
 def _prepare_groups(assembly: Assembly, global_step: int) -> float:
     """Set the rate of every parameter group, and the seed of those that round at random; returns the step's rate."""
     settings = assembly.settings
-    learning_rate = learning_rate_at(global_step, settings.optimizer, settings.base_learning_rate, settings.total_steps)
+    learning_rate = learning_rate_at(global_step, settings.optimizer, settings.learning_rate, settings.total_steps)
     for group in assembly.optimizer.param_groups:
         group["lr"] = learning_rate * group.get(RATE_RATIO, 1.0)
         if SEED in group:
