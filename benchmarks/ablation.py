@@ -289,7 +289,7 @@ def step_seconds(lab: Lab, cell: Cell) -> float:
 
     alone = Lab(lab.folder / "timed")
     config = alone.write_config(cell)
-    loop.optimizer_step = timed
+    loop.optimizer_step = timed  # type: ignore[assignment]
     try:
         words = ["resume_from_checkpoint=none", "validation_disable=true", "eval_loss_disable=true"]
         code = simpletuner(["train", "--config", str(config), *words])

@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.models import SHAPES, RandomAdapter, make_batch, make_config, small_size
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
-from simpletuner.models.cost_table import numbered, product_of
+from simpletuner.models.cost import numbered, product_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.compile import settle_compiler
@@ -151,13 +151,14 @@ class Trial:
         }
 
     @property
-    def groups(self) -> dict[str, nn.ModuleList]:
+    def groups(self) -> Mapping[str, nn.ModuleList]:
         return self.adapter.block_layout(self.model).groups
 
     @property
     def reads_tokens(self) -> list[Any]:
         """Layers of a large block that are applied to tokens."""
-        name, groups = next(reversed(self.groups)), list(self.groups)
+        groups = list(self.groups)
+        name = groups[-1]
         layers = ((f"{name}.0.{layer}", module) for layer, module in weighted(self.large[-1]))
         return [module for layer, module in layers if self.rows.get(numbered(layer, groups)) == "token"]
 
@@ -452,9 +453,9 @@ def shapes_of(spec: FamilySpec) -> Iterator[dict[str, Any]]:
     for flavour in spec.flavour_names:
         settings = {key: value for key, value in spec.cost.published(flavour).items() if key != "attention_type"}
         flavours.setdefault(json.dumps(settings), []).append(flavour)
-    for settings, names in flavours.items():
+    for text, names in flavours.items():
         with torch.device("meta"):
-            model: Any = getattr(diffusers, spec.cost.transformer_class)(**json.loads(settings))
+            model: Any = getattr(diffusers, spec.cost.transformer_class)(**json.loads(text))
         groups = [name for name, child in model.named_children() if isinstance(child, nn.ModuleList)]
         shapes = {numbered(name, groups): list(each.shape) for name, each in model.named_parameters()}
         yield {"flavours": names, "blocks": {name: len(getattr(model, name)) for name in groups}, "shapes": shapes}

@@ -143,7 +143,9 @@ def run_forked(work: Callable[[], None], limit: float) -> Ended:
                 os.killpg(process.ident or 0, signal.SIGKILL)
             process.kill()
             process.join()
-        return code, *(file.seek(0) or file.read() for file in (out, errors))
+        for file in (out, errors):
+            file.seek(0)
+        return code, out.read(), errors.read()
 
 
 def _in_a_session(work: Callable[[], None], out: IO[str], errors: IO[str]) -> None:

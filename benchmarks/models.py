@@ -24,8 +24,7 @@ from transformers import Gemma2Model, PreTrainedTokenizerBase, Qwen2_5_VLForCond
 from simpletuner.config.load import Layer, RunConfig, resolve
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter
-from simpletuner.models.cost import STOCK, Kernels, TransformerCost
-from simpletuner.models.cost_table import FamilyCost
+from simpletuner.models.cost import STOCK, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource, Part
 from tests.tiny import WIDTH, build_qwen
@@ -70,7 +69,7 @@ def _published(family: str, flavour: str, latents: tuple[int, int, int], *, capt
     return Size(family, flavour, settings, latents, caption, embeds, gigabytes)
 
 
-def _kandinsky(size: dict[str, int], axes: tuple[int, int, int], **more: Any) -> dict[str, Any]:
+def _kandinsky(size: dict[str, Any], axes: tuple[int, int, int], **more: Any) -> dict[str, Any]:
     channels = {"in_visual_dim": CHANNELS, "out_visual_dim": CHANNELS}
     return {**channels, **size, "axes_dims": axes, **more}
 
@@ -79,6 +78,10 @@ _TINY = {"in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": WIDTH, "model_
          "num_text_blocks": 1, "num_visual_blocks": 2}  # fmt: skip
 _MEDIUM = {"in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": 128, "model_dim": 384, "ff_dim": 1536,
            "num_text_blocks": 2, "num_visual_blocks": 8}  # fmt: skip
+_NABLA: dict[str, Any] = {
+    **_MEDIUM, "attention_type": "nabla", "attention_P": 0.9, "attention_add_sta": True,
+    "attention_method": "topcdf", "attention_wT": 3, "attention_wW": 3, "attention_wH": 3,
+}  # fmt: skip
 _DEEP = {**_MEDIUM, "num_visual_blocks": 16}
 _TINY_SANA = {"num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 2, "num_cross_attention_heads": 2,
               "cross_attention_head_dim": 24, "cross_attention_dim": 48, "caption_channels": WIDTH}  # fmt: skip
@@ -95,6 +98,8 @@ SHAPES: dict[str, Size] = {
                          (5, 16, 24), 64, _SMALL_TEXT),
     "deep": Size("kandinsky5-video", "t2v-lite-sft-5s", _kandinsky(_DEEP, _NARROW, visual_cond=True), (4, 32, 32),
                  128, _SMALL_TEXT),
+    "medium-nabla": Size("kandinsky5-video", "t2v-lite-sft-10s", _kandinsky(_NABLA, _NARROW, visual_cond=True),
+                         (4, 32, 32), 64, _SMALL_TEXT),
     "tiny-sana": Size("sanavideo", "2b-480p", _TINY_SANA, (3, 8, 12), 300, {"prompt_embeds": WIDTH}),
     # 512 x 768, 61 frames
     "lite": _published("kandinsky5-video", "t2v-lite-sft-5s", (16, 64, 96), caption=256, embeds=_QWEN_AND_CLIP,

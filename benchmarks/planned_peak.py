@@ -85,7 +85,7 @@ def peak_of_step(variant: Variant, device: str) -> float:
     before = _resident_bytes(variant)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         variant.step()
-    events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events: Any = profiler.profiler.kineto_results.events()
     changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
     peak = now = 0
     for _, change in changes:

@@ -91,7 +91,7 @@ def main() -> None:
     if options.here:
         print(json.dumps(asdict(measure(options.folder, options.size[0], options.kinds[0]))))
         return
-    ratios = []
+    ratios: list[float] = []
     for size in options.size:
         write_checkpoint(options.folder / size, size, sparse=options.sparse)
         for kind in options.kinds:
@@ -133,9 +133,9 @@ def write_checkpoint(folder: Path, size: str, *, sparse: bool = False) -> None:
     index = target / f"{DIFFUSERS_WEIGHTS}{INDEX_SUFFIX}"
     if index.is_file():
         return
-    model.save_config(target)  # type: ignore[operator]
+    model.save_config(target)
     shards = list(split(model))
-    generator, listed = torch.Generator().manual_seed(0), {}
+    generator, listed = torch.Generator().manual_seed(0), dict[str, str]()
     for number, names in enumerate(shards, start=1):
         file = f"{DIFFUSERS_WEIGHTS}-{number:05}-of-{len(shards):05}.safetensors"
         if sparse:

@@ -118,14 +118,14 @@ class _OneWay(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data: bytes) -> int:  # type: ignore[override]
+    def write(self, data: bytes) -> int:
         self.content += bytes(data)
         return len(data)
 
 
 def write_clip(path: Path, **changes: object) -> None:
     """A clip of the usual kind with some changes."""
-    replace(Clip(), **changes).write(path)  # type: ignore[arg-type]
+    replace(Clip(), **changes).write(path)
 
 
 def cut_by_edit_list(path: Path) -> None:

@@ -1,33 +1,52 @@
-"""Measures of the source: `python -m tests.house [FOLDER]` prints them.
+"""Measures of the source: `python -m tests.house [--run] [--against REF]` prints them.
 
-Code lines are lines with code on them: no blank ones, no comments, no docstrings.
+`--against` takes a commit or the folder of another tree, and prints what changed. `--run` trains the packaged demo up
+to its first backward pass and counts what was executed on the way (tests/road.py).
+
+Code lines are lines with code on them: no blank ones, no comments, no docstrings. Complexity is radon's: one, and one
+for every branch, loop, handler, comprehension with its conditions, assertion, and further operand of `and` or `or`;
+functions inside of a function are judged for themselves.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
+import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "simpletuner"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "simpletuner"
 QUIET = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+BRANCH = ast.If | ast.IfExp | ast.For | ast.AsyncFor | ast.While | ast.ExceptHandler | ast.Assert
 SHORT_FILE = 40
+COMPLEX = 12
 
 
 @dataclass(frozen=True)
 class File:
-    """One module, read."""
+    """One module, read.
+
+    Attributes:
+        lines: those with code.
+        comments: how many there are, behind code or alone on a line.
+    """
 
     path: Path
     tree: ast.Module
     lines: frozenset[int]
+    comments: int
 
     def length(self, node: ast.stmt) -> int:
         """Code lines of a definition, decorators aside."""
@@ -37,6 +56,28 @@ class File:
         """Functions and classes with their dotted names, and whether every part of the name is public; what stands
         inside a function is part of it."""
         yield from _definitions(self.tree, "", True)
+
+
+def complexity(function: ast.AST) -> int:
+    """Cyclomatic complexity of the body of a function."""
+    total, nodes = 1, list(ast.iter_child_nodes(function))
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, Function):
+            continue
+        nodes += ast.iter_child_nodes(node)
+        match node:
+            case ast.BoolOp(values=values):
+                total += len(values) - 1
+            case ast.comprehension(ifs=conditions):
+                total += 1 + len(conditions)
+            case ast.match_case(pattern=ast.MatchAs(pattern=None)):
+                pass  # the else of its match
+            case ast.match_case():
+                total += 1
+            case _:
+                total += isinstance(node, BRANCH)
+    return total
 
 
 def _definitions(node: ast.Module | ast.ClassDef, prefix: str, public: bool) -> Iterator[tuple[str, ast.stmt, bool]]:
@@ -53,26 +94,29 @@ def read(path: Path) -> File:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     lines: set[int] = set()
+    comments = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        comments += token.type == tokenize.COMMENT
         if token.type not in QUIET:
             lines |= set(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node, clean=False) is not None:
             first = node.body[0]
             lines -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    return File(path, tree, frozenset(lines))
+    return File(path, tree, frozenset(lines), comments)
 
 
 @dataclass(frozen=True)
 class House:
     """All modules of a package."""
 
+    folder: Path
     files: list[File]
 
     @classmethod
     def at(cls, folder: Path) -> House:
         """All modules below a folder."""
-        return cls([read(path) for path in sorted(folder.rglob("*.py"))])
+        return cls(folder, [read(path) for path in sorted(folder.rglob("*.py"))])
 
     def sizes(self, *kinds: type[ast.stmt]) -> dict[str, int]:
         """Code lines of all definitions of some kinds."""
@@ -86,6 +130,26 @@ class House:
     def file_sizes(self) -> dict[str, int]:
         """Code lines of all files that have any; an empty `__init__` is none."""
         return {str(file.path): len(file.lines) for file in self.files if file.lines}
+
+    def rooms(self) -> dict[str, int]:
+        """Code lines of the core and of each annex."""
+        lines: dict[str, int] = defaultdict(int)
+        for file in self.files:
+            match file.path.relative_to(self.folder).parts:
+                case ("annexes", annex, *_):
+                    lines[f"annex {annex.removesuffix('.py')}"] += len(file.lines)
+                case _:
+                    lines["core"] += len(file.lines)
+        return {room: count for room, count in sorted(lines.items(), key=lambda item: item[0] != "core") if count}
+
+    def complexities(self) -> dict[str, int]:
+        """Cyclomatic complexity of all functions, those inside of others too."""
+        return {
+            f"{file.path.relative_to(self.folder)}:{node.lineno} {node.name}": complexity(node)
+            for file in self.files
+            for node in ast.walk(file.tree)
+            if isinstance(node, Function)
+        }
 
     def repeated_names(self) -> dict[str, list[str]]:
         """Public functions and classes of modules whose name more than one module defines."""
@@ -108,27 +172,79 @@ class House:
         return found
 
 
-def table(house: House) -> list[tuple[str, object]]:
-    """What the bounds are about."""
+def table(house: House) -> dict[str, float]:
+    """What can be counted in the source, in the order in which it is printed."""
     functions = sorted(house.sizes(ast.FunctionDef, ast.AsyncFunctionDef).values())
     classes, files = house.sizes(ast.ClassDef), house.file_sizes()
-    return [
-        ("files with code", len(files)),
-        ("code lines", sum(files.values())),
-        ("code lines per file, mean", round(sum(files.values()) / len(files))),
-        ("largest file", max(files.values())),
-        (f"files under {SHORT_FILE} code lines", sum(size < SHORT_FILE for size in files.values())),
-        ("functions", len(functions)),
-        ("function: median", statistics.median(functions)),
-        ("function: 90th percentile", functions[len(functions) * 9 // 10]),
-        ("function: longest", functions[-1]),
-        ("classes", len(classes)),
-        ("largest class", max(classes.values())),
-        ("repeated public names", len(house.repeated_names())),
-        ("without a docstring", len(house.undocumented())),
-    ]
+    lines = sum(files.values())
+    return {
+        "files with code": len(files),
+        "code lines": lines,
+        **{f"  {room}": count for room, count in house.rooms().items()},
+        "code lines per file, mean": round(lines / len(files)),
+        "largest file": max(files.values()),
+        f"files under {SHORT_FILE} code lines": sum(size < SHORT_FILE for size in files.values()),
+        "functions": len(functions),
+        "function: median": statistics.median(functions),
+        "function: 90th percentile": functions[len(functions) * 9 // 10],
+        "function: longest": functions[-1],
+        f"functions of complexity > {COMPLEX}": sum(value > COMPLEX for value in house.complexities().values()),
+        "classes": len(classes),
+        "largest class": max(classes.values()),
+        "repeated public names": len(house.repeated_names()),
+        "without a docstring": len(house.undocumented()),
+        "comments per code line": round(sum(file.comments for file in house.files) / lines, 3),
+    }
+
+
+def measure_run(tree: Path) -> dict[str, float]:
+    """What the packaged demo executes before its first backward pass, with the package of a tree."""
+    with tempfile.TemporaryDirectory(prefix="house-") as folder:
+        report = Path(folder, "report.json")
+        command = [sys.executable, str(Path(__file__).with_name("road.py")), str(tree), str(report)]
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        with Path(folder, "log").open("w+") as log:
+            if subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log).returncode:
+                log.seek(0)
+                sys.exit(f"error: the demo did not come to its first backward pass:\n{log.read()}")
+        counts: dict[str, float] = json.loads(report.read_text())
+        return counts
+
+
+def measure(tree: Path, run: bool) -> dict[str, float]:
+    """All figures of a tree."""
+    return table(House.at(tree / "simpletuner")) | (measure_run(tree) if run else {})
+
+
+def print_figures(now: dict[str, float], before: dict[str, float] | None) -> None:
+    """One figure a line; with those of a version before, what changed."""
+    for title in now if before is None else {**now, **before}:
+        value = f"{title:38}{now.get(title, 0):>8}"
+        if before is not None:
+            difference = round(now.get(title, 0) - before.get(title, 0), 3)
+            value = (
+                f"{title:38}{before.get(title, 0):>8}{now.get(title, 0):>8}{f'{difference:+}' if difference else '':>8}"
+            )
+        print(value)
+
+
+def main() -> None:
+    """Print the figures of this tree."""
+    parser = argparse.ArgumentParser(prog="python -m tests.house", description=__doc__)
+    parser.add_argument("--against", metavar="REF", help="a commit, or the folder of a tree")
+    parser.add_argument("--run", action="store_true", help="count what the demo executes, too")
+    arguments = parser.parse_args()
+    now, before = measure(ROOT, arguments.run), None
+    if arguments.against and Path(arguments.against, "simpletuner").is_dir():
+        before = measure(Path(arguments.against).resolve(), arguments.run)
+    elif arguments.against:
+        with tempfile.TemporaryDirectory(prefix="house-") as folder:
+            git = ["git", "-C", str(ROOT), "archive", arguments.against, "simpletuner"]
+            archive = subprocess.run(git, stdout=subprocess.PIPE, check=True).stdout
+            subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+            before = measure(Path(folder), arguments.run)
+    print_figures(now, before)
 
 
 if __name__ == "__main__":
-    for title, value in table(House.at(Path(sys.argv[1]) if len(sys.argv) > 1 else PACKAGE)):
-        print(f"{title:32}{value!s:>8}")
+    main()

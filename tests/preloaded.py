@@ -17,6 +17,6 @@ import simpletuner.run.train
 import tests.conftest
 import tests.distributed.sharded_run
 
-os.fsync = lambda handle: None  # as in tests/conftest.py
+os.fsync = lambda fd: None  # as in tests/conftest.py
 gc.collect()
 gc.freeze()

@@ -1,8 +1,8 @@
-"""The source stays pleasant to read: bounds a little above what it is, so that it cannot grow unnoticed.
+"""The source stays pleasant to read: standards for its parts.
 
-The figures are those of programs that are pleasant to read (torchtitan, nanochat, torchtune, litgpt, httpx): functions
-of 8 to 13 code lines at the median and 30 at the 90th percentile, files of 130 to 250 lines. Functions here are
-shorter; so are files, which must not fall apart into more and smaller ones.
+The size of the whole is not bounded: `python -m tests.house --against REF` prints what a change did to it. The figures
+are those of programs that are pleasant to read (torchtitan, nanochat, torchtune, litgpt, httpx): functions of 8 to 13
+code lines at the median and 30 at the 90th percentile, files of 130 to 250 lines. Functions here are shorter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import PACKAGE, SHORT_FILE, House, read
+from tests.house import PACKAGE, House, complexity, read
 
 TABLES = {"schema.py"}  # one option after the other, looked up and not read through
 
@@ -34,22 +34,14 @@ def test_functions_are_short(house: House) -> None:
     assert sorted(sizes.values())[len(sizes) * 9 // 10] <= 15
 
 
-def test_classes_and_files_are_neither_large_nor_crumbs(house: House) -> None:
+def test_classes_and_files_are_not_large(house: House) -> None:
     assert above(house.sizes(ast.ClassDef), 154) == {}
-    sizes = house.file_sizes()
-    assert above({name: size for name, size in sizes.items() if Path(name).name not in TABLES}, 350) == {}
-    assert sum(size < SHORT_FILE for size in sizes.values()) <= 30
-    assert statistics.mean(sizes.values()) >= 92
+    assert above({name: size for name, size in house.file_sizes().items() if Path(name).name not in TABLES}, 350) == {}
 
 
 def test_a_name_means_one_thing(house: House) -> None:
     """Families answer the same questions by the same names; beside those, few names are used twice."""
-    repeated = {
-        name: homes
-        for name, homes in house.repeated_names().items()
-        if len({Path(home).name for home in homes}) == len(homes)
-    }
-    assert len(repeated) <= 16, repeated
+    assert len(house.repeated_names()) <= 30, house.repeated_names()
 
 
 def test_everything_public_says_what_it_is_for(house: House) -> None:
@@ -81,3 +73,24 @@ def test_what_counts_as_a_line_of_code(tmp_path: Path) -> None:
     file = read(path)
     assert sorted(file.lines) == [4, 5, 7, 10, 14, 15, 16]
     assert {name: file.length(node) for name, node, _ in file.definitions()} == {"f": 4}
+    assert file.comments == 1
+
+
+BRANCHES = """
+def f(values):
+    for value in values:
+        if value and (value > 1 or value < -1):
+            assert value
+    def inside():
+        return 1 if values else 2
+    try:
+        match values:
+            case [1]: pass
+            case _: pass
+    except ValueError: pass
+    return [value for value in values if value]
+"""
+
+
+def test_what_counts_as_complexity() -> None:
+    assert complexity(ast.parse(BRANCHES).body[0]) == 1 + 1 + 3 + 1 + 1 + 1 + 2

@@ -15,9 +15,8 @@ from simpletuner.config.optimizers import optimizer_name, trained_precision, wid
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.speed import compile_backend, keeps_attention, plain_math
-from simpletuner.models.adapter_sizes import planned_adapters
-from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, Kernels, TransformerCost
-from simpletuner.models.cost_table import FamilyCost
+from simpletuner.models.adapter_kinds import planned_adapters
+from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.lora_targets import Targets, weights_of
 from simpletuner.models.source import Part
 from simpletuner.models.spec import FamilySpec

@@ -66,7 +66,7 @@ def fill_texts(entries: Sequence[TextEntry], load: Callable[[], TextEncoder], si
     if not entries:
         return []
     encoder = load()
-    encode = ShrinkingEncoder(_text_batch(encoder), lambda: False, lambda entry: entry.source, TEXT_ADVICE)
+    encode = ShrinkingEncoder(_text_batch(encoder), lambda entry: entry.source, TEXT_ADVICE)
     notes = []
     writes: list[Future[None]] = []
     with ThreadPoolExecutor(WRITERS) as writers:
@@ -116,7 +116,7 @@ def fill_latents(
 
 def _shrinking(encoder: LatentEncoder, config: CachingConfig) -> ShrinkingEncoder[Decoded, Tensor]:
     return ShrinkingEncoder(
-        _latent_batch(encoder), encoder.use_less_memory, lambda decoded: _describe(decoded[0].sample), _advice(config)
+        _latent_batch(encoder), lambda decoded: _describe(decoded[0].sample), _advice(config), encoder.use_less_memory
     )
 
 

@@ -28,16 +28,16 @@ class ShrinkingEncoder(Generic[Item, Encoded]):
 
     Attributes:
         encode: one result per item; items do not influence each other.
-        relieve: called if a single item does not fit; lowers peak memory without changing results, or returns False.
         name: name of an item, for messages.
         advice: what the user can do if nothing is left to try.
+        relieve: called if a single item does not fit; lowers peak memory without changing results, or returns False.
         most: items at a time, once known.
     """
 
     encode: Callable[[Sequence[Item]], Sequence[Encoded]]
-    relieve: Callable[[], bool]
     name: Callable[[Item], str]
     advice: str
+    relieve: Callable[[], bool] = lambda: False
     most: int | None = field(default=None, init=False)
     _reason: str = field(default="", init=False)
 

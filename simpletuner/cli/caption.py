@@ -24,8 +24,8 @@ def caption(
 
     Nothing is overwritten, and a call that was stopped continues when repeated. Settings follow as in train.
     """
+    from simpletuner.annexes.captions.wording import Wording, check_captions, uncaptioned, unread
     from simpletuner.plan.build import survey
-    from simpletuner.plan.captions import Wording, check_captions, uncaptioned, unread
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
 
@@ -64,8 +64,7 @@ def dataset(
     from simpletuner.plan.build import survey
     from simpletuner.reporting.progress import shown_events
 
-    arguments, problems = parse_settings(context.args)
-    arguments.fetches = not cached
+    arguments, problems = parse_settings(context.args, cached=cached)
     found = survey(arguments, problems)
     with shown_events() as events:
         from simpletuner.annexes.captions.dataset_page import write_page

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
     from simpletuner.cli.server import ServePage
     from simpletuner.config.arguments import Arguments
+    from simpletuner.data.discovery import Scan
     from simpletuner.plan.build import Plan
     from simpletuner.reporting.events import EventStream
 
@@ -263,8 +264,7 @@ def plan(
     cached: Cached = False,
 ) -> None:
     """Check everything that needs no weights, and print what a run would do, how long it takes and what it needs."""
-    arguments, problems = parse_settings(context.args)
-    arguments.fetches = not cached
+    arguments, problems = parse_settings(context.args, cached=cached)
     planned = {"plan_device_memory_gb": device_memory, "num_processes": devices, "num_machines": machines}
     arguments.settings.extend((key, value) for key, value in planned.items() if value is not None)
     if as_json:
@@ -315,10 +315,19 @@ def configure(
     run_session(file, Talk(defaults=defaults))
 
 
-def parse_settings(tokens: list[str]) -> tuple[Arguments, list[Problem]]:
-    """The settings on the command line, and problems of their syntax."""
+def parse_settings(tokens: list[str], *, cached: bool = False) -> tuple[Arguments, list[Problem]]:
+    """The settings on the command line, and problems of their syntax; `cached` is the option of that name."""
     import simpletuner.models.registry  # noqa: F401 - families declare options of their own
     from simpletuner.config.arguments import parse_arguments
 
     problems: list[Problem] = []
-    return parse_arguments(tokens, problems), problems
+    arguments = parse_arguments(tokens, problems)
+    arguments.collect = partial(_collect_remote, fetches=not cached)
+    return arguments, problems
+
+
+def _collect_remote(*entries_and_more: Any, fetches: bool) -> Mapping[str, Scan]:
+    """The door to remote datasets; what is behind it is loaded when a dataset is remote."""
+    from simpletuner.annexes.remote.collect import collect
+
+    return collect(*entries_and_more, fetches=fetches)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from simpletuner.config.load import Layer
 from simpletuner.config.schema import option_names
 from simpletuner.config.values import plain_key
 from simpletuner.errors import Problem
+
+if TYPE_CHECKING:
+    from simpletuner.data.context import Collect
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
 COMMAND_LINE = "command line"  # the origin of what is given there
@@ -30,12 +34,12 @@ class Arguments:
     Attributes:
         settings: keys and values in the order given; a bare flag has the value True.
         selectors: `env`, `example` and the like.
-        fetches: whether files of remote datasets are downloaded; if not, those that are here are used.
+        collect: the door to remote datasets, see `DataContext.collect`.
     """
 
     settings: list[tuple[str, object]] = field(default_factory=list)
     selectors: dict[str, str] = field(default_factory=dict)
-    fetches: bool = True
+    collect: Collect | None = None
 
     def extended(self, extra: str, problems: list[Problem]) -> Arguments:
         """These arguments followed by those of a config.env."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from simpletuner.annexes.remote.collect import collect
 from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.data.buckets import OutsideLimitsError, build_rules
 from simpletuner.data.captions import CaptionError, CaptionSource, Edit, caption_source, captions_for, read_filters
 from simpletuner.data.chance import order_key
 from simpletuner.data.clips import ClipLengthError, build_clip_rules, check_frame_rate
-from simpletuner.data.context import Announce, DataContext
+from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset, check_amount, is_stretched, summarise_rejected, warn_of_enlarged
 from simpletuner.data.discovery import Folder, Scan, read_folder
 from simpletuner.data.entries import check_dataset_file, latent_dir_of, link_partners, text_entry_of
@@ -23,9 +22,7 @@ from simpletuner.data.sample import Rejected, Sample
 from simpletuner.errors import Problem, shorten
 
 
-def build_datasets(
-    configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem], announce: Announce | None = None
-) -> list[Dataset]:
+def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> list[Dataset]:
     """Look at every file of every entry, after downloading those of remote ones.
 
     Args:
@@ -33,7 +30,6 @@ def build_datasets(
         context: the run.
         problems: receives everything that is wrong or worth knowing; nothing is raised. With a fatal one in it,
             nothing is downloaded.
-        announce: starts the display of a download; None shows nothing.
 
     Returns:
         one `Dataset` for each entry of pictures or clips: first those with captions, in file order, then the
@@ -43,7 +39,7 @@ def build_datasets(
     entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries, problems)}) for entry in entries]
     problems.extend(check_dataset_file(configs, entries, context))
     links = link_partners(entries, context, problems)
-    builder = _Builder(entries, context, problems, collect(entries, context, problems, announce))
+    builder = _Builder(entries, context, problems, _collect_remote(entries, context, problems))
     datasets = []
     for written, entry in zip(configs, entries, strict=True):
         if entry.id not in links:
@@ -55,6 +51,17 @@ def build_datasets(
         else:  # the missing folder has been reported; its rules may be wrong as well
             build_rules(entry, context.spec, problems)
     return datasets + builder.conditioning_datasets(datasets)
+
+
+def _collect_remote(
+    entries: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]
+) -> Mapping[str, Scan]:
+    remote = [entry for entry in entries if entry.type != "local"]
+    if context.collect is not None:
+        return context.collect(remote, context, problems) if remote else {}
+    message = "is fetched by an annex: pass its `collect`, as the commands do."
+    problems.extend(Problem(f"{entry.id}.type", f"{entry.type!r} {message}") for entry in remote)
+    return {}
 
 
 @dataclass

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import CachingConfig, DatasetDefaults
+from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec, Task
+
+if TYPE_CHECKING:
+    from simpletuner.data.discovery import Scan
 
 
 class ProgressBar(Protocol):
@@ -20,8 +23,8 @@ class ProgressBar(Protocol):
     def advance(self, count: int = 1, note: str = "") -> None: ...
 
 
-# Starts the display of so many units of work: title, total, unit.
-Announce = Callable[[str, int, str], AbstractContextManager[ProgressBar]]
+# Lists remote entries whose defaults are filled in, and may download them: what each consists of, by id.
+Collect = Callable[[Sequence[DatasetConfig], "DataContext", list[Problem]], Mapping[str, "Scan"]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class DataContext:
         output_dir: of the run.
         frame_rate: default frames per second of clips; None for picture families.
         train_batch_size, gradient_accumulation_steps, num_processes: their product is one optimizer step.
-        fetches: whether files of remote datasets are downloaded; if not, those that are here are used.
+        collect: the door to remote datasets; None refuses them.
         seed: for crop positions and random aspects. None, if the user set no seed, makes them depend on file names
             alone, so that the next run, which draws another seed, finds its latents in the cache.
         caching: of the run: how caches are written, which files are moved, and how many threads read files.
@@ -54,12 +57,12 @@ class DataContext:
     train_batch_size: int = 1
     gradient_accumulation_steps: int = 1
     num_processes: int = 1
-    fetches: bool = True
+    collect: Collect | None = None
     seed: int | None = None
     caching: CachingConfig = field(default_factory=CachingConfig)
 
     @classmethod
-    def of(cls, config: RunConfig, spec: FamilySpec, task: Task) -> DataContext:
+    def of(cls, config: RunConfig, spec: FamilySpec, task: Task, collect: Collect | None = None) -> DataContext:
         """Select from a run's settings what concerns datasets."""
         run = config.run
         cache = Path(run.cache_dir or f"{run.output_dir}/cache")
@@ -75,6 +78,7 @@ class DataContext:
             train_batch_size=config.schedule.train_batch_size,
             gradient_accumulation_steps=config.schedule.gradient_accumulation_steps,
             num_processes=config.launch.num_processes,
+            collect=collect,
             # 0 and -1 ask for another seed in each run, see `DataContext.seed`.
             seed=run.seed if run.seed is not None and run.seed > 0 else None,
             caching=config.caching,

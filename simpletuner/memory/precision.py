@@ -31,7 +31,6 @@ class WeightFormat(Protocol):
 
     def unpack(self, *packed: Tensor) -> Tensor:
         """The weight, `out in`, in the dtype of the computation."""
-        ...
 
     def product(self, inputs: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:
         """`inputs` (..., in) times the weight plus the bias: (..., out)."""

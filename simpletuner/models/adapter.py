@@ -44,11 +44,10 @@ class EncoderQuantiser(Protocol):
 
         `encoder` is 1 or 2; a plain precision leaves it unchanged.
         """
-        ...
 
 
-class TextEncoder(Protocol):
-    """Encodes captions exactly as the family's pipeline does at inference.
+class Encoder(Protocol):
+    """Networks of the text encoder's part of a checkpoint.
 
     Attributes:
         device: where the models run.
@@ -60,61 +59,18 @@ class TextEncoder(Protocol):
     @property
     def models(self) -> Sequence[nn.Module]: ...
 
+
+class TextEncoder(Encoder, Protocol):
+    """Encodes captions exactly as the family's pipeline does at inference."""
+
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
         """Encode each request; unpadded embeddings on the CPU."""
-        ...
 
     def padded_length(self, request: TextRequest) -> int:
         """Padded length of a prompt in tokens, counting a picture as one; prompts of one length share a batch."""
-        ...
 
     def truncated(self, caption: str) -> str | None:
         """The truncated end of a caption, or None."""
-        ...
-
-
-@dataclass(frozen=True)
-class DescriptionRequest:
-    """A picture, or frames of a clip, to describe.
-
-    Attributes:
-        frames: one picture, or an even number of frames of one size at equal intervals.
-        instruction: the task for the model.
-        seconds: time span of the frames; None for a picture.
-    """
-
-    frames: Sequence[Image]
-    instruction: str
-    seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Description:
-    """A text on one line, and whether the model finished it."""
-
-    text: str
-    is_whole: bool
-
-
-class Captioner(Protocol):
-    """Describes pictures and clips with a model of the checkpoint."""
-
-    device: torch.device
-
-    def __init__(
-        self, source: ModelSource, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
-    ) -> None: ...
-
-    @property
-    def models(self) -> Sequence[nn.Module]: ...
-
-    def count(self, text: str) -> int:
-        """Length of a text in tokens."""
-        ...
-
-    def describe(self, requests: Sequence[DescriptionRequest], most: int) -> list[Description]:
-        """Describe the requests in at most `most` tokens each; deterministic."""
-        ...
 
 
 class LatentEncoder(Protocol):
@@ -129,21 +85,18 @@ class LatentEncoder(Protocol):
         `seeds` has one number per sample. Where the family samples the VAE's posterior, the draw depends on that
         number alone, so latents do not depend on batching.
         """
-        ...
 
     def decode(self, z: Tensor) -> Tensor:
         """Decode z `B C F H W` to pixels `B 3 F H W` in [-1, 1], float32, on the encoder's device.
 
         Gradients flow through it; callers that need none use `torch.no_grad`.
         """
-        ...
 
     def use_less_memory(self) -> bool:
         """Enable a setting that lowers peak memory and changes latents only by rounding.
 
         Returns False if there is none left.
         """
-        ...
 
 
 def raster_order(frames: int, rows: int, columns: int) -> Tensor:
@@ -274,7 +227,6 @@ class PreviewPipeline(Protocol):
 
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture or clip of exactly the requested size; returns its frames in order."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -321,11 +273,9 @@ class FamilyAdapter(Protocol):
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> TextEncoder:
         """Load text encoders and tokenizers onto a device, quantising them on the way."""
-        ...
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
         """Load the VAE onto a device."""
-        ...
 
     def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
         """Load the transformer onto the CPU; layers that must stay float32 do.
@@ -333,7 +283,6 @@ class FamilyAdapter(Protocol):
         With `hollow` no weights are read, and parameters are on `meta`; their dtype may not be the final one. A
         family that cannot do so reads them.
         """
-        ...
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
         """Apply the flavour's changes to a noisy batch before anything else reads it.
@@ -341,42 +290,33 @@ class FamilyAdapter(Protocol):
         For i2v, frame 0 is the clean condition and is excluded from the loss; other flavours return the batch
         unchanged.
         """
-        ...
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         """The velocity `noise - z` that the transformer predicts, float32, `B C F H W`."""
-        ...
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         """The repeated blocks of a loaded transformer."""
-        ...
 
     def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks | None:
         """Replace the forward of the repeated blocks by a faster equivalent; None if the family has none."""
-        ...
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
         """Store frozen float32 modulation weights that bf16 represents exactly in bf16; returns the bytes saved."""
-        ...
 
     def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
         """The diffusers scheduler of previews; `shift` replaces its own if given.
 
         `from_picture` means clips that start from a given frame.
         """
-        ...
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> PreviewPipeline:
         """The stock pipeline around the transformer in training; `shift` replaces its scheduler's if given."""
-        ...
 
     @staticmethod
     def usage_snippet(usage: Usage) -> str:
         """Python code that loads a result into the stock pipeline and reproduces its preview."""
-        ...
 
     def load_bare_pipeline(self) -> Any:
         """A new stock pipeline whose transformer has the right layers but no weights, to load LoRA files into."""
-        ...

@@ -33,18 +33,18 @@ def call_kernel(kernel: AttentionKernel, query: Tensor, key: Tensor, value: Tens
 
 
 class SelfAttention:
-    """The dense self-attention shared by all blocks of a transformer; never part of a compiled function.
+    """The self-attention shared by all blocks of a transformer; never part of a compiled function.
 
     Attributes:
-        choose: picks the kernel for a call; it may time kernels, since it never runs inside a compiled function.
+        choose: picks the kernel of a dense call; it may time kernels, since it never runs inside a compiled function.
     """
 
     def __init__(self) -> None:
         self.choose: Callable[[Tensor, Tensor, Tensor], AttentionKernel] = lambda query, key, value: torch_attention
         self._call: AttentionCall = call_kernel
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self._call(self.choose(query, key, value), query, key, value)
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel | None = None) -> Tensor:
+        return self._call(kernel or self.choose(query, key, value), query, key, value)
 
     @property
     def is_kept(self) -> bool:

@@ -1,20 +1,29 @@
 """Memory and compute of a transformer and a VAE, calculated without torch.
 
-A family's `cost.py` describes its transformer by the shapes of its parameters and by a few functions of a
-micro-batch. The rest follows here: bytes of weights, FLOPs of a forward pass and of a training step.
+A family's `cost.json` has what was measured: `python -m benchmarks.cost_table` writes it. In names, `#` stands for the
+number of a block. A quantity is a sum of products: the key of a factor, such as `token width`, names what the factor is
+multiplied by. From the shapes of the parameters and from this table follow the bytes of weights and activations, and
+the FLOPs of a forward pass and of a training step.
 
 FLOPs count a multiply-add as 2.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
+from importlib.resources import files
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from simpletuner.config.tread import Route, tokens_by_block
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Shape = tuple[int, ...]
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Cost of the backward pass of attention relative to its forward pass. dQ, dK, dV and dP are four matrix products, the
@@ -46,6 +55,11 @@ class BatchShape:
     def tokens(self) -> int:
         """Visual tokens per sample."""
         return self.frames * self.height * self.width
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """Positions that a weight is applied to, by what it is applied to."""
+        return {"sample": self.samples, "text": self.samples * self.text, "token": self.samples * self.tokens}
 
     def in_blocks(self, blocks: int) -> list[BatchShape]:
         """This micro-batch as each of the `blocks` large blocks sees it."""
@@ -132,112 +146,238 @@ class Adapters:
 NO_ADAPTERS = Adapters(0, frozenset())
 
 
+Factors = Mapping[str, float]
+
+
 @dataclass(frozen=True)
-class TransformerCost:
-    """Cost model of a transformer.
+class CostTable:
+    """The content of a `cost.json`.
 
     Attributes:
-        shapes: of every parameter, by name, as in the safetensors header.
-        blocks: name prefixes (`transformer_blocks.0.`) of the repeated blocks, in the order of the forward pass.
-        large: how many of the last blocks are large, that is, described by `activations`; the others are small.
-        hidden: width of a token.
-        stays_float32: whether a parameter stays float32 at every precision setting.
-        rows: number of positions of a micro-batch that a weight is applied to; 0 for parameters that are not weights.
-        attention: FLOPs of all attentions in a forward pass.
-        activations: (micro-batch, bytes per number of the compute dtype, adapters) -> bytes.
-        starts: (module, is a full fine-tune) -> whether its input needs no gradient, because no trained weight
-            comes before it; in a full fine-tune only the embeddings.
-        unit: how many tokens a route keeps or drops together.
+        groups: names of the lists of repeated blocks, in the order of the forward pass; the last has the large ones.
+        float32: name components of parameters that stay float32 at every precision setting.
+        rows: what each weight is applied to: every `token`, `text` token or `sample`.
+        no_gradient: layers whose input needs no gradient, by kind of run: `lora` or `full`.
+        keeps_attention: whether selective checkpointing can keep the result of the self-attention.
+        flops: of a `large` and a `small` block, excluding products with weights.
+        bytes: of a large block, by dtype; `reads` lists layers whose input is kept only for an adapter, each with
+            the first layer that reads the same input, `compiled` is what a compiled block saves, and `trained` what a
+            stock one does in a full fine-tune.
+        published: shapes of the published checkpoints.
     """
 
+    groups: Sequence[str]
+    float32: Sequence[str]
+    rows: Mapping[str, str]
+    no_gradient: Mapping[str, Sequence[str]]
+    keeps_attention: bool
+    flops: Mapping[str, Factors]
+    bytes: Mapping[str, Mapping[str, Any]]
+    published: Sequence[Mapping[str, Any]]
+
+    def published_shapes(self, flavour: str) -> dict[str, Shape]:
+        """Shapes of all parameters of a flavour's published checkpoint, by name."""
+        found = next(each for each in self.published if flavour in each["flavours"])
+        shapes: dict[str, Shape] = {}
+        for name, shape in found["shapes"].items():
+            count = found["blocks"].get(name.partition(".#.")[0], 1)
+            shapes |= {name.replace("#", str(index), 1): tuple(shape) for index in range(count)}
+        return shapes
+
+
+@cache
+def read_cost_table(package: str) -> CostTable:
+    """The table in a family's folder."""
+    return CostTable(**json.loads((files(package) / "cost.json").read_text(encoding="utf-8")))
+
+
+def numbered(name: str, groups: Sequence[str]) -> str:
+    """A name with `#` in place of its block's number."""
+    return re.sub(rf"^({'|'.join(groups)})\.\d+\.", r"\1.#.", name)
+
+
+def product_of(words: str, numbers: Mapping[str, float]) -> float:
+    """The product of the numbers named in `words`, such as `token width`."""
+    return math.prod(numbers[word] for word in words.split())
+
+
+def sum_of(factors: Factors, numbers: Mapping[str, float]) -> float:
+    return sum(factor * product_of(words, numbers) for words, factor in factors.items())
+
+
+@dataclass(frozen=True)
+class TileBytes:
+    """Bytes of the tile lists or masks of block-sparse attention in a large block: saved, and at the peak of making
+    them.
+    """
+
+    saved: float = 0.0
+    making: float = 0.0
+
+
+def remembered(method: Callable[Concatenate[Any, P], R]) -> cached_property[Callable[P, R]]:
+    """A method whose results each object keeps: the search over settings asks for the same ones many times."""
+    return cached_property(lambda owner: cast("Callable[P, R]", cache(partial(method, owner))))
+
+
+@dataclass(frozen=True)
+class TransformerCost:
+    """Cost of a transformer.
+
+    Attributes:
+        table: the measurements of its class.
+        shapes: of every parameter, by name, as in the safetensors header.
+        head: width of an attention head.
+        unit: how many tokens a route keeps or drops together.
+        tiles: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
+        compiled: blocks with adapters are compiled.
+    """
+
+    table: CostTable
     shapes: Mapping[str, Shape]
-    blocks: Sequence[str]
-    large: int
-    hidden: int
-    stays_float32: Callable[[str], bool]
-    rows: Callable[[str, BatchShape], int]
-    attention: Callable[[BatchShape], Work]
-    activations: Callable[[BatchShape, int, Adapters], Activations]
-    starts: Callable[[str, bool], bool]
+    head: int
     unit: int = 1
-
-    def routed(self, load: BatchShape, routes: Sequence[Route]) -> BatchShape:
-        """The micro-batch with the tokens that routes leave in each block."""
-        return replace(load, kept=tokens_by_block(routes, self.large, load.tokens, self.unit)) if routes else load
-
-    def activations_by_block(self, load: BatchShape, size: int, adapters: Adapters) -> list[Activations]:
-        """Activations of each large block. A block that starts a route still holds all tokens as its input."""
-        blocks = load.in_blocks(self.large)
-        whole = replace(load, kept=())
-        bytes_of = {each: self.activations(each, size, adapters) for each in {whole, *blocks}}
-        before = [whole, *blocks]
-        return [
-            bytes_of[own] if own == last else replace(bytes_of[own], held=bytes_of[whole].held)
-            for last, own in zip(before, blocks, strict=False)
-        ]
+    tiles: Callable[[BatchShape, int], TileBytes] = field(default=lambda batch, size: TileBytes())
+    compiled: bool = False
 
     @cached_property
-    def _large_block(self) -> dict[str, int]:
-        """Parameter names in large blocks, with the block's number among the large ones."""
-        large = enumerate(self.blocks[len(self.blocks) - self.large :])
-        return {name: number for number, prefix in large for name in self._by_block[prefix]}
+    def blocks(self) -> list[str]:
+        """Name prefixes (`transformer_blocks.0.`) of the repeated blocks, in the order of the forward pass."""
+        counts = Counter(path[0] for path in {tuple(name.split(".")[:2]) for name in self.shapes})
+        return [f"{group}.{number}." for group in self.table.groups for number in range(counts[group])]
 
-    def _applied(self, load: BatchShape) -> Callable[[str], int]:
-        """How many positions of a micro-batch each weight is applied to."""
-        blocks, number_of = load.in_blocks(self.large), self._large_block
-        return lambda name: self.rows(name, blocks[number_of[name]] if name in number_of else load)
+    @cached_property
+    def large(self) -> int:
+        """How many of the last blocks are large, that is, described by `activations`; the others are small."""
+        return sum(prefix.startswith(f"{self.table.groups[-1]}.") for prefix in self.blocks)
 
-    def widest(self, load: BatchShape) -> int:
-        """The largest input or output of a linear layer of a large block, in numbers."""
-        rows, names = self._applied(load), (name for name in self._large_block if len(self.shapes[name]) == 2)
-        return max(rows(name) * max(self.shapes[name]) for name in names)
+    @cached_property
+    def _by_block(self) -> dict[str, list[str]]:
+        """Parameter names by block prefix; parameters outside the blocks have an empty prefix."""
+        names: dict[str, list[str]] = {prefix: [] for prefix in (*self.blocks, "")}
+        for name in self.shapes:
+            prefix = ".".join(name.split(".")[:2]) + "."
+            names[prefix if prefix in names else ""].append(name)
+        return names
+
+    @cached_property
+    def _applied_to(self) -> dict[str, str]:
+        """What each weight is applied to: every `token`, `text` token or `sample`."""
+        layers = {name: numbered(name.removesuffix(".weight"), self.table.groups) for name in self.shapes}
+        return {name: self.table.rows[layer] for name, layer in layers.items()
+                if layer in self.table.rows and name.endswith(".weight")}  # fmt: skip
+
+    @cached_property
+    def _layers(self) -> dict[str, tuple[str, Shape]]:
+        """Layers of a large block, by name within it: what their weight is applied to, and its shape."""
+        names = [name for name in self._by_block[self.blocks[-1]] if name in self._applied_to]
+        layers = {name.removeprefix(self.blocks[-1]).removesuffix(".weight"): name for name in names}
+        return {layer: (self._applied_to[name], self.shapes[name]) for layer, name in layers.items()}
+
+    @cached_property
+    def _widths(self) -> list[Shape]:
+        return [shape for applied_to, shape in self._layers.values() if applied_to == "token"]
+
+    @cached_property
+    def hidden(self) -> int:
+        """Width of a token."""
+        return self._widths[0][1]
 
     @cached_property
     def parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
-    @cached_property
-    def _block_bytes(self) -> dict[tuple[str, float], list[float]]:
-        """Cache of `block_bytes`: the search over settings asks for the same values many times."""
-        return {}
+    def stays_float32(self, name: str) -> bool:
+        """Whether a parameter stays float32 at every precision setting."""
+        return any(part in name.split(".") for part in self.table.float32)
 
-    @cached_property
-    def _work(self) -> dict[tuple[str, BatchShape, Adapters, bool], Work]:
-        """Cache of `forward` and `backward`."""
-        return {}
+    @remembered
+    def needs_no_gradient(self, module: str, full: bool) -> bool:
+        """Whether the input of a module needs no gradient, because no trained weight comes before it; in a full
+        fine-tune only the embeddings."""
+        names = self.table.no_gradient["full" if full else "lora"]
+        return module in names or numbered(module, self.table.groups) in names
 
-    @cached_property
-    def _widths(self) -> dict[frozenset[str], int]:
-        """Cache of `adapter_parameters`: in + out of all modules of an adapter."""
-        return {}
+    def routed(self, batch: BatchShape, routes: Sequence[Route]) -> BatchShape:
+        """The micro-batch with the tokens that routes leave in each block."""
+        return replace(batch, kept=tokens_by_block(routes, self.large, batch.tokens, self.unit)) if routes else batch
 
-    @cached_property
-    def _by_block(self) -> dict[str, list[str]]:
-        """Parameter names by block prefix; parameters outside the blocks have an empty prefix."""
-        groups: dict[str, list[str]] = {prefix: [] for prefix in (*self.blocks, "")}
-        depth = self.blocks[0].count(".")
-        for name in self.shapes:
-            prefix = ".".join(name.split(".")[:depth]) + "."
-            groups[prefix if prefix in groups else ""].append(name)
-        return groups
+    def activations(self, batch: BatchShape, size: int, adapters: Adapters) -> Activations:
+        """Bytes of a micro-batch in a large block with its adapters. Measurements of stock blocks serve as bounds for
+        compiled ones.
 
+        Args:
+            size: bytes per number of the compute dtype.
+        """
+        kind, tiles, positions = "bf16" if size < 4 else "fp32", self.tiles(batch, size), batch.positions
+        # Measured only for families whose tokens can have their own timesteps.
+        timed = batch.timed_tokens and f"{kind} given" in self.table.bytes
+        factors = self.table.bytes[f"{kind} given" if timed else kind]
+        heads, inner = self.hidden // self.head, max(shape[0] for shape in self._widths)
+        numbers = {**positions, "width": self.hidden, "inner": inner, "head": self.head, "heads": heads}
+        sums = {name: sum_of(factor, numbers) for name, factor in factors.items() if name != "reads"}
+        saved = ("compiled" if self.compiled else "saved") if adapters.modules else "trained"
+        elements = positions["token"] * self.hidden
+        kept = elements * size + positions["token"] * heads * 4  # its result and log-sum-exp
+        return Activations(
+            held=elements * size,
+            saved=sums[saved] + self._adapted(factors["reads"], positions, adapters) * size + tiles.saved,
+            transient=max(sums["transient"], tiles.making),
+            attention=kept + tiles.saved if self.table.keeps_attention else 0.0,
+            outside=sums["outside"],
+            sampling=sums["sampling"] + tiles.saved + tiles.making,
+            traffic=sums["traffic"] + 2 * (tiles.saved + tiles.making),
+        )
+
+    def _adapted(self, reads: Mapping[str, str], positions: Mapping[str, int], adapters: Adapters) -> float:
+        """Numbers that a block saves for its adapters: inputs not saved otherwise, and outputs of the down factors, or
+        whole updates.
+        """
+        layers = {name: layer for name, layer in self._layers.items() if self.blocks[-1] + name in adapters.modules}
+        inputs = {reads[name]: positions[applied_to] * math.prod(shape[1:2])
+                  for name, (applied_to, shape) in layers.items() if name in reads}  # fmt: skip
+        if adapters.products:
+            return sum(inputs.values()) + sum(math.prod(shape) for _, shape in layers.values())
+        return sum(inputs.values()) + sum(positions[applied_to] * adapters.rank for applied_to, _ in layers.values())
+
+    def activations_by_block(self, batch: BatchShape, size: int, adapters: Adapters) -> list[Activations]:
+        """Activations of each large block. A block that starts a route still holds all tokens as its input."""
+        blocks, whole = batch.in_blocks(self.large), replace(batch, kept=())
+        bytes_of = {part: self.activations(part, size, adapters) for part in {whole, *blocks}}
+        return [
+            bytes_of[part] if part == last else replace(bytes_of[part], held=bytes_of[whole].held)
+            for last, part in zip([whole, *blocks], blocks, strict=False)
+        ]
+
+    def _rows(self, batch: BatchShape) -> dict[str, int]:
+        """How many positions of a micro-batch each weight is applied to."""
+        parts = dict(zip(self.blocks[-self.large :], batch.in_blocks(self.large), strict=True))
+        rows = {}
+        for block, names in self._by_block.items():
+            positions = parts.get(block, batch).positions
+            rows.update({name: positions[self._applied_to[name]] for name in names if name in self._applied_to})
+        return rows
+
+    def widest(self, batch: BatchShape) -> int:
+        """The largest input or output of a linear layer of a large block, in numbers."""
+        rows, names = (
+            self._rows(batch),
+            [name for block in self.blocks[-self.large :] for name in self._by_block[block]],
+        )
+        return max(rows.get(name, 0) * max(self.shapes[name]) for name in names if len(self.shapes[name]) == 2)
+
+    @remembered
     def block_bytes(self, dtype: str, *, quantised: float) -> list[float]:
         """Bytes of the frozen weights of each block, in order.
 
         Args:
             quantised: bytes per weight of a quantised linear layer; 0 if not quantised.
         """
-        key = dtype, quantised
-        if key not in self._block_bytes:
-            self._block_bytes[key] = [self._bytes(self._by_block[prefix], dtype, quantised) for prefix in self.blocks]
-        return self._block_bytes[key]
+        return [sum(self._size(name, dtype, quantised) for name in self._by_block[prefix]) for prefix in self.blocks]
 
     def rest_bytes(self, dtype: str) -> float:
         """Bytes of the weights outside the blocks."""
-        return self._bytes(self._by_block[""], dtype, 0.0)
-
-    def _bytes(self, names: Sequence[str], dtype: str, quantised: float) -> float:
-        return sum(self._size(name, dtype, quantised) for name in names)
+        return sum(self._size(name, dtype, 0.0) for name in self._by_block[""])
 
     def _size(self, name: str, dtype: str, quantised: float) -> float:
         """Bytes of one parameter. Only linear layers are quantised; they have one scale per row as well."""
@@ -248,60 +388,67 @@ class TransformerCost:
             return quantised * math.prod(shape) + BYTES[dtype] * shape[0]
         return float(BYTES[dtype]) * math.prod(shape)
 
+    @remembered
     def adapter_parameters(self, adapters: Adapters) -> int:
         """Parameters of an adapter; a LoRA has `rank` x (in + out) for each module, where `in` counts a kernel."""
         if adapters.products:
             return sum(adapters.products.values())
-        if adapters.modules not in self._widths:
-            shapes = (self.shapes[f"{name}.weight"] for name in adapters.modules)
-            self._widths[adapters.modules] = sum(shape[0] + math.prod(shape[1:]) for shape in shapes)
-        return adapters.rank * self._widths[adapters.modules]
+        shapes = (self.shapes[f"{name}.weight"] for name in adapters.modules)
+        return adapters.rank * sum(shape[0] + math.prod(shape[1:]) for shape in shapes)
 
-    def forward(self, load: BatchShape, adapters: Adapters = NO_ADAPTERS, *, blocks_only: bool = False) -> Work:
+    def attention(self, batch: BatchShape) -> Work:
+        """FLOPs of all attentions in a forward pass."""
+        small = self._attention("small", batch).times(len(self.blocks) - self.large)
+        large = (self._attention("large", part) for part in batch.in_blocks(self.large))
+        return sum(large, small).times(batch.samples)
+
+    def _attention(self, block: str, batch: BatchShape) -> Work:
+        """FLOPs of a block for a sample: of softmax attention where they grow with the product of two lengths."""
+        numbers = {"width": self.hidden, "head": self.head, "text": batch.text, "token": batch.tokens}
+        work = Work()
+        for words, factor in self.table.flops[block].items():
+            flops, lengths = (
+                factor * product_of(words, numbers),
+                sum(word in ("token", "text") for word in words.split()),
+            )
+            work += Work(attention=flops) if lengths == 2 else Work(linear=flops)
+        return work
+
+    @remembered
+    def forward(self, batch: BatchShape, adapters: Adapters = NO_ADAPTERS, *, blocks_only: bool = False) -> Work:
         """FLOPs of a forward pass: 2 x positions x weights, plus attention."""
-        key = "forward", load, adapters, blocks_only
-        if key not in self._work:
-            self._work[key] = self._forward(load, adapters, blocks_only)
-        return self._work[key]
-
-    def _forward(self, load: BatchShape, adapters: Adapters, blocks_only: bool) -> Work:
-        names = self.shapes if not blocks_only else [n for prefix in self.blocks for n in self._by_block[prefix]]
-        rows = self._applied(load)
+        names = [name for prefix in self.blocks for name in self._by_block[prefix]] if blocks_only else self.shapes
+        rows = self._rows(batch)
         frozen = sum(self._product(name, rows) for name in names)
         lora = sum(sum(self._adapter_products(f"{name}.weight", rows, adapters)) for name in adapters.modules)
-        return Work(frozen + lora) + self.attention(load)
+        return Work(frozen + lora) + self.attention(batch)
 
-    def backward(self, load: BatchShape, adapters: Adapters, *, full: bool) -> Work:
+    @remembered
+    def backward(self, batch: BatchShape, adapters: Adapters, *, full: bool) -> Work:
         """FLOPs of a backward pass without recomputation; attention counts twice its forward pass.
 
         A frozen layer costs as much as its forward pass (gradient of its input), a trained one twice that.
         """
-        key = "backward", load, adapters, full
-        if key not in self._work:
-            self._work[key] = self._backward(load, adapters, full)
-        return self._work[key]
-
-    def _backward(self, load: BatchShape, adapters: Adapters, full: bool) -> Work:
-        linear, rows = 0.0, self._applied(load)
+        linear, rows = 0.0, self._rows(batch)
         for name in self.shapes:
             module = name.removesuffix(".weight")
-            product, flows = self._product(name, rows), not self.starts(module, full)
-            linear += product * (flows + full)
+            flows = not self.needs_no_gradient(module, full)
+            linear += self._product(name, rows) * (flows + full)
             if module in adapters.modules:
                 down, up = self._adapter_products(name, rows, adapters)
                 linear += down * (1 + flows) + up * 2
-        return Work(linear) + self.attention(load).times(ATTENTION_BACKWARD)
+        return Work(linear) + self.attention(batch).times(ATTENTION_BACKWARD)
 
-    def _product(self, name: str, rows: Callable[[str], int]) -> float:
+    def _product(self, name: str, rows: Mapping[str, int]) -> float:
         shape = self.shapes[name]
-        return 2.0 * rows(name) * math.prod(shape) if len(shape) > 1 else 0.0
+        return 2.0 * rows.get(name, 0) * math.prod(shape) if len(shape) > 1 else 0.0
 
-    def _adapter_products(self, name: str, rows: Callable[[str], int], adapters: Adapters) -> tuple[float, float]:
+    def _adapter_products(self, name: str, rows: Mapping[str, int], adapters: Adapters) -> tuple[float, float]:
         """FLOPs of the two factors (down, up) of a module's LoRA; of another kind, 0 and the FLOPs of the update."""
         if adapters.products:
             return 0.0, self._product(name, rows)
-        shape, each = self.shapes[name], 2.0 * rows(name) * adapters.rank
-        return each * math.prod(shape[1:]), each * shape[0]
+        shape, factor = self.shapes[name], 2.0 * rows.get(name, 0) * adapters.rank
+        return factor * math.prod(shape[1:]), factor * shape[0]
 
 
 TILE, OVERLAP = 384, 128  # of preview decoding: pixels per side of a tile, and overlap of two tiles
@@ -332,6 +479,48 @@ class VaeLoad:
         """Pixels of one frame, or of one tile of it."""
         whole = self.width * self.height
         return min(whole, self.tile * self.tile) if self.tiled else whole
+
+
+@dataclass(frozen=True)
+class FamilyCost:
+    """Everything the plan needs from a family's `cost.py`.
+
+    Attributes:
+        package: the folder of the family, with its `cost.json`.
+        transformer_class: name of the transformer's class in diffusers.
+        published: flavour name -> dimensions of the published transformer, as in its config.json.
+        transformer: (config.json, shapes of parameters by name, kernels) -> its cost.
+        vae_parameters, text_parameters: of the published encoders, for checkpoints that are not downloaded yet.
+        head_parameters, vision_parameters: of those, what is dropped once it is loaded; the vision tower only where
+            prompts hold no picture.
+        vae_encode, vae_decode: (the VAE's config, its load) -> numbers alive at the peak.
+        vae_upsampled: likewise, the numbers that decoding upsamples at once.
+        prompt_layer: the layer that reads text embeddings, and so has their width.
+        picture_tokens: (width, height) of a source picture -> text tokens that it takes in a prompt that holds it.
+        guided_together: guidance runs both prompts in one batch instead of one after the other.
+        padded_text: the length that every prompt is padded to; 0 if prompts are not padded.
+    """
+
+    package: str
+    transformer_class: str
+    published: Callable[[str], dict[str, object]]
+    transformer: Callable[[Mapping[str, object], Mapping[str, Shape], Kernels], TransformerCost]
+    vae_parameters: int
+    text_parameters: int
+    vae_encode: Callable[[Mapping[str, object], VaeLoad], float]
+    vae_decode: Callable[[Mapping[str, object], VaeLoad], float]
+    prompt_layer: str
+    vae_upsampled: Callable[[Mapping[str, object], VaeLoad], int] = field(default=lambda settings, load: 0)
+    picture_tokens: Callable[[int, int], int] = field(default=lambda width, height: 0)
+    head_parameters: int = 0
+    vision_parameters: int = 0
+    guided_together: bool = False
+    padded_text: int = 0
+
+    def of_flavour(self, flavour: str, kernels: Kernels = STOCK, /, **changes: object) -> TransformerCost:
+        """The cost of a published checkpoint, optionally with some settings changed."""
+        shapes = read_cost_table(self.package).published_shapes(flavour)
+        return self.transformer({**self.published(flavour), **changes}, shapes, kernels)
 
 
 def number(settings: Mapping[str, object], key: str, default: int) -> int:

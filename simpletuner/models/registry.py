@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from simpletuner.config.schema import declare_families
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
@@ -12,7 +12,7 @@ from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.spec import FamilySpec
 
 if TYPE_CHECKING:
-    from simpletuner.models.adapter import Captioner, FamilyAdapter
+    from simpletuner.models.adapter import FamilyAdapter
 
 FAMILIES: dict[str, FamilySpec] = {
     KANDINSKY5_IMAGE.name: KANDINSKY5_IMAGE,
@@ -31,16 +31,5 @@ def canonical_family_name(name: str) -> str:
 
 def load_adapter(spec: FamilySpec) -> type[FamilyAdapter]:
     """Import the adapter class that a spec names, and torch with it."""
-    adapter: type[FamilyAdapter] = _load(spec.adapter)
+    adapter: type[FamilyAdapter] = resolve_name(spec.adapter)
     return adapter
-
-
-def load_captioner(spec: FamilySpec) -> type[Captioner]:
-    """Import the captioner class that a spec names, and torch with it."""
-    captioner: type[Captioner] = _load(spec.captioner or "")
-    return captioner
-
-
-def _load(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)

@@ -17,7 +17,7 @@ from simpletuner.config.option import Group
 from simpletuner.config.schema import TextConfig
 from simpletuner.config.values import Size
 from simpletuner.errors import Problem
-from simpletuner.models.cost_table import FamilyCost
+from simpletuner.models.cost import FamilyCost
 
 if TYPE_CHECKING:
     from simpletuner.models.source import ModelSource

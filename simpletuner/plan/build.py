@@ -7,14 +7,11 @@ arguments allow it. Problems are collected and reported together.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from simpletuner.annexes.adapters.lycoris_file import resolve_lycoris
 from simpletuner.config.arguments import Arguments
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.load import Layer, RunConfig, canonical, raise_if_fatal, resolve, with_family
@@ -22,12 +19,13 @@ from simpletuner.config.locate import dataset_file, locate
 from simpletuner.config.precision import check_packages
 from simpletuner.config.schema import PLAIN_PRECISIONS
 from simpletuner.data.build import build_datasets
-from simpletuner.data.context import DataContext
+from simpletuner.data.context import Collect, DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import Sampler
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem, did_you_mean
+from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.lora_keys import check_init_lora
 from simpletuner.models.lora_targets import (
     Targets,
@@ -52,8 +50,6 @@ from simpletuner.plan.checks import (
 from simpletuner.plan.dataset_checks import check_cache_folders, check_datasets
 from simpletuner.plan.environment import as_launched, check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data, identify
-from simpletuner.reporting.events import RunningPhase
-from simpletuner.reporting.progress import shown_events
 from simpletuner.techniques.spec import TechniqueSpec, TrainedData, chosen_techniques
 from simpletuner.training.manifest import Checkpoint, Identity, result_step
 from simpletuner.validation.adapters import adapter_runs, check_adapters
@@ -172,7 +168,7 @@ def make_plan(arguments: Arguments, problems: list[Problem]) -> Plan:
     if spec is None:
         raise_if_fatal(problems)
         raise RuntimeError("an unknown family is a fatal problem")
-    return _plan_family(config, spec, path, entries, problems, fetches=arguments.fetches)
+    return _plan_family(config, spec, path, entries, problems, arguments.collect)
 
 
 def read_settings(
@@ -222,8 +218,8 @@ def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world
 
 
 def _plan_family(
-    config: RunConfig, spec: FamilySpec, path: Path, entries: list[DatasetConfig], problems: list[Problem], *,
-    fetches: bool,
+    config: RunConfig, spec: FamilySpec, path: Path, entries: list[DatasetConfig], problems: list[Problem],
+    collect: Collect | None,
 ) -> Plan:  # fmt: skip
     flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
     source = ModelSource.from_config(spec, flavour, config)
@@ -237,8 +233,8 @@ def _plan_family(
     sizes = preview_sizes(config, spec, problems)
     resume = check_resume(config, spec, flavour, source, targets, problems)
     seed = decide_seed(config.run.seed, resume)
-    context = replace(DataContext.of(config, spec, flavour.task), fetches=fetches)
-    datasets = build_datasets(entries, context, problems, show_download) if entries else []
+    context = DataContext.of(config, spec, flavour.task, collect)
+    datasets = build_datasets(entries, context, problems) if entries else []
     trained = [dataset for dataset in datasets if dataset.config.is_trained]
     if not trained and not any(problem.fatal for problem in problems):
         problems.append(Problem("data_backend_config", "names no dataset to train on."))
@@ -279,13 +275,6 @@ def _check_sizes(
         return ()
     buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}
     return spec.check_sizes(config, flavour, sizes, buckets)
-
-
-@contextmanager
-def show_download(title: str, total: int, unit: str) -> Iterator[RunningPhase]:
-    """Progress on stderr, since the plan itself may go to a pipe."""
-    with shown_events(sys.stderr) as events, events.phase(title, total, unit) as phase:
-        yield phase
 
 
 def check_model(config: RunConfig, spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
@@ -347,16 +336,16 @@ def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, proble
     if config.model.model_type != "lora":
         return targets
     # Old formats do not list their weights without being loaded; they are checked then.
-    shapes = source["transformer"].weight_shapes()
-    if config.lora.lora_type == "lycoris":
+    shapes, kind = source["transformer"].weight_shapes(), adapter_kind(config.lora)
+    if kind.layers:
         quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
-        return resolve_lycoris(config.lora.lycoris_config, spec, weights_of(shapes), problems, quantised=quantised)
+        return kind.layers(config.lora, spec, weights_of(shapes), problems, quantised)
     modules = linear_modules(shapes)
     problems.extend(check_init_lora(config.lora, list(modules), targets))
     if modules:
         problems.extend(check_targets(modules, targets))
     narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
-    if narrowest is not None and config.lora.lora_rank > narrowest and config.lora.lora_type != "lokr":
+    if narrowest is not None and config.lora.lora_rank > narrowest and not kind.takes_any_rank:
         message = f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
         problems.append(Problem("lora_rank", message, fatal=False))
     return targets
@@ -414,7 +403,7 @@ def survey(arguments: Arguments, problems: list[Problem]) -> Survey:
     source = ModelSource.from_config(spec, flavour, config)
     spec = spec.for_checkpoint(flavour, source)
     config, found = _fit_grid(config, spec), list[Problem]()
-    context = replace(DataContext.of(config, spec, flavour.task), fetches=arguments.fetches)
+    context = DataContext.of(config, spec, flavour.task, arguments.collect)
     datasets = build_datasets(entries, context, found)
     ids = {dataset.id for dataset in datasets}
     # A problem of a dataset as a whole, and not of one of its keys, is about its files.

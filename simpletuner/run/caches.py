@@ -39,8 +39,8 @@ from simpletuner.memory.heap import trim_heap
 from simpletuner.memory.offload.attach import LayerQuantiser, offload_layers
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import (
-    Captioner,
     CheckpointSetup,
+    Encoder,
     EncoderQuantiser,
     FamilyAdapter,
     LatentEncoder,
@@ -58,7 +58,7 @@ from simpletuner.training.assemble import make_accelerator
 
 logger = logging.getLogger(__name__)
 
-AnyEncoder = TypeVar("AnyEncoder", TextEncoder, Captioner)
+AnyEncoder = TypeVar("AnyEncoder", bound=Encoder)
 
 # Encodes a share, and returns what is to be said: captions that were cut, or files that could not be decoded and why.
 Encode = Callable[[ProgressBar], Mapping[Any, str]]

@@ -140,10 +140,10 @@ def compile_blocks(
             fast.recomputing = {name: checkpointed(fast.pieces[name]) for name in fast.last}
         for pieces in (fast.pieces, fast.recomputing):
             for name, piece in pieces.items():
-                # Not before flex attention, which is compiled in the same thread, nor where even sizes that are always
-                # 1 are symbols: equal ones become one symbol.
-                ones_are_sizes = "sparse" not in name and not launch.dynamo_dynamic
-                pieces[name] = CompiledPiece(piece, compiler(piece), sampling, launch.dynamo_fullgraph, ones_are_sizes)
+                # Not where even sizes that are always 1 are symbols: equal ones become one symbol.
+                pieces[name] = CompiledPiece(
+                    piece, compiler(piece), sampling, launch.dynamo_fullgraph, not launch.dynamo_dynamic
+                )
         return
     verdicts: dict[Case, bool] = {}
     compiled = compiler if layout.compiled is None else partial(layout.compiled, compiler)

@@ -13,6 +13,7 @@ hold the LoRA already, and the optimizer needs parameters on their final device.
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -24,7 +25,6 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from simpletuner.annexes.adapters.converted import add_product
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.precision import quantisation, transformer_dtype, vae_dtype
@@ -41,6 +41,7 @@ from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.memory.products import use_quantised_products
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
+from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.float32 import keep_full_float32
 from simpletuner.models.lora_targets import Targets, matching_modules
@@ -143,7 +144,8 @@ def _load(
         if config.model.model_type != "lora":
             transformer, _ = load(adapted=r".+", dtype=trained_dtype)
             return FullModel(transformer.requires_grad_(True), sharers), []
-        adapted = r".+" if config.lora.lora_type == "lycoris" else spec.lora_targets  # which has targets of its own
+        # A kind with a file of its own may choose any layer.
+        adapted = r".+" if adapter_kind(config.lora).layers else spec.lora_targets
         transformer, packed = load(adapted=adapted, on_host=config.lora.starts_from_base)
         return _add_adapter(transformer, config, spec, adapter.spec, trained_dtype), packed
 
@@ -262,13 +264,11 @@ def _wrap_modules(
 def _add_adapter(
     transformer: nn.Module, config: RunConfig, spec: TrainingSpec, family: FamilySpec, dtype: torch.dtype
 ) -> Trained:
-    seed = step_seed(spec.seed, 0, 0, 0, "lora")
-    if config.lora.lora_type == "lycoris":
-        from simpletuner.annexes.adapters.lycoris import add_lycoris  # an extra
-
-        return add_lycoris(transformer, config.lora, family, seed=seed, dtype=dtype)
-    if config.lora.lora_type != "standard":
-        return add_product(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)
+    add, seed = adapter_kind(config.lora).add, step_seed(spec.seed, 0, 0, 0, "lora")
+    if add is not None:
+        kind = pkgutil.resolve_name(add)
+        trained: Trained = kind(transformer, config.lora, spec.lora_targets, family, seed=seed, dtype=dtype)
+        return trained
     lora = add_lora(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)
     if config.lora.init_lora is not None:
         start_from(lora, Path(config.lora.init_lora).expanduser())

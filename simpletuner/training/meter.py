@@ -13,8 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from simpletuner.diffusion.batch import Batch
-from simpletuner.models.cost import NO_ADAPTERS, STOCK, Adapters, BatchShape, Shape
-from simpletuner.models.cost_table import FamilyCost
+from simpletuner.models.cost import NO_ADAPTERS, STOCK, Adapters, BatchShape, FamilyCost, Shape
 from simpletuner.reporting.events import StepReport
 from simpletuner.techniques.base import Technique
 from simpletuner.training.state import Assembly, SampleFlops

@@ -1,5 +1,19 @@
 """Fixtures of rooms that the annexes stand around."""
 
-from tests.data.conftest import context
+from __future__ import annotations
 
-__all__ = ["context"]
+from dataclasses import replace
+
+import pytest
+
+from simpletuner.annexes.remote.collect import collect
+from simpletuner.data.context import DataContext
+from tests.data.conftest import context as local_context
+
+__all__ = ["local_context"]
+
+
+@pytest.fixture
+def context(local_context: DataContext) -> DataContext:
+    """With the door to remote datasets."""
+    return replace(local_context, collect=collect)

@@ -319,8 +319,8 @@ def test_streaming_costs_time_where_the_step_is_short() -> None:
     step = step_cost(short.parts.transformer, short.setup, short.parts.load(one), short.device)
     assert step.seconds == step.copying
     waited = budget(gpu(80), one, "t2i-lite-sft", enable_group_offload=True).buckets[0].step
-    plain = budget(gpu(80), one, "t2i-lite-sft").buckets[0].step
-    assert waited.seconds == pytest.approx(plain.seconds + waited.copying), "without a stream they take turns"
+    resident = budget(gpu(80), one, "t2i-lite-sft").buckets[0].step
+    assert waited.seconds == pytest.approx(resident.seconds + waited.copying), "without a stream they take turns"
 
 
 def test_without_a_gpu_nothing_is_streamed() -> None:

@@ -12,6 +12,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+from simpletuner.annexes.remote.collect import collect_cached
 from simpletuner.data.context import DataContext
 from tests.annexes.web import picture
 from tests.data.test_build import build, fatal
@@ -56,7 +57,7 @@ def test_a_plan_that_may_not_fetch_asks_no_server(
     context: DataContext, server: str, bucket: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(bucket)
-    here, asked = replace(context, fetches=False), list[str]()
+    here, asked = replace(context, collect=collect_cached), list[str]()
     (fetched,), _ = build(context, entry(server))
     monkeypatch.setattr("simpletuner.annexes.remote.bucket._login", lambda config: asked.append(config.id))
     (dataset,), problems = build(here, entry(server))

@@ -97,13 +97,15 @@ class Handler(BaseHTTPRequestHandler):
             self.send(403 if self.server.closed == "GatedRepo" else 401, b"{}", headers)
         elif "/resolve/" in path:
             name = path.partition("/resolve/")[2].partition("/")[2]
-            found = files.get(name)
+            content = files.get(name)
             headers = {"ETag": f'"{zlib.crc32(name.encode()):08x}"', "X-Repo-Commit": COMMIT}
-            if found is None:
+            if content is None:
                 headers["X-Error-Code"] = "EntryNotFound"
-            self.send(404 if found is None else 200, found or b"", headers)
+            self.send(404 if content is None else 200, content or b"", headers)
         elif "/tree/" in path or "/paths-info/" in path:
-            found = [{"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in files.items()]
+            found: list[dict[str, Any]] = [
+                {"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in files.items()
+            ]
             found += [{"type": "directory", "path": "data", "oid": "0" * 40}] * (len(files) > 1)
             below = re.sub(r".*/(tree|paths-info)/\w+/?", "", path)
             deep = "recursive=true" in self.path.lower()

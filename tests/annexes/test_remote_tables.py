@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from simpletuner.annexes.remote import store, web
+from simpletuner.annexes.remote.collect import collect_cached
 from simpletuner.annexes.remote.store import DownloadError
 from simpletuner.data.context import DataContext
 from tests.annexes.web import Site, picture, serve
@@ -103,7 +104,7 @@ def test_what_cannot_be_had_is_listed_and_left_alone_until_asked_for(
 
 def test_a_plan_that_may_not_fetch_takes_what_is_here(context: DataContext, tmp_path: Path, site: Site) -> None:
     rows = [(site.add(f"/{number}.png", picture(number)), "x") for number in range(2)]
-    entry, here = table(tmp_path, rows), replace(context, fetches=False)
+    entry, here = table(tmp_path, rows), replace(context, collect=collect_cached)
     before = sorted(tmp_path.rglob("*"))
     _, problems = build(here, entry)
     assert [problem.message for problem in fatal(problems)] == [

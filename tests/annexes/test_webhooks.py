@@ -112,7 +112,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 def hook(url: str, kind: str = "raw", **settings: Any) -> Hook:
-    return Hook(kind, webhook_url=url, **settings)  # type: ignore[arg-type]
+    return Hook(kind, webhook_url=url, **settings)
 
 
 def deliver(target: Hook, folder: Path, *events: Event, images: str = "data_uri") -> Delivery:
@@ -176,12 +176,12 @@ def parts_of(receiver: Receiver) -> list[EmailMessage]:
     ((_, headers, body),) = receiver.got
     head = f"Content-Type: {headers['content-type']}\r\n\r\n".encode()
     whole = BytesParser(EmailMessage, policy=email.policy.HTTP).parsebytes(head + body)
-    return list(whole.iter_parts())  # type: ignore[arg-type]
+    return list(whole.iter_parts())
 
 
 def fields_of(receiver: Receiver) -> dict[str, bytes]:
     return {
-        str(part.get_param("name", header="content-disposition")): part.get_payload(decode=True)  # type: ignore[misc]
+        str(part.get_param("name", header="content-disposition")): part.get_payload(decode=True)
         for part in parts_of(receiver)
     }
 

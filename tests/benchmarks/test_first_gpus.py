@@ -64,7 +64,7 @@ def work(place: World, words: list[str], folder: Path, port: int) -> None:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A group of this process."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     distributed.destroy_process_group()
 

@@ -19,23 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from simpletuner.budget.communication import NETWORK, Sent, link_rate, sent_bytes
 from simpletuner.budget.device import Device, rates_of
 from simpletuner.budget.estimate import TrainingSetup, frozen_bytes, trained_bytes
-from simpletuner.models.cost import NO_ADAPTERS, Activations, Adapters, TransformerCost, Work
+from simpletuner.models.cost import NO_ADAPTERS, Adapters, CostTable, TransformerCost
 from simpletuner.techniques.spec import TechniqueCost
 
 WIDTH, PROCESSES = 8, 4
 # Two blocks of 64 weights and a last layer of 32.
 SHAPES = {"blocks.0.weight": (WIDTH, WIDTH), "blocks.1.weight": (WIDTH, WIDTH), "last.weight": (4, WIDTH)}
-COST = TransformerCost(
-    shapes=SHAPES,
-    blocks=("blocks.0.", "blocks.1."),
-    large=2,
-    hidden=WIDTH,
-    stays_float32=lambda name: False,
-    rows=lambda name, load: 1,
-    attention=lambda load: Work(),
-    activations=lambda load, size, adapters: Activations(*[0.0] * 7),
-    starts=lambda name, full: False,
-)
+TABLE = CostTable(("blocks",), (), {}, {}, keeps_attention=False, flops={}, bytes={}, published=())
+COST = TransformerCost(TABLE, SHAPES, WIDTH)
 FULL = TrainingSetup("bf16", NO_ADAPTERS, 2, 4, processes=PROCESSES)
 # 2 x (8 + 8) numbers of 4 bytes.
 LORA = replace(FULL, adapters=Adapters(2, frozenset({"blocks.0"})), trained_bytes=4, state_bytes=8)
@@ -126,8 +117,7 @@ def test_memory_of_a_share() -> None:
     of_lora = replace(LORA, sharded=True)
     assert trained_bytes(COST, of_lora) == trained_bytes(COST, LORA), "a LoRA is whole in every process"
     assert frozen_bytes(COST, of_lora) == 320 / PROCESSES + 64 + 128 + buffers
-    many = replace(COST, shapes={**SHAPES, **{f"blocks.{n}.weight": (WIDTH, WIDTH) for n in range(2, 8)}},
-                   blocks=tuple(f"blocks.{n}." for n in range(8)), large=8)  # fmt: skip
+    many = replace(COST, shapes={**SHAPES, **{f"blocks.{n}.weight": (WIDTH, WIDTH) for n in range(2, 8)}})
     whole = 64 + 8 * 128
     assert frozen_bytes(many, of_lora) == whole / PROCESSES + 64 + 128 + buffers
     assert frozen_bytes(many, replace(of_lora, reshards=False)) == whole / PROCESSES + whole + buffers

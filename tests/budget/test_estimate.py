@@ -25,8 +25,7 @@ from simpletuner.budget.estimate import (
 from simpletuner.config.optimizers import keeps_bf16_weights, widens_second_moment
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.config.speed import checkpointed_blocks
-from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, Kernels, TransformerCost
-from simpletuner.models.cost_table import FamilyCost
+from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_targets import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST

@@ -36,6 +36,7 @@ SIZE = (96, 64)
 class SmallEncoder:
     """A linear VAE in shape: every eighth pixel, every fourth frame."""
 
+    vae: Any = None
     device = torch.device("cpu")
 
     def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
@@ -111,7 +112,7 @@ def test_clips_are_encoded_by_size_and_length(catalogue: Catalogue, film: Sample
     samples += [copy_of(film)]
     entries = [catalogue.latent(each) for each in samples]
     encoder = SmallEncoder()
-    assert fill_latents(entries, lambda: encoder, config_of(vae_batch_size=2), Silent()) == {}
+    assert fill_latents(entries, lambda: encoder, config_of(vae_batch_size=2), Silent()) == {}  # type: ignore[return-value]
     assert not missing(entries)
     assert encoder.shapes == [(2, 3, 17, 64, 96), (1, 3, 13, 64, 96), (1, 3, 9, 64, 96), (1, 3, 1, 64, 96)]
     store = CacheStore(entries[0].folder)
@@ -172,7 +173,7 @@ def test_pixels_go_to_the_device_as_bytes(catalogue: Catalogue, film: Sample, mo
 
     monkeypatch.setattr(fill, "upload", watched)
     encoder = SmallEncoder()
-    fill_latents([catalogue.latent(film)], lambda: encoder, config_of(), Silent())
+    fill_latents([catalogue.latent(film)], lambda: encoder, config_of(), Silent())  # type: ignore[return-value]
     assert sent == [(torch.uint8, encoder.device)]
     meta = torch.device("meta")
     assert to_pixels(np.zeros((1, 8, 8, 3), np.uint8), meta).device == meta
@@ -227,7 +228,7 @@ def test_decoding_and_writing_go_on_while_the_encoder_works(
     monkeypatch.setattr(fill, "_decode", noted(fill._decode, decoded))
     monkeypatch.setattr(fill, "_write", noted(fill._write, written))
     encoder = SmallEncoder(wait)
-    fill_latents(entries, lambda: encoder, config_of(vae_batch_size=1, max_workers=2), Silent())
+    fill_latents(entries, lambda: encoder, config_of(vae_batch_size=1, max_workers=2), Silent())  # type: ignore[return-value]
     assert len(encoder.shapes) == 4
 
 

@@ -151,7 +151,7 @@ def test_full_disk_keeps_what_is_whole(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write = CacheStore.write
-    written = []
+    written: list[Any] = []
 
     def fail(self: CacheStore, *arguments: Any) -> None:
         if len(written) >= 5:

@@ -110,7 +110,7 @@ def test_other_errors_are_not_taken_for_it() -> None:
         raise RuntimeError("shapes")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        ShrinkingEncoder(broken, lambda: True, str, "")([1, 2])
+        ShrinkingEncoder(broken, str, "", lambda: True)([1, 2])
 
 
 def test_a_clip_that_does_not_fit_is_encoded_in_slices(caplog: pytest.LogCaptureFixture) -> None:
@@ -121,9 +121,9 @@ def test_a_clip_that_does_not_fit_is_encoded_in_slices(caplog: pytest.LogCapture
     expected = HunyuanLatentEncoder(vae, CPU, torch.float32).encode(clip, [1])
     for module in vae.encoder.modules():
         if isinstance(module, nn.Conv3d):
-            module.forward = _limited(module.forward)  # type: ignore[method-assign]
+            module.forward = _limited(module.forward)
     encoder = HunyuanLatentEncoder(vae, CPU, torch.float32)
-    encode = ShrinkingEncoder(lambda items: [encoder.encode(items[0], [1])], encoder.use_less_memory, str, "")
+    encode = ShrinkingEncoder(lambda items: [encoder.encode(items[0], [1])], str, "", encoder.use_less_memory)
     with caplog.at_level(logging.WARNING):
         (latents,) = encode([clip])
     assert_close(latents, expected, terms=VAE)
@@ -159,4 +159,4 @@ def test_the_last_word_names_the_item() -> None:
         raise MemoryError
 
     with pytest.raises(UserError, match=r"^a does not fit into memory, even alone. Buy more. \(MemoryError\)$"):
-        ShrinkingEncoder(never, lambda: False, str, "Buy more.")(["a", "b", "c"])
+        ShrinkingEncoder(never, str, "Buy more.")(["a", "b", "c"])

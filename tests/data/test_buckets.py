@@ -41,7 +41,7 @@ def sizes(cell: str) -> list[tuple[int, ...]]:
 def make_rules(
     resolution: float = 1024, kind: ResolutionType = "pixel_area", alignment: int = 16, **more: object
 ) -> BucketRules:
-    return BucketRules(PixelGrid(resolution, kind, alignment), **{"largest_side": 2048, **more})  # type: ignore[arg-type]
+    return BucketRules(PixelGrid(resolution, kind, alignment), **{"largest_side": 2048, **more})
 
 
 @pytest.mark.parametrize("row", TABLE)

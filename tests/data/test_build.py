@@ -472,3 +472,8 @@ def test_angle_brackets_are_text(context: DataContext, photos: Path) -> None:
     (photos / "sub 0" / "photo_0.txt").write_text("a <red> square | <lora> a < b > c")
     (dataset,), _ = build(context, folder(photos))
     assert not dataset.rejected
+
+
+def test_without_their_annex_remote_datasets_are_refused(context: DataContext) -> None:
+    _, problems = build(context, {"type": "aws", "aws_bucket_name": "pictures"})
+    assert "set0.type" in [problem.where for problem in fatal(problems)]

@@ -19,8 +19,8 @@ def test_a_source_is_looked_at_until_it_asks() -> None:
     assert not stop.requested, "only its request counts"
     with pytest.raises(Interrupted, match="A stop was requested"):
         stop.check()
-    assert stop.requested
     assert stop.is_due(), "there is no third answer"
+    assert stop.requested
 
 
 def test_the_first_signal_asks_and_the_second_one_interrupts() -> None:

@@ -38,7 +38,7 @@ def together(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> 
     folder = tmp_path_factory.mktemp("sharded")
     torch.save(make_batch(t2i_checkpoint, CAPTIONS), folder / BATCH_FILE)
     one = {name: run_case(name, t2i_checkpoint, World(), folder) for name in CASES}
-    several, relayed = {}, {name: list[float]() for name in RELAYED}
+    several, relayed = dict[int, dict[str, Any]](), {name: list[float]() for name in RELAYED}
     for leg, size in enumerate(SIZES):
         if size == 1:
             found = {f"{name}-relay": relay(name, t2i_checkpoint, World(), folder, leg) for name in RELAYED}

@@ -39,7 +39,7 @@ SEED = 5
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {task: make_checkpoint(tmp_path_factory.mktemp(task), task) for task in ("t2v", "i2v")}  # type: ignore[arg-type]
+    return {task: make_checkpoint(tmp_path_factory.mktemp(task), task) for task in ("t2v", "i2v")}
 
 
 def make_video_adapter(
@@ -148,7 +148,7 @@ def test_oracle(checkpoints: dict[str, Path], task: str) -> None:
         return (inputs["hidden_states"][..., :16] - clean) / (inputs["timestep"].view(-1, 1, 1, 1, 1) / 1000)
 
     Recorder(transformer, velocity)
-    pipeline = adapter.load_preview_pipeline(transformer, CPU, None)
+    pipeline: Any = adapter.load_preview_pipeline(transformer, CPU, None)
     landed: list[torch.Tensor] = []
     decode = pipeline.vae.decode
     pipeline.vae.decode = lambda z, **kwargs: (landed.append(z), decode(z, **kwargs))[1]

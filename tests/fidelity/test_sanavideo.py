@@ -154,7 +154,7 @@ class TestTimesteps:
             frames, *sides = latent_shape(sana_checkpoint)[1:]
             grid = (side // adapter.spec.patch_size for side in sides)
             tokens = noisy.timesteps.view(2, 1, 1, 1, 1).expand(2, 1, frames, *grid)
-            adapter._timesteps = lambda noisy: tokens  # type: ignore[method-assign]
+            adapter._timesteps = lambda noisy: tokens
             assert_close(adapter.predict(transformer, noisy), scalar, terms=MODEL)
 
     def test_distinct_ones_have_the_stock_gradients(self, sana_checkpoint: Path) -> None:
@@ -178,7 +178,7 @@ class TestTimesteps:
         transformer = adapter.load_transformer(torch.float32)
         noisy = adapter.prepare(conditioned(self.noisy(sana_checkpoint)))
         right = adapter.predict(transformer, noisy)
-        adapter._timesteps = lambda noisy: noisy.timesteps  # type: ignore[method-assign]
+        adapter._timesteps = lambda noisy: noisy.timesteps
         assert (adapter.predict(transformer, noisy) - right)[:, :, 1:].abs().max() > 1e-4
 
 

@@ -139,7 +139,7 @@ def test_what_is_cut_is_told(sana_checkpoint: Path) -> None:
 
 def test_the_words_are_part_of_the_identity(sana_checkpoint: Path) -> None:
     flavour = SANA_VIDEO.flavour(None)
-    variants = ({}, {"sana_motion_score": 3}, {"sana_complex_human_instruction": False})
+    variants: tuple[dict[str, Any], ...] = ({}, {"sana_motion_score": 3}, {"sana_complex_human_instruction": False})
     configs = [make_sana_config(sana_checkpoint, **settings).family for settings in variants]
     prints = [text_fingerprint(text, flavour) for text in configs] + [bare_fingerprint(configs[0])]
     assert len(set(prints)) == 4

@@ -118,7 +118,7 @@ def test_prompts_of_one_padded_length_share_a_batch(checkpoints: dict[str, Path]
     encoder = encoder_of(checkpoints[task], task)
     captions = ["a star" + " a star" * count for count in range(6)]
     requests = [TextRequest(caption, source_for(task, 0)) for caption in captions]
-    shapes = {}
+    shapes: dict[Any, Any] = {}
     for request in requests:
         inputs = encoder._padded(encoder._tokenize(request.caption, request.picture))
         shapes.setdefault(encoder.padded_length(request), set()).add(inputs["input_ids"].shape)

@@ -184,7 +184,7 @@ def test_the_loader_hands_out_locked_pages() -> None:
     latents = torch.arange(16.0).view(1, 1, 1, 4, 4)
     made = Batch(latents, [{"prompt_embeds": torch.ones(3, 8)}], ["a"], condition=latents + 1)
     config = make_config(Path()).caching
-    loader = BatchLoader(OneBatch(), lambda planned: made, config, lambda epoch: None, pin=True)  # type: ignore[arg-type]
+    loader = BatchLoader(OneBatch(), lambda planned: made, config, lambda epoch: None, pin=True)
     try:
         batch = next(loader)
     finally:

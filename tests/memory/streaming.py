@@ -108,7 +108,7 @@ class Trained:
             compile_blocks(self.layout, self.fast, "aot_eager", LaunchConfig(), sampling=False, recomputing=True)
         if compiled is not None:
             for block in self.layout.blocks:
-                block.forward = torch.compile(block.forward, backend=compiled)  # type: ignore[method-assign]
+                block.forward = torch.compile(block.forward, backend=compiled)
         self.model.train()
 
     def to(self, device: torch.device) -> None:

@@ -74,7 +74,7 @@ def test_residents_are_evenly_spaced(residents: int, staying: list[int]) -> None
 
 
 def test_an_image_is_aligned_and_keeps_layouts() -> None:
-    conv = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last).requires_grad_(False)
+    conv = nn.Conv2d(4, 8, 3).requires_grad_(False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     before, stride = conv.weight.clone(), conv.weight.stride()
     image = WeightImage([conv])
     assert image.nbytes % ALIGNMENT == 0

@@ -131,7 +131,7 @@ def loaded(gpu: LyingGpu) -> None:
     total = torch.zeros(()).to(GPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        loader = BatchLoader(planned, made.__getitem__, CachingConfig(), lambda epoch: None, pin=True)  # type: ignore[arg-type]
+        loader = BatchLoader(planned, made.__getitem__, CachingConfig(), lambda epoch: None, pin=True)
         for number in range(6):
             batch = next(loader).to(GPU, non_blocking=True)
             total += batch.latents.sum() * batch.embeds[0]["prompt_embeds"].sum()

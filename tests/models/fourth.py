@@ -15,8 +15,7 @@ from benchmarks.cost_table import table_of
 from simpletuner.config.option import Group
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup
-from simpletuner.models.cost import STOCK, Kernels, Shape, TransformerCost
-from simpletuner.models.cost_table import CostTable, FamilyCost, transformer_cost
+from simpletuner.models.cost import STOCK, CostTable, FamilyCost, Kernels, Shape, TransformerCost
 from simpletuner.models.loading import load_whole
 from simpletuner.models.spec import AutoShift, Component, FamilySpec, Flavour
 from tests.tiny import WIDTH
@@ -40,7 +39,7 @@ def table() -> CostTable:
 
 def cost(settings: Mapping[str, object], shapes: Mapping[str, Shape], kernels: Kernels = STOCK) -> TransformerCost:
     head: Any = settings["attention_head_dim"]
-    return transformer_cost(table(), shapes, head=head)
+    return TransformerCost(table(), shapes, head)
 
 
 class FourthAdapter:

@@ -17,8 +17,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.cost_table import Case, Trial, metered_block, packages, shapes_of, structure_of
 from benchmarks.models import cost_of
-from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, TransformerCost, Work
-from simpletuner.models.cost_table import FamilyCost, read_cost_table, sum_of
+from simpletuner.models.cost import (
+    NO_ADAPTERS,
+    Adapters,
+    BatchShape,
+    FamilyCost,
+    TransformerCost,
+    Work,
+    read_cost_table,
+    sum_of,
+)
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.lora_targets import linear_modules, matching_modules

@@ -16,7 +16,7 @@ from simpletuner.models.kandinsky5.fast import store_in_bf16
 from tests.fidelity.sana import make_sana_adapter
 from tests.tiny import WIDTH, build_kandinsky
 
-SETTINGS = (torch.backends.cuda.matmul, torch.backends.cudnn)
+SETTINGS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
 ALLOWED, FULL = [True, True], [False, False]
 
 

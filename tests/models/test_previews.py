@@ -61,7 +61,7 @@ def family(kind: str, folder: Path) -> tuple[RunConfig, FamilyAdapter]:
     if kind in ("2b-480p", "2b-720p"):
         checkpoint = make_sana_checkpoint(folder, flavour=kind)
         return make_sana_config(checkpoint), make_sana_adapter(checkpoint)
-    checkpoint = make_checkpoint(folder, kind)  # type: ignore[arg-type]
+    checkpoint = make_checkpoint(folder, kind)
     adapter: Any = make_adapter(checkpoint) if kind == "t2i" else make_video_adapter(checkpoint, kind)
     return make_config(checkpoint), adapter
 

@@ -152,9 +152,9 @@ class TestCheckpoint:
             (folder / part / source.name).symlink_to(source)
         (folder / part / "config.json").unlink()
         (folder / part / "config.json").write_text(json.dumps(config))
-        source = ModelSource.from_config(SANA_VIDEO, FLAVOUR, settle(pretrained_model_name_or_path=str(folder))[0])
-        assert not source.problems()
-        return SANA_VIDEO.check_checkpoint(FLAVOUR, source)
+        damaged = ModelSource.from_config(SANA_VIDEO, FLAVOUR, settle(pretrained_model_name_or_path=str(folder))[0])
+        assert not damaged.problems()
+        return SANA_VIDEO.check_checkpoint(FLAVOUR, damaged)
 
     def test_a_whole_one(self, sana_checkpoint: Path, tmp_path: Path) -> None:
         assert not self.problems(sana_checkpoint, tmp_path, "vae")

@@ -190,7 +190,7 @@ def test_nothing_changes_torchs_settings_beside_training(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, ahead: bool, expected: bool
 ) -> None:
     """A float32 VAE that encodes meanwhile would, so TF32 stays off."""
-    places = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [each.allow_tf32 for each in places]
     with workspace.inside():
         plan = make_plan(*parse_settings(["vae_dtype=fp32", f"vae_cache_ondemand={not ahead}".lower()]))

@@ -142,7 +142,7 @@ def test_json_that_is_something_else(
         *(("kandinsky5-image", "scaling_factor", each)
           for each in (0, 1e-30, -1, None, "0.36", [0.36], True, math.nan, math.inf, 1e30)),
         ("kandinsky5-image", "shift_factor", "a"), ("kandinsky5-image", "shift_factor", math.nan),
-        *(("sanavideo", "latents_std", each) for each in (0, [0.0] * 16, [-1] * 16, ["1"] * 16, {}, "1" * 16)),
+        *(("sanavideo", "latents_std", each) for each in (0, [0.0] * 16, [-1] * 16, ["1"] * 16, {}, "1" * 16)),  # type: ignore[var-annotated]
         *(("sanavideo", "latents_mean", each) for each in (5, [None] * 16, [math.nan] * 16, [1e30] * 16)),
     ],
 )  # fmt: skip

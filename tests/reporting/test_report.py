@@ -92,7 +92,7 @@ def render(data: ReportData) -> Page:
 
 def data_of(folder: Path, metrics: Sequence[Mapping[str, Any]] = (), **changes: object) -> ReportData:
     base = ReportData("demo", "running", 40, 300, folder, metrics=Columns.of(metrics or rows(40)))
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)
 
 
 def test_an_empty_run_has_a_report(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_stopped_run_says_why(tmp_path: Path) -> None:
 def test_big_runs_stay_small(tmp_path: Path) -> None:
     records = [picture(tmp_path, step, f"p{row}", 160, noise=True) for row in range(26) for step in range(0, 600, 100)]
     ledger = [LedgerEntry("d", f"{index}.png", "x", "x") for index in range(LEDGER_ROWS)]
-    datasets = [("d", 30_000, 27_000, [])]
+    datasets: list[Any] = [("d", 30_000, 27_000, [])]
     page = render(data_of(tmp_path, metrics=rows(50_000), previews=records, datasets=datasets, ledger=ledger))
     assert len(page.source) < 10_000_000
     assert "2 more steps" in page.text
@@ -294,7 +294,7 @@ def test_only_noise_is_smoothed() -> None:
 def test_charts_follow_what_was_recorded() -> None:
     extra = {"grad_norm": 1.0, "crepa_loss": 0.1, "note": "text", "flag": True, "peak_memory_gb": 2.5}
     recorded = [{**row, **extra, "timesteps": [10.0, 999.9]} for row in rows(20)]
-    recorded[10] = {**recorded[10], "loss/val/pooled": 0.4, "train_loss": None}  # type: ignore[dict-item]
+    recorded[10] = {**recorded[10], "loss/val/pooled": 0.4, "train_loss": None}
     charts = charts_of(Columns.of(recorded))
     assert [(chart.title, chart.minor) for chart in charts] == [
         ("Loss", False),

@@ -13,11 +13,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from simpletuner.annexes.captions.captioner import QwenCaptioner
+from simpletuner.annexes.captions.captioner import Description, DescriptionRequest, QwenCaptioner
+from simpletuner.annexes.captions.wording import Wording
 from simpletuner.memory.offload import attach
-from simpletuner.models.adapter import Description, DescriptionRequest
 from simpletuner.models.source import ModelSource, Part
-from simpletuner.plan.captions import Wording
 from tests.clips import Clip, time_in
 from tests.complaints import complaint
 from tests.memory.streaming import AdversarialLane

@@ -75,7 +75,7 @@ def test_what_a_reading_thread_asks_for_is_done_in_the_loops_thread() -> None:
         return "healed"
 
     planned: Any = range(5)
-    made: Any = read_ahead(planned, lambda each: (each, in_loop(work)), 2)  # type: ignore[arg-type, return-value]
+    made: Any = read_ahead(planned, lambda each: (each, in_loop(work)), 2)  # type: ignore[return-value]
     assert [next(made), next(made)] == [(0, "healed"), (1, "healed")]
     with pytest.raises(ValueError, match="damaged"):
         next(made)

@@ -289,7 +289,7 @@ def die_at(moment: str) -> None:
         subscribe(subscriber)
         events._subscribers.sort(key=lambda each: each is trigger)
 
-    events.subscribe = last  # type: ignore[method-assign]
+    events.subscribe = last
     events.subscribe(trigger)
     run_plan(plan, budget, events)
 

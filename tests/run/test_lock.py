@@ -123,6 +123,7 @@ def test_whoever_takes_over_waits_for_another_that_is_at_it(tmp_path: Path, hold
         hold(file)
         second = holder(tmp_path)
         tell(second)
+        assert second.stdout is not None
         assert select.select([second.stdout], [], [], 0.5)[0] == []
         write_lock(tmp_path, this_process())
     assert f"in use by process {this_process().pid} on" in hear(second)
@@ -136,7 +137,7 @@ def test_a_lock_goes_with_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [{"boot": "an earlier one"}, {"started": "1"}, {"pid": 2**30, "started": ""}])
 def test_an_owner_of_another_time_is_gone(tmp_path: Path, change: dict[str, object]) -> None:
-    write_lock(tmp_path, replace(this_process(), **change))  # type: ignore[arg-type]
+    write_lock(tmp_path, replace(this_process(), **change))
     with lock_output(tmp_path):
         pass
 

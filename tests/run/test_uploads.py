@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -60,7 +60,7 @@ def test_a_lora_with_its_checkpoints_is_uploaded(hub: FakeHub, workspace: Worksp
         "Trained for 1 epoch and 2 steps.", "Trained for 1 epoch and 4 steps.",
     ]  # fmt: skip
     assert "Training objective: flow matching." in repository.commits[-1]["description"]
-    card = ModelCard(repository.text("README.md"))
+    card: Any = ModelCard(repository.text("README.md"))
     assert (card.data.base_model_relation, card.data.pipeline_tag) == ("adapter", "text-to-image")
     assert card.data.instance_prompt == "a sks star"
     assert 'pipe.load_lora_weights("me/my-star")' in card.text
@@ -77,7 +77,7 @@ def test_a_full_fine_tune_is_uploaded_as_a_pipeline(hub: FakeHub, tmp_path: Path
     expected = {each.relative_to(pipeline).as_posix(): each for each in pipeline.rglob("*") if each.is_file()}
     assert "model_index.json" in expected
     assert all(files[path] == local.read_bytes() for path, local in expected.items())
-    assert ModelCard(files["README.md"].decode()).data.base_model_relation == "finetune"
+    assert ModelCard(files["README.md"].decode()).data.to_dict()["base_model_relation"] == "finetune"
 
 
 def test_a_server_that_recovers_is_asked_again(hub: FakeHub, workspace: Workspace, capsys: Capture) -> None:
@@ -202,7 +202,7 @@ def test_the_yaml_of_a_card_cannot_be_broken_by_prompts(hub: FakeHub, workspace:
     workspace.write_config(validation_prompt=prompt, disable_benchmark=True, tracker_run_name="# a | b\n---")
     assert workspace.train() == 0
     text = hub.repositories["me/star"].text("README.md")
-    card = ModelCard(text)
+    card: Any = ModelCard(text)
     assert yaml.safe_load(text.split("---\n")[1]) == card.data.to_dict()
     assert card.data.license == "mit"
     texts = {each["text"]: each for each in card.data.widget}
@@ -236,7 +236,7 @@ def test_uploads_in_the_background_hold_nothing_up_and_lose_nothing(tmp_path: Pa
     events = EventStream(said.append)
     publish = PublishConfig(push_to_hub=True, push_checkpoints_to_hub=True, push_to_hub_background=True)
     uploads = Uploads(
-        publish, tmp_path, "run", [place], events, lambda step, epoch: described.append(step), waits=(0.0,)
+        publish, tmp_path, "run", [cast(Any, place)], events, lambda step, epoch: described.append(step), waits=(0.0,)
     )
     events.subscribe(uploads)
     assembly: Any = SimpleNamespace(settings=SimpleNamespace(total_steps=9))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 
 from simpletuner.config.speed import has_compiler
 from simpletuner.config.tread import Route
@@ -29,8 +29,9 @@ from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import micro_loss, noisy_batch
 from tests.fidelity import test_sanavideo_training as sana
+from tests.speed import test_speed as speed
 from tests.speed.test_speed import loss_and_gradients
-from tests.tiny import WIDTH, build_kandinsky
+from tests.tiny import WIDTH, build_kandinsky, make_checkpoint
 from tests.training.assembly import make_assembly
 
 pytestmark = pytest.mark.slow
@@ -109,6 +110,19 @@ def test_few_graphs_serve_a_whole_run(t2i_checkpoint: Path, monkeypatch: pytest.
     with torch.no_grad():
         micro_loss(compiled, noisy_batch(compiled, bucket(8, 8, 6, 4), 0, 0), Losses())
     assert graphs() <= 6
+
+
+def test_blocks_with_sparse_attention_are_compiled_but_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dense ones: the text block, and what stands before and after the self-attention."""
+    trace_only(monkeypatch)
+    checkpoint = make_checkpoint(tmp_path, "t2v", nabla=True)
+    compiled, eager = (
+        speed.make_assembly(checkpoint, "nabla", **settings)
+        for settings in ({"dynamo_backend": "aot_eager", "dynamo_fullgraph": True}, {})
+    )
+    batch = speed.make_batch(checkpoint, "nabla")
+    assert_close(loss_and_gradients(compiled, batch), loss_and_gradients(eager, batch), 1e-3)
+    assert graphs() == 3
 
 
 def test_every_size_may_be_a_symbol(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +243,7 @@ def test_what_the_backward_pass_does_not_read_is_not_recomputed() -> None:
 
 def test_functions_that_recompute_themselves_share_no_sizes() -> None:
     """torch remembers by code object which sizes have differed, and compiles these as symbols."""
-    codes = {checkpointed(function).__code__ for function in (fast.after_attention, fast.text_block)}  # type: ignore[attr-defined]
+    codes = {checkpointed(function).__code__ for function in (fast.after_attention, fast.text_block)}
     assert len(codes) == 2
 
 
@@ -295,7 +309,7 @@ class Doubling(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return 2 * grad
 
 
@@ -325,7 +339,7 @@ def test_wrong_gradients_keep_a_block_eager(spoil: Callable[[Tensor], Tensor], i
     block, twin = Block(), Block()
     verdicts: dict[Case, bool] = {}
     for each in (block, twin):
-        each.forward = CheckedForward(each, compiler, verdicts, sampling=False)  # type: ignore[method-assign]
+        each.forward = CheckedForward(each, compiler, verdicts, sampling=False)  # type: ignore[assignment]
     x = torch.randn(2, 4)
     checkpointed = torch.utils.checkpoint.checkpoint(block, x, 3, use_reentrant=False)
     twin(checkpointed, 3).sum().backward()
@@ -354,8 +368,8 @@ def test_few_graphs_serve_all_sizes_of_sana(sana_checkpoint: Path, monkeypatch: 
         batch = pair if number == len(GRIDS) - 1 else replace(pair, embeds=pair.embeds[:1], names=pair.names[:1])
         size = (len(batch.names), 16, frames, height, width)
         latents = torch.randn(size, generator=torch.Generator().manual_seed(number))
-        found = (loss_and_gradients(each, replace(batch, latents=latents)) for each in (compiled, eager))
-        assert_close(*found, 1e-3)
+        with_latents = replace(batch, latents=latents)
+        assert_close(loss_and_gradients(compiled, with_latents), loss_and_gradients(eager, with_latents), 1e-3)
         clear(compiled)
         clear(eager)
     assert 0 < graphs() <= 2
@@ -374,7 +388,7 @@ def test_each_layout_of_memory_has_its_own_verdict() -> None:
     torch.manual_seed(0)
     block = Adding()
     eager, verdicts = block.forward, dict[Case, bool]()
-    block.forward = CheckedForward(block, compiler, verdicts, sampling=False)  # type: ignore[method-assign]
+    block.forward = CheckedForward(block, compiler, verdicts, sampling=False)  # type: ignore[assignment]
     for y in (torch.randn(4, 4).t(), torch.randn(4, 4)):
         found = []
         for forward in (block, eager):

@@ -40,7 +40,7 @@ def checkpoints(
     tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path, i2i_checkpoint: Path
 ) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("video")
-    made = {task: make_checkpoint(folder / task, task) for task in ("t2v", "i2v")}  # type: ignore[arg-type]
+    made = {task: make_checkpoint(folder / task, task) for task in ("t2v", "i2v")}
     made["nabla"] = make_checkpoint(folder / "nabla", "t2v", nabla=True)
     return {**made, "t2i": t2i_checkpoint, "i2i": i2i_checkpoint}
 
@@ -121,27 +121,36 @@ class CountedAttention(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize(("keep", "calls"), [(True, 8), (False, 10)])
-def test_kept_attention_is_not_computed_again(checkpoints: dict[str, Path], keep: bool, calls: int) -> None:
-    """One text attention and two visual blocks with two attentions each, forward and again backward."""
-    assembly = make_assembly(checkpoints["t2i"], "t2i", speed_keep_attention=keep)
-    batch = make_batch(checkpoints["t2i"], "t2i")
+@pytest.mark.parametrize(("keep", "again"), [(True, 0), (False, 1)])
+@pytest.mark.parametrize(("case", "calls"), [("t2i", 1), ("nabla", 8)])
+def test_kept_attention_is_not_computed_again(
+    checkpoints: dict[str, Path], case: str, calls: int, keep: bool, again: int
+) -> None:
+    """One text attention, two visual blocks with a cross-attention each, forward and again backward; and their
+    self-attentions: one call, or one for the queries of each of eight tiles."""
+    assembly = make_assembly(checkpoints[case], case, speed_keep_attention=keep)
+    batch = make_batch(checkpoints[case], case)
     with CountedAttention() as counted:
         loss_and_gradients(assembly, batch)
-    assert counted.calls == calls
+    assert counted.calls == 2 * (1 + 2) + 2 * calls * (1 + again)
 
 
-def test_keeping_costs_one_tensor_per_block(checkpoints: dict[str, Path]) -> None:
-    batch = make_batch(checkpoints["t2i"], "t2i")
+@pytest.mark.parametrize("case", ["t2i", "nabla"])
+def test_keeping_costs_one_tensor_per_block(checkpoints: dict[str, Path], case: str) -> None:
+    batch = make_batch(checkpoints[case], case)
     kept = []
     for keep in (False, True):
-        assembly = make_assembly(checkpoints["t2i"], "t2i", speed_keep_attention=keep)
+        assembly = make_assembly(checkpoints[case], case, speed_keep_attention=keep)
         before = live_bytes()
         loss = micro_loss(assembly, noisy_batch(assembly, batch, 0, 0), Losses())
         kept.append(live_bytes() - before)
         del loss
-    blocks, samples, tokens, width, heads = 2, 2, 16, 32, 2
-    assert kept[1] - kept[0] == blocks * samples * tokens * (width + heads) * 4, "the result and its logarithms"
+    blocks, width, heads = 2, 32, 2
+    samples, tokens, tiles = (1, 512, 8) if case == "nabla" else (2, 16, 0)
+    numbers = width + heads  # of a token: the result and its logarithms
+    if tiles:  # on a CPU: the result in parts, too, and as float32 what each tile of queries sees
+        numbers += width + tiles * heads
+    assert kept[1] - kept[0] == blocks * samples * tokens * numbers * 4
 
 
 def live_bytes() -> int:
@@ -191,7 +200,7 @@ class NoBackward(torch.autograd.Function):
         return query.clone()
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> Any:
         raise RuntimeError("No execution plans support the graph.")
 
 

@@ -18,7 +18,7 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.diffusion.seeds import Place
 from simpletuner.models.adapter import TextRequest
-from simpletuner.models.cost import BatchShape
+from simpletuner.models.cost import STOCK, BatchShape
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.run.rehearsal import rehearse_micro_step
 from simpletuner.techniques.crepa import FEATURES, Crepa, Grid, align, neighbours_of, weight_at
@@ -128,8 +128,8 @@ def test_coordinates_are_aligned_perfectly(clips: Path, size: tuple[int, int], r
     for technique in techniques:
         technique.attach(site)
     with torch.no_grad():
-        crepa.module()[1].weight.copy_(torch.eye(WIDTH))  # type: ignore[index]
-        crepa.module()[1].bias.zero_()  # type: ignore[index]
+        crepa.module()[1].weight.copy_(torch.eye(WIDTH))
+        crepa.module()[1].bias.zero_()
 
     def place(block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         where = positions(inputs[3], adapter.rope_scale)
@@ -169,7 +169,7 @@ def test_schedules(settings: dict[str, Any], expected: dict[int, float]) -> None
 
 
 def train(assembly: Assembly, batch: Batch, steps: int = 3) -> list[dict[str, float]]:
-    return [step.optimizer_step(assembly, Batches(batch), each).metrics for each in range(steps)]  # type: ignore[arg-type]
+    return [step.optimizer_step(assembly, Batches(batch), each).metrics for each in range(steps)]
 
 
 def test_without_weight_it_is_plain_training(deep: Path, batch: Batch) -> None:
@@ -278,7 +278,7 @@ def test_the_plan_counts_the_projector(deep: Path, settings: dict[str, Any]) -> 
     shapes = {
         name: tuple(each.shape) for name, each in make_adapter(deep).load_transformer(torch.float32).named_parameters()
     }
-    cost = KANDINSKY5_IMAGE.cost.transformer({"axes_dims": [4, 6, 6], "model_dim": WIDTH}, shapes)
+    cost = KANDINSKY5_IMAGE.cost.transformer({"axes_dims": [4, 6, 6], "model_dim": WIDTH}, shapes, STOCK)
     assembly = make_assembly(deep, crepa_of(**settings))
     found = spec.cost(cost, BatchShape(1, 1, 8, 8, 10))
     assert found.parameters == sum(each.numel() for each in assembly.module_parameters.values())

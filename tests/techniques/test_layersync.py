@@ -100,11 +100,11 @@ def test_routes_leave_the_same_tokens_of_both(
     kept = routed.kept_tokens(1)
     assert kept is not None
     both = []
-    for block in (student, teacher):
+    for place in (student, teacher):
         # What the route leaves out passes unchanged behind its last block, where these hooks see it.
-        whole = seen[block].shape[1] == 64
-        both.append(seen[block].gather(1, kept[..., None].expand(-1, -1, 32)) if whole else seen[block])
-    expected = -WEIGHT * cosine_similarity(*both, dim=-1).mean()
+        whole = seen[place].shape[1] == 64
+        both.append(seen[place].gather(1, kept[..., None].expand(-1, -1, 32)) if whole else seen[place])
+    expected = -WEIGHT * cosine_similarity(both[0], both[1], dim=-1).mean()
     torch.testing.assert_close(losses.extra[0]["layersync_loss"], expected.detach())
 
 

@@ -76,7 +76,7 @@ def test_unequal_batches_in_one_window_are_one_batch(
         technique = MaskedLoss(MaskedLossConfig(**settings))
         assembly = moved(t2i_checkpoint, technique, gradient_accumulation_steps=len(window), max_grad_norm=0)
         look = assembly.optimizer.register_step_pre_hook(lambda *given: found.append(gradients_of(assembly)))  # noqa: B023
-        step.optimizer_step(assembly, Batches(*window), 0)  # type: ignore[arg-type]
+        step.optimizer_step(assembly, Batches(*window), 0)
         look.remove()
     assert max(each.abs().max() for each in found[0].values()) > 1e-3
     assert distance(found[1], found[0]) < ROTATION

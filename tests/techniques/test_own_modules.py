@@ -61,7 +61,7 @@ def test_it_trains(deep: Path, batch: Batch) -> None:
     assembly = make_assembly(deep, Alignment())
     module = assembly.modules["Alignment"]
     before = {name: each.detach().clone() for name, each in module.named_parameters()}
-    losses = [step.optimizer_step(assembly, Batches(batch), each).metrics for each in range(8)]  # type: ignore[arg-type]
+    losses = [step.optimizer_step(assembly, Batches(batch), each).metrics for each in range(8)]
     assert losses[-1]["alignment_loss"] < losses[0]["alignment_loss"] - 0.05
     assert losses[0]["optimization_loss"] == pytest.approx(losses[0]["train_loss"] + losses[0]["alignment_loss"])
     assert all(not torch.equal(before[name], each) for name, each in module.named_parameters())
@@ -90,7 +90,7 @@ def test_its_gradient_is_clipped_apart(deep: Path, batch: Batch, method: str) ->
             found.append({name: each.grad.clone() for name, each in parameters.items() if each.grad is not None})
 
     assembly.optimizer.register_step_pre_hook(look)
-    step.optimizer_step(assembly, Batches(batch), 0)  # type: ignore[arg-type]
+    step.optimizer_step(assembly, Batches(batch), 0)
     for gradients in found:
         joined = torch.cat([each.flatten() for each in gradients.values()])
         size = joined.norm() if method == "norm" else joined.abs().max()
@@ -103,7 +103,7 @@ def test_optimizers_take_its_group(deep: Path, batch: Batch, optimizer: str) -> 
     assembly = make_assembly(deep, Alignment(), optimizer=optimizer)
     before = [each.detach().clone() for each in assembly.modules["Alignment"].parameters()]
     for number in range(2):
-        step.optimizer_step(assembly, Batches(batch), number)  # type: ignore[arg-type]
+        step.optimizer_step(assembly, Batches(batch), number)
     after = list(assembly.modules["Alignment"].parameters())
     assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
 

@@ -108,8 +108,9 @@ def test_memory_saving_changes_no_gradient(deep: Path, batch: Batch, settings: d
 def test_accumulation_equals_a_larger_batch(deep: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of unequal micro-batches, whose samples all have the same weight."""
 
-    def noise(assembly: Assembly, batch: Batch, *place: int) -> NoisyBatch:
-        return replace(fixed_noise(batch), place=Place(3, *place, range(len(batch.names)), len(batch.names)))
+    def noise(assembly: Assembly, batch: Batch, step: int, micro_step: int) -> NoisyBatch:
+        place = Place(3, step, micro_step, range(len(batch.names)), len(batch.names))
+        return replace(fixed_noise(batch), place=place)
 
     monkeypatch.setattr(step, "add_noise", noise)
     part = partial(replace, batch)
@@ -121,7 +122,7 @@ def test_accumulation_equals_a_larger_batch(deep: Path, batch: Batch, monkeypatc
     runs = []
     for accumulation, given in ((1, [batch]), (2, pieces)):
         assembly = moved(deep, ALWAYS(), gradient_accumulation_steps=accumulation, optimizer="torch-sgd")
-        report = step.optimizer_step(assembly, Batches(*given), 0)  # type: ignore[arg-type]
+        report = step.optimizer_step(assembly, Batches(*given), 0)
         assert report.metrics["preservation_loss"] > 0
         assert report.passes == 3 * accumulation
         runs.append({name: each.detach().clone() for name, each in assembly.parameters.items()})
@@ -133,7 +134,7 @@ def test_zero_is_plain_training(deep: Path, batch: Batch, technique: Any) -> Non
     plain, neutral = make_assembly(deep), make_assembly(deep, technique[0](*technique[1:]))
     for assembly in (plain, neutral):
         for number in range(2):
-            step.optimizer_step(assembly, Batches(batch), number)  # type: ignore[arg-type]
+            step.optimizer_step(assembly, Batches(batch), number)
     assert all(torch.equal(plain.parameters[name], neutral.parameters[name]) for name in plain.parameters)
 
 
@@ -145,9 +146,9 @@ def test_a_lora_that_does_nothing_has_nothing_to_preserve(
     deep: Path, batch: Batch, settings: dict[str, Any], techniques: Callable[[], list[Technique]]
 ) -> None:
     assembly = make_assembly(deep, *techniques(), ALWAYS(), gradient_checkpointing=True, **settings)
-    metrics = step.optimizer_step(assembly, Batches(batch), 0).metrics  # type: ignore[arg-type]
+    metrics = step.optimizer_step(assembly, Batches(batch), 0).metrics
     assert metrics["preservation_loss"] == 0.0
-    later = step.optimizer_step(assembly, Batches(batch), 1).metrics  # type: ignore[arg-type]
+    later = step.optimizer_step(assembly, Batches(batch), 1).metrics
     assert later["preservation_loss"] > 0
     assert later["optimization_loss"] == pytest.approx(later["train_loss"] + later["preservation_loss"])
 
@@ -168,7 +169,7 @@ def test_one_graph_at_a_time(deep: Path, batch: Batch) -> None:
 
 def stub(probability: float = 1.0) -> Preservation:
     technique = Preservation(1.0, probability)
-    technique._disabled = nullcontext  # type: ignore[assignment]
+    technique._disabled = nullcontext
     return technique
 
 

@@ -144,7 +144,7 @@ def test_its_steps_are_those_of_the_preview(
         sigma = float(grid[passed])
         noisy = adapter.prepare(make_noisy(batch, torch.tensor([sigma]), stock[0] / float(grid[0])))
         noisy = replace(noisy, place=replace(PLACE, slots=range(1)), host_sigmas=(sigma,))
-        technique._paths = lambda noisy, offsets, sigma=sigma: [path_to(sigma, 4, grid)]  # type: ignore[method-assign]
+        technique._paths = lambda noisy, offsets, sigma=sigma: [path_to(sigma, 4, grid)]
         found = technique.before_forward(noisy, partial(velocities_of, adapter, transformer)).noisy_latents
         assert distance({"": found}, {"": stock[passed]}) < ROTATION
         assert distance({"": found}, {"": stock[passed - 1]}) > 2 * ROTATION
@@ -176,7 +176,7 @@ def test_switched_off_it_is_plain_training(t2i_checkpoint: Path, batch: Batch, s
     for techniques in ([], [ScheduledSampling(config_of(**settings), STEPS, None)]):
         assembly = make_assembly(t2i_checkpoint, *techniques, lora_dropout=0.1)
         for number in range(2):
-            step.optimizer_step(assembly, Batches(batch), number)  # type: ignore[arg-type]
+            step.optimizer_step(assembly, Batches(batch), number)
         found.append(assembly.parameters)
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
@@ -284,7 +284,7 @@ class TestReflexFlow:
     def test_its_share_of_the_loss_is_logged(self, t2i_checkpoint: Path, batch: Batch) -> None:
         technique = ScheduledSampling(config_of(probability=0.5), STEPS, None)
         assembly = make_assembly(t2i_checkpoint, technique, learning_rate=0.0)
-        found = step.optimizer_step(assembly, Batches(batch), 3).metrics  # type: ignore[arg-type]
+        found = step.optimizer_step(assembly, Batches(batch), 3).metrics
         adr, loss = found["reflexflow_adr"], found["reflexflow_flow_loss"]
         assert adr > 0
         assert 0 < loss < found["train_loss"], "of the sampled inputs alone"

@@ -91,7 +91,7 @@ def test_features_are_resampled_in_two_dimensions(model: Any, size: tuple[int, i
     """Features that are coordinates end up where they belong, whatever the encoder's grid is."""
     own = make_teacher(model, crepa_encoder_resize="square")
     rows, columns = torch.meshgrid(torch.linspace(0.1, 0.9, 5), torch.linspace(0.1, 0.9, 5), indexing="ij")
-    own._features = lambda frames: torch.stack([rows, columns]).expand(len(frames), -1, -1, -1)  # type: ignore[method-assign]
+    own._features = lambda frames: torch.stack([rows, columns]).expand(len(frames), -1, -1, -1)
     found = own.encode(torch.randn(16, 1, 2 * size[0], 2 * size[1]))[0].float()
     for axis, count in enumerate(size):
         expected = ((torch.arange(count) + 0.5) / count).clamp(0.1, 0.9)
@@ -187,7 +187,7 @@ def test_a_run_computes_each_clip_once_and_resumes_exactly(
 def test_another_encoder_or_size_has_other_features(tmp_path: Path, t2v: Path, encoder: Path) -> None:
     run = make_workspace(tmp_path / "run", t2v, "t2v-lite-sft-5s")
     run.write_config(**settings_of(encoder, max_train_steps=1))
-    counts = []
+    counts: list[Any] = []
     for more in ((), ("crepa_encoder_image_size=84",), ("crepa_encoder_resize=square",), ("crepa_lambda=0.1",)):
         assert run.train(f"output_dir=run{len(counts)}", "cache_dir=cache", *more) == 0
         counts.append(len(list(run.path("cache").rglob("*.zst"))))

@@ -92,7 +92,7 @@ class Plainly:
     def __init__(self, blocks: Blocks, kept: Callable[[int], Tensor | None], edges: list[tuple[int, int]]) -> None:
         self.forwards, self.kept, self.edges = [block.forward for block in blocks], kept, edges
         for number, block in enumerate(blocks):
-            block.forward = partial(self.run, number)  # type: ignore[method-assign]
+            block.forward = partial(self.run, number)
 
     def run(self, number: int, tokens: Tensor, *rest: Any) -> Tensor:
         """The first block of a route runs all of them, the others nothing."""

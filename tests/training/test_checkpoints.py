@@ -45,7 +45,7 @@ class Sharers(World):
 def make_writer(folder: Path, assembly: Any, seen: list[Event]) -> CheckpointWriter:
     """Of a full fine-tune whose weights two processes share."""
     assembly.trained.sharers = Sharers(0, 2, 0, 2)
-    loader: Any = Batches(None)  # type: ignore[arg-type]
+    loader: Any = Batches(None)
     config = CheckpointConfig(checkpoint_step_interval=100)
     return CheckpointWriter(
         folder, config, loader, None, IDENTITY, {}, EventStream(seen.append), lambda state: {}, in_shards=False
@@ -121,7 +121,7 @@ def lora(t2i_checkpoint: Path) -> Any:
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_file_that_was_edited_together_with_its_hash_is_said(tmp_path: Path, lora: Any, name: str) -> None:
-    (edit, words), batches = FOREIGN[name], Batches(None)  # type: ignore[arg-type]
+    (edit, words), batches = FOREIGN[name], Batches(None)
     loader: Any = batches
     writer = CheckpointWriter(
         tmp_path, CheckpointConfig(), loader, None, IDENTITY, {}, EventStream(print), lambda state: {}

@@ -95,7 +95,7 @@ def test_weights_are_those_of_from_pretrained(
         assert (ours[key].dtype, ours[key].is_contiguous()) == (tensor.dtype, True), key
         assert torch.equal(ours[key], tensor), key
     assert found.training is expected.training is False
-    assert dict(found.config) == dict(expected.config)  # type: ignore[arg-type]
+    assert dict(found.config) == dict(expected.config)
     assert not any(each.requires_grad for each in found.parameters())
     assert len(images) == (len(adapter.block_layout(found).blocks) - 1 if streamed else 0)
 

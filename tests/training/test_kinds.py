@@ -19,7 +19,7 @@ from simpletuner.annexes.adapters.lycoris import MULTIPLIER
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.tread import Route
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.adapter_sizes import planned_adapters
+from simpletuner.models.adapter_kinds import planned_adapters
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.lora_targets import weights_of
 from simpletuner.run.rehearsal import rehearse_micro_step
@@ -133,7 +133,7 @@ def test_published_as_a_stock_lora(
     assembly = make_assembly(t2i_checkpoint, **KINDS[kind]) if steps else trained(t2i_checkpoint, kind)
     batch, averaged = make_batch(t2i_checkpoint, ["a star", "x"]), bool(steps)
     for step in range(steps):
-        optimizer_step(assembly, Batches(batch), step)  # type: ignore[arg-type]
+        optimizer_step(assembly, Batches(batch), step)
     adapter, own = adapter_of(assembly), predict(assembly, t2i_checkpoint)
     ema = Ema(assembly.parameters, EmaConfig(), torch.device("cpu")) if averaged else None
     publication = make_publication(t2i_checkpoint, assembly.adapter, lambda: predict(assembly, t2i_checkpoint))
@@ -152,7 +152,8 @@ def test_published_as_a_stock_lora(
     assert forward <= 1e-2
     assert 0 < weights <= 0.1 + ROTATION, "energy .99 is a tenth of the norm"
     stock = make_adapter(t2i_checkpoint)
-    pipeline = stock.load_preview_pipeline(stock.load_transformer(torch.float32), torch.device("cpu"), None).pipeline
+    previews: Any = stock.load_preview_pipeline(stock.load_transformer(torch.float32), torch.device("cpu"), None)
+    pipeline = previews.pipeline
     noisy = add_noise(assembly, make_batch(t2i_checkpoint, ["a star"]), 0, 0)
     plain = pipeline.transformer.eval()
     with torch.no_grad(), applied_loras(plain, [(tmp_path, 1.0)], torch.float32, torch.device("cpu")):
@@ -244,7 +245,7 @@ def test_compiled_blocks_give_the_same_gradients(t2i_checkpoint: Path) -> None:
         assembly = trained(t2i_checkpoint, "lycoris lokr", **each)
         rehearse_micro_step(assembly, batch)
         gradients.append({name: parameter.grad for name, parameter in assembly.parameters.items()})
-    assert distance(gradients[1], gradients[0]) < ROTATION  # type: ignore[arg-type]
+    assert distance(gradients[1], gradients[0]) < ROTATION
 
 
 def sana(folder: Path, settings: dict[str, Any]) -> tuple[Assembly, Any]:
@@ -296,7 +297,7 @@ def test_lora_plus_trains_b_at_a_multiple_of_the_rate(t2i_checkpoint: Path) -> N
         settings = {} if ratio is None else {"lora_plus_ratio": ratio}
         assembly = make_assembly(t2i_checkpoint, optimizer="torch-sgd", **settings)
         before = {name: each.detach().clone() for name, each in assembly.parameters.items()}
-        optimizer_step(assembly, Batches(batch), 0)  # type: ignore[arg-type]
+        optimizer_step(assembly, Batches(batch), 0)
         moves[ratio] = {name: each.detach() - before[name] for name, each in assembly.parameters.items()}
     for name, plain in moves[None].items():
         assert torch.equal(moves[1.0][name], plain)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,8 @@ def test_stock_transformer_with_the_file_equals_the_trained_one(
     ours.load_transformer(torch.float32)
     pristine = stock.load_transformer(torch.float32)
     base = stock.predict(pristine, batch)
-    pipeline = stock.load_preview_pipeline(pristine, torch.device("cpu"), None).pipeline
+    previews: Any = stock.load_preview_pipeline(pristine, torch.device("cpu"), None)
+    pipeline = previews.pipeline
     pipeline.load_lora_weights(tmp_path)
     adapter.transformer.eval()
     pristine.eval()

@@ -457,7 +457,7 @@ def test_the_published_defaults() -> None:
 
 
 def test_numbers_reach_the_optimizer_in_order_of_strength() -> None:
-    keys = {"adam_beta1": 0.8, "adam_beta2": 0.7, "adam_weight_decay": 0.5, "adam_epsilon": 1e-5}
+    keys: dict[str, Any] = {"adam_beta1": 0.8, "adam_beta2": 0.7, "adam_weight_decay": 0.5, "adam_epsilon": 1e-5}
     assert settings("optimi-adamw", **keys) == {"beta1": 0.8, "beta2": 0.7, "eps": 1e-5, "weight_decay": 0.5}
     keys |= {"optimizer_beta1": 0.6, "optimizer_beta2": 0.65, "optimizer_config": " weight_decay = 0.4, beta2=0.66 "}
     group = build("adamw", weights(), **keys).param_groups[0]

@@ -47,7 +47,7 @@ class Streamer:
 
 def report(step: int, seconds: float = 1.0, **changes: object) -> StepReport:
     metrics = {"train_loss": 0.5, "learning_rate": 1e-4}
-    return StepReport(step, 1, metrics, seconds, 0.01, shapes=((1, 16, 1, 4, 4),), **changes)  # type: ignore[arg-type]
+    return StepReport(step, 1, metrics, seconds, 0.01, shapes=((1, 16, 1, 4, 4),), **changes)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,9 @@ def full(checkpoint: Path, **settings: Any) -> Assembly:
     return make_assembly(checkpoint, model_type="full", **settings)
 
 
-def train(assembly: Assembly, checkpoint: Path, first: int, last: int, ema: Ema | None = None) -> list[dict[str, Any]]:
+def train(
+    assembly: Assembly, checkpoint: Path, first: int, last: int, ema: Ema | None = None
+) -> list[Mapping[str, Any]]:
     """Steps on a batch of their own each; their metrics."""
     found = []
     for number in range(first, last):
@@ -110,7 +112,7 @@ def test_on_a_gpu(name: str, on_host: bool) -> None:
 def test_a_full_fine_tune_is_the_same(t2i_checkpoint: Path, settings: dict[str, Any], on_host: bool) -> None:
     """Weights, moving average and metrics; also after a stop, whichever way it goes on."""
     plain = full(t2i_checkpoint, **settings)
-    others = (
+    others: tuple[dict[str, Any], ...] = (
         {**RELEASED, "offload_optimizer_state": on_host},
         {**RELEASED, "offload_optimizer_state": not on_host},
         {},
@@ -136,7 +138,8 @@ def test_a_full_fine_tune_is_the_same(t2i_checkpoint: Path, settings: dict[str, 
 def test_state_on_the_host_is_on_the_device_only_during_an_update(t2i_checkpoint: Path) -> None:
     """In one place in host memory throughout; the device has a copy, which nothing reads afterwards."""
     assembly = full(t2i_checkpoint, **RELEASED, offload_optimizer_state=True, optimizer="torch-adam")
-    optimizer, addresses = assembly.optimizer, []
+    optimizer: Any = assembly.optimizer
+    addresses: list[set[int]] = []
     step_of = optimizer.step
 
     def watched() -> None:

@@ -146,7 +146,7 @@ def test_clipping(method: str) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, -4.0, 0.5]), torch.tensor([0.0, 12.0])
     untouched = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
-    config = OptimizerConfig(max_grad_norm=0.0, grad_clip_method=method)  # type: ignore[arg-type]
+    config = OptimizerConfig(max_grad_norm=0.0, grad_clip_method=method)
     measured = {name: size.item() for name, size in gradient_size(parameters, config).items()}
     clip_gradients(parameters, config, measured)
     assert all(torch.equal(p.grad, g) for p, g in zip(parameters, untouched, strict=True) if p.grad is not None)
@@ -166,7 +166,7 @@ def test_a_process_may_hold_nothing_of_a_weight(method: str) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (0, 2)]
     for each in parameters:
         each.grad = torch.full_like(each, 3.0)
-    config = OptimizerConfig(max_grad_norm=1.0, grad_clip_method=method)  # type: ignore[arg-type]
+    config = OptimizerConfig(max_grad_norm=1.0, grad_clip_method=method)
     measured = {name: size.item() for name, size in gradient_size(parameters, config).items()}
     assert list(measured.values()) == [pytest.approx(3.0 if method == "value" else 18**0.5)]
     clip_gradients(parameters, config, measured)

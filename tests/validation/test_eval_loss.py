@@ -72,7 +72,7 @@ def test_it_is_the_mean_squared_error_at_even_noise_levels(t2i_checkpoint: Path,
         errors.append((answer - (noisy.noise - noisy.batch.latents)).square().mean().item())
         return answer
 
-    assembly.adapter.predict = spy  # type: ignore[method-assign]
+    assembly.adapter.predict = spy
     losses = evaluation(batch).evaluate(assembly, 1)
     assert list(losses) == ["loss/val/d"]
     assert losses["loss/val/d"] == pytest.approx(sum(errors) / 6, rel=1e-5)

@@ -28,6 +28,8 @@ from tests.training.assembly import make_assembly
 class Pipeline:
     """Renders black. Its VAE refers to itself, as one does whose methods were replaced."""
 
+    vae: Any
+
     def __init__(self) -> None:
         self.vae = nn.Identity()
         self.vae.itself = [self.vae]

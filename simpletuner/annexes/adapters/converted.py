@@ -28,6 +28,7 @@ from torch.nn import functional
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.models.lora_targets import Targets
+from simpletuner.models.spec import FamilySpec
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
 from simpletuner.training.lora_files import PREFIXES, file_settings, write_verified, write_weights
@@ -191,9 +192,9 @@ class ProductAdapter(ConvertedAdapter):
 
 
 def add_product(
-    transformer: nn.Module, config: LoraConfig, targets: Targets, *, seed: int, dtype: torch.dtype
+    transformer: nn.Module, config: LoraConfig, targets: Targets, spec: FamilySpec, *, seed: int, dtype: torch.dtype
 ) -> ProductAdapter:
-    """Freeze the transformer and add a LoKr or LoHa to the selected linear layers; arguments as for `add_lora`."""
+    """Freeze the transformer and add a LoKr or LoHa to the selected linear layers; see `AdapterKind.add`."""
     shared: Any = {"r": config.lora_rank, "alpha": config.alpha, "target_modules": targets}
     settings: PeftConfig = LoHaConfig(**shared)
     if config.lora_type == "lokr":

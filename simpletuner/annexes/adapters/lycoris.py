@@ -24,7 +24,7 @@ from simpletuner.atomic import write_json
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import ConfigError, Problem
-from simpletuner.models.lora_targets import weights_of
+from simpletuner.models.lora_targets import Targets, weights_of
 from simpletuner.models.spec import FamilySpec
 from simpletuner.training.lora_files import write_weights
 from simpletuner.training.meter import weight_shapes
@@ -71,9 +71,9 @@ class LycorisAdapter(ConvertedAdapter):
 
 
 def add_lycoris(
-    transformer: nn.Module, config: LoraConfig, spec: FamilySpec, *, seed: int, dtype: torch.dtype
+    transformer: nn.Module, config: LoraConfig, targets: Targets, spec: FamilySpec, *, seed: int, dtype: torch.dtype
 ) -> LycorisAdapter:
-    """Freeze the transformer and add the modules that `lycoris_config` describes; arguments as for `add_lora`.
+    """Freeze the transformer and add the modules that `lycoris_config` describes; see `AdapterKind.add`.
 
     Raises:
         ConfigError: the file cannot be read.

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.json_files import read_json
-from simpletuner.config.option import LYCORIS, check_installed
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.cost import Shape
 from simpletuner.models.lora_targets import matching_modules
@@ -103,20 +102,6 @@ class LycorisFile:
         settings = {**DEFAULTS, **self.content, **(own[0] if own else {})}
         alias = {"dim": settings["linear_dim"] or 4, "alpha": settings["linear_alpha"]}
         return {**alias, "bypass_mode": not settings["dora_wd"], **settings}
-
-
-def resolve_lycoris(
-    path: str | None, spec: FamilySpec, shapes: Mapping[str, Shape], problems: list[Problem], *, quantised: bool
-) -> list[str]:
-    """The layers that a settings file selects; empty, with a problem, if it is invalid. Arguments as for
-    `check_lycoris`.
-    """
-    found = list(check_installed(LYCORIS, "lora_type", "lycoris"))
-    file = read_lycoris(path, spec, found)
-    if file is not None:
-        found += check_lycoris(file, shapes, quantised=quantised)
-    problems.extend(found)
-    return [] if file is None or any(each.fatal for each in found) else list(file.layers(shapes))
 
 
 def read_lycoris(path: str | None, spec: FamilySpec, problems: list[Problem]) -> LycorisFile | None:

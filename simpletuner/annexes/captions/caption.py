@@ -9,9 +9,12 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pkgutil import resolve_name
 
 import torch
 
+from simpletuner.annexes.captions.captioner import Description, DescriptionRequest, QwenCaptioner
+from simpletuner.annexes.captions.wording import ENCODER, LENGTHS, Wording, check_captioner
 from simpletuner.atomic import write_atomically
 from simpletuner.caching.shrink import ShrinkingEncoder
 from simpletuner.config.load import RunConfig, raise_if_fatal
@@ -21,11 +24,8 @@ from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.files import MediaError
 from simpletuner.errors import UserError
 from simpletuner.memory.precision import DTYPES
-from simpletuner.models.adapter import Captioner, Description, DescriptionRequest
-from simpletuner.models.registry import load_captioner
 from simpletuner.models.source import Part
 from simpletuner.plan.build import Survey
-from simpletuner.plan.captions import ENCODER, LENGTHS, Wording, check_captioner
 from simpletuner.reporting.events import EventStream
 from simpletuner.run.caches import download, load_encoder
 from simpletuner.run.train import compute_threads
@@ -68,7 +68,7 @@ def described(
     def describe(shown: Sequence[Shown]) -> list[Description]:
         return captioner.describe([request for _, request in shown], most)
 
-    encode = ShrinkingEncoder(describe, lambda: False, lambda shown: str(shown[0].path), ADVICE)
+    encode = ShrinkingEncoder(describe, lambda shown: str(shown[0].path), ADVICE)
     size = config.caching.text_encoder_batch_size or TOGETHER  # streamed weights are copied once per batch and token
     with events.phase("Writing captions", len(files), survey.spec.media_noun) as phase:
         for start in range(0, len(files), size):
@@ -83,7 +83,7 @@ def described(
             phase.advance(len(group), group[-1].name)
 
 
-def open_captioner(survey: Survey, events: EventStream) -> Captioner:
+def open_captioner(survey: Survey, events: EventStream) -> QwenCaptioner:
     """Download what is missing, and load the captioner onto the device, or streamed to it.
 
     Raises:
@@ -97,8 +97,8 @@ def open_captioner(survey: Survey, events: EventStream) -> Captioner:
         raise_if_fatal([*check_captioner(spec, source)])
     device = make_accelerator().device
     with events.phase("Loading the text encoder"):
-        load = partial(load_captioner(spec), source)
-        return load_encoder(load, _streamed_if_large(config, source[ENCODER[0]], device), device)
+        captioner: type[QwenCaptioner] = resolve_name(spec.captioner or "")
+        return load_encoder(partial(captioner, source), _streamed_if_large(config, source[ENCODER[0]], device), device)
 
 
 def _streamed_if_large(config: RunConfig, part: Part, device: torch.device) -> RunConfig:
@@ -111,7 +111,7 @@ def _streamed_if_large(config: RunConfig, part: Part, device: torch.device) -> R
     return config if fits else config.with_values({"group_offload_text_encoder": True}, "chosen by offload auto")
 
 
-def longest(survey: Survey, captioner: Captioner, wording: Wording) -> int:
+def longest(survey: Survey, captioner: QwenCaptioner, wording: Wording) -> int:
     """How many tokens may follow the trigger, so that the family's prompt truncates nothing.
 
     Raises:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, ProcessorMixin, Qwen2_5_VLForConditionalGeneration
 
-from simpletuner.models.adapter import Description, DescriptionRequest, EncoderQuantiser
+from simpletuner.models.adapter import EncoderQuantiser
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.text import QWEN_LAYERS
 from simpletuner.models.loading import load_whole, told_plainly
@@ -33,6 +34,29 @@ END = "<|im_end|>"
 PICTURE_PIXELS, FRAME_PIXELS = 1280 * 28**2, 320 * 28**2
 REPETITION_PENALTY = 1.05  # as published with Qwen2.5-VL; greedy decoding may repeat itself without
 IMAGE, VIDEO = 1, 2  # token types, from which positions are computed
+
+
+@dataclass(frozen=True)
+class DescriptionRequest:
+    """A picture, or frames of a clip, to describe.
+
+    Attributes:
+        frames: one picture, or an even number of frames of one size at equal intervals.
+        instruction: the task for the model.
+        seconds: time span of the frames; None for a picture.
+    """
+
+    frames: Sequence[Image]
+    instruction: str
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """A text on one line, and whether the model finished it."""
+
+    text: str
+    is_whole: bool
 
 
 class QwenCaptioner:

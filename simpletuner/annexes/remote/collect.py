@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from simpletuner.annexes.remote.bucket import list_bucket
@@ -13,27 +14,31 @@ from simpletuner.annexes.remote.store import Offer, Store, UnfetchedError
 from simpletuner.annexes.remote.table import list_table
 from simpletuner.annexes.remote.web import PRIVATE
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.data.context import Announce, DataContext
+from simpletuner.data.context import DataContext
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
-from simpletuner.data.sample import Reason
 from simpletuner.errors import Problem, UserError
+from simpletuner.reporting.progress import shown_events
 
-Lister = Callable[[DatasetConfig, Store, list[Problem]], Offer]
-LISTERS: Mapping[str, Lister] = {"csv": list_table, "aws": list_bucket, "huggingface": list_rows}
+LISTERS: Mapping[str, Callable[[DatasetConfig, Store, list[Problem]], Offer]] = {
+    "csv": list_table,
+    "aws": list_bucket,
+    "huggingface": list_rows,
+}
 RETRY = "; --retry-failed tries again"
 
 
 def collect(
-    entries: Sequence[DatasetConfig], context: DataContext, problems: list[Problem], announce: Announce | None
+    entries: Sequence[DatasetConfig], context: DataContext, problems: list[Problem], *, fetches: bool = True
 ) -> dict[str, Scan]:
-    """What each remote entry consists of, by id, after downloading what is missing if the context allows it.
+    """What each remote entry consists of, by id, after downloading what is missing.
 
     Args:
         entries: with their defaults filled in.
         problems: receives errors. With a fatal one, nothing is downloaded.
+        fetches: if not, nobody is asked, and the files that are here are used.
     """
     offers: dict[str, tuple[Store, Offer]] = {}
-    for entry in (entry for entry in entries if entry.type in LISTERS):
+    for entry in entries:
         if any(problem.fatal and problem.where.startswith(entry.id) for problem in problems):
             continue
         store = Store(
@@ -41,7 +46,7 @@ def collect(
             wanted_suffixes(entry, context),
             retry_failed=context.defaults.retry_failed,
             forgiven=PRIVATE if entry.allow_private_urls else "",
-            fetches=context.fetches,
+            fetches=fetches,
         )
         try:
             offers[entry.id] = store, LISTERS[entry.type](entry, store, problems)
@@ -49,27 +54,33 @@ def collect(
             problems.append(Problem(entry.id, str(error)))
     if any(problem.fatal for problem in problems):
         return {}
-    return {name: _download(name, *offer, problems, announce) for name, offer in offers.items()}
+    return {name: _download(name, *offer, problems) for name, offer in offers.items()}
 
 
-def _download(dataset: str, store: Store, offer: Offer, problems: list[Problem], announce: Announce | None) -> Scan:
+# For plans that ask nobody.
+collect_cached = partial(collect, fetches=False)
+
+
+def _download(dataset: str, store: Store, offer: Offer, problems: list[Problem]) -> Scan:
     """What is there, as if a folder had been listed, and why the rest is not."""
     missing = store.missing(offer.items)
     if missing and not store.fetches:
         error = UnfetchedError(f"{len(missing)} of {len(offer.items)} files are")
         problems.append(Problem(dataset, str(error), fatal=len(missing) == len(offer.items)))
     elif missing:
-        try:
-            with announce(f"Downloading {dataset}", len(missing), "files") if announce else nullcontext() as bar:
-                store.fetch(missing, bar)
+        try:  # progress goes to stderr, since the plan itself may go to a pipe
+            with (
+                shown_events(sys.stderr) as events,
+                events.phase(f"Downloading {dataset}", len(missing), "files") as phase,
+            ):
+                store.fetch(missing, phase)
         except UserError as error:
             problems.append(Problem(dataset, str(error)))
+    ignored = {**offer.ignored}
+    for item in offer.items:
+        if item.key in store.failed:
+            ignored[item.key] = ("not downloaded", store.failed[item.key].reason + RETRY)
     names = {name: item.key for item in offer.items if (name := store.name_of(item)) is not None}
-    failed: dict[str, tuple[Reason, str]] = {
-        item.key: ("not downloaded", store.failed[item.key].reason + RETRY)
-        for item in offer.items
-        if item.key in store.failed
-    }
     listing = classify([(name, None) for name in names], store.wanted)
     table = {name: offer.captions[key] for name, key in names.items() if key in offer.captions}
-    return replace(listing, ignored={**listing.ignored, **offer.ignored, **failed}, table=table, origins=names)
+    return replace(listing, ignored={**listing.ignored, **ignored}, table=table, origins=names)

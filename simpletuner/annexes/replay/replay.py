@@ -74,7 +74,7 @@ def prepare(folder: Path, arguments: Arguments, problems: list[Problem]) -> tupl
     kept = failure.checkpoint and Path(failure.checkpoint).is_dir()  # it may have been removed since
     settings = [("resume_from_checkpoint", failure.checkpoint if kept else "latest"), *arguments.settings]
     selectors = {"env": "default", "config_path": str(folder / CONFIG_FILE)}
-    plan, _ = ready_plan(Arguments(settings, selectors), problems)
+    plan, _ = ready_plan(replace(arguments, settings=settings, selectors=selectors), problems)
     if (processes := plan.config.launch.num_processes) > 1:
         size = processes * plan.config.schedule.train_batch_size
         raise UserError(f"--replay runs in one process; add num_processes=1 train_batch_size={size}.")

@@ -13,6 +13,7 @@ from PIL import Image
 
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.fitting.show import duration
+from simpletuner.annexes.remote.collect import collect_cached
 from simpletuner.annexes.wizard.config_file import example_datasets, render_config
 from simpletuner.budget.budget import Budget, gigabytes
 from simpletuner.config.arguments import Arguments
@@ -42,7 +43,7 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
             settings = [("data_backend_config", str(provisional_dataset(draft, folder)))]
         if device_gigabytes is not None:
             settings.append(("plan_device_memory_gb", device_gigabytes))
-        plan, budget = weigh_plan(Arguments(settings, {"config_path": str(config)}, fetches=False), problems)
+        plan, budget = weigh_plan(Arguments(settings, {"config_path": str(config)}, collect_cached), problems)
         if budget.device.is_gpu:
             return list(verdict(plan, budget, problems, has_data=has_data)), problems
         return [NO_GPU], [problem for problem in problems if problem.where != "memory"]

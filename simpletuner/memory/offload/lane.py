@@ -25,19 +25,15 @@ class Lane(Protocol):
 
     def make_slot(self, nbytes: int) -> Tensor:
         """Allocate device memory for one group."""
-        ...
 
     def submit(self, slot: Tensor, flat: Tensor) -> Any:
         """Start to copy an image into a slot; returns a ticket to wait for."""
-        ...
 
     def wait(self, ticket: Any) -> None:
         """Make the compute wait until a copy is complete."""
-        ...
 
     def waited(self) -> float:
         """Seconds that the compute waited for copies since the last call."""
-        ...
 
 
 class HostClock:

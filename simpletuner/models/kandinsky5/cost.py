@@ -6,9 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from simpletuner.models.cost import STOCK, BatchShape, Kernels, Shape, TransformerCost, VaeLoad, number
-from simpletuner.models.cost_table import FamilyCost, TileBytes, read_cost_table
-from simpletuner.models.cost_table import transformer_cost as build_cost
+from simpletuner.models.cost import (
+    STOCK,
+    BatchShape,
+    FamilyCost,
+    Kernels,
+    Shape,
+    TileBytes,
+    TransformerCost,
+    VaeLoad,
+    number,
+    read_cost_table,
+)
 from simpletuner.models.kandinsky5.geometry import TILE, is_sparse, is_sparse_flavour
 
 PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.kandinsky5", "Kandinsky5Transformer3DModel"
@@ -43,18 +52,18 @@ def transformer_cost(
     head = sum(axes) if isinstance(axes, list | tuple) else 64
     heads = number(settings, "model_dim", 2048) // head
 
-    def tile_bytes(load: BatchShape, size: int) -> TileBytes:
+    def tile_bytes(batch: BatchShape, size: int) -> TileBytes:
         """Quadratic in tokens, unlike the measured costs."""
-        pairs = float(load.samples * heads * (load.tokens // TILE) ** 2)
+        if not is_sparse(settings):
+            return TileBytes()
+        pairs = float(batch.samples * heads * (batch.tokens // TILE) ** 2)
         if kernels.tile_lists:  # four int32 lists; making them takes a sort and two scatters with int64 indices
             return TileBytes(16 * pairs, 24 * pairs)
         # A mask of a tile's queries for every key: booleans, and the numbers added to the scores.
         return TileBytes(TILE * size * pairs, TILE * 2 * pairs)
 
-    table, compiled = read_cost_table(PACKAGE), kernels.compiled
-    if not is_sparse(settings):
-        return build_cost(table, shapes, head=head, compiled=compiled)
-    return build_cost(table, shapes, head=head, unit=TILE, sparse=tile_bytes, compiled=compiled)
+    unit = TILE if is_sparse(settings) else 1
+    return TransformerCost(read_cost_table(PACKAGE), shapes, head, unit, tile_bytes, kernels.compiled)
 
 
 def _base_channels(settings: Mapping[str, object]) -> int:

@@ -62,7 +62,7 @@ class TextForward:
 
 @dataclass
 class VisualForward:
-    """`forward` of a visual block; block-sparse attention runs in the processor of its self-attention."""
+    """`forward` of a visual block."""
 
     block: Kandinsky5TransformerDecoderBlock
     fast: FastBlocks
@@ -77,18 +77,13 @@ class VisualForward:
         rope: Tensor,
         sparse_params: dict[str, Any] | None,
     ) -> Tensor:
-        pieces, tables = self.fast.pieces, self.cache.of(rope, len(visual_embed))
+        tables, attention = self.cache.of(rope, len(visual_embed)), self.block.self_attention
+        params, *projected = self.fast.pieces["before_attention"](self.block, visual_embed, time_embed, *tables)
+        # Without these parameters attention is dense; with them the processor has the kernel for its tiles.
+        tiled = None if sparse_params is None else attention.processor.attention.kernel(sparse_params)
+        attended = self.fast.self_attention(*projected, tiled)
         rest = (text_embed, self.padding.mask)
-        out: Tensor
-        if sparse_params is None:
-            params, query, key, value = pieces["before_attention"](self.block, visual_embed, time_embed, *tables)
-            attended = self.fast.self_attention(query, key, value)
-            out = self.fast.finish("after_attention", self.block, visual_embed, attended, params, *rest)
-        else:
-            params, modulated = pieces["before_sparse"](self.block, visual_embed, time_embed)
-            attention: Any = self.block.self_attention
-            attended = attention.processor(attention, modulated, None, tables, sparse_params)
-            out = pieces["after_sparse"](self.block, visual_embed, attended, params, *rest)
+        out: Tensor = self.fast.finish("after_attention", self.block, visual_embed, attended, params, *rest)
         return out
 
 
@@ -99,8 +94,6 @@ def install(transformer: nn.Module, padding: TextPadding) -> FastBlocks:
             "text": text_block,
             "before_attention": before_attention,
             "after_attention": after_attention,
-            "before_sparse": before_sparse,
-            "after_sparse": after_sparse,
         },
         last=("text", "after_attention"),
     )
@@ -129,20 +122,13 @@ def text_block(
     return add_gated(x, ff_gate, block.feed_forward(modulate(block.feed_forward_norm, x, ff_shift, ff_scale)))
 
 
-def before_sparse(
-    block: Kandinsky5TransformerDecoderBlock, visual: Tensor, time_embed: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The block's nine modulations `B 9C`, and the modulated input `B S C` of its self-attention."""
-    params = block.visual_modulation(time_embed)
-    shift, scale = params.unsqueeze(1).chunk(9, dim=-1)[:2]
-    return params, modulate(block.self_attention_norm, visual, shift, scale)
-
-
 def before_attention(
     block: Kandinsky5TransformerDecoderBlock, visual: Tensor, time_embed: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The block's modulations, and queries, keys and values, each `B S H D`."""
-    params, modulated = before_sparse(block, visual, time_embed)
+    """The block's nine modulations `B 9C`, and queries, keys and values, each `B S H D`."""
+    params = block.visual_modulation(time_embed)
+    shift, scale = params.unsqueeze(1).chunk(9, dim=-1)[:2]
+    modulated = modulate(block.self_attention_norm, visual, shift, scale)
     return (params, *project(block.self_attention, modulated, modulated, RotaryTables(cos, sin)))
 
 
@@ -156,18 +142,6 @@ def after_attention(
 ) -> Tensor:
     """The rest of the block, after attention `B S H D`."""
     out = block.self_attention.out_layer(attended.flatten(-2, -1))
-    return after_sparse(block, visual, out, params, text, mask)
-
-
-def after_sparse(
-    block: Kandinsky5TransformerDecoderBlock,
-    visual: Tensor,
-    out: Tensor,
-    params: Tensor,
-    text: Tensor,
-    mask: Tensor | None,
-) -> Tensor:
-    """The rest of the block, after the output layer `B S C` of its self-attention."""
     _, _, gate, shift, scale, cross_gate, ff_shift, ff_scale, ff_gate = params.unsqueeze(1).chunk(9, dim=-1)
     visual = add_gated(visual, gate, out)
     modulated = modulate(block.cross_attention_norm, visual, shift, scale)

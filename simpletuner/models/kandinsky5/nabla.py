@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention, noop_ma
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from simpletuner.config.speed import is_installed
-from simpletuner.models.blocks import DEVICE_FAILURES
+from simpletuner.models.blocks import DEVICE_FAILURES, AttentionKernel
 from simpletuner.models.kandinsky5.attention import project
 from simpletuner.models.kandinsky5.geometry import TILE, TILE_SIDE
 from simpletuner.models.kernels import KERNELS
@@ -137,14 +137,19 @@ def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], comp
     """
     from torch._functorch import config
     from torch._inductor.virtualized import V
+    from torch.fx.experimental import _config as shapes
 
     # With fullgraph torch raises after too many recompilations, instead of running uncompiled and dense.
     run: Any = torch.compile(flex_attention, fullgraph=True, options=compiler or None)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
-        heads_first = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+        heads_first = (x.transpose(1, 2) for x in (query, key, value))  # views: checkpointing recomputes what they show
         # Compile the backward pass with the forward pass: autograd's thread has separate compiler settings.
-        with V.set_choices_handler(dividing_choices()), config.patch(force_non_lazy_backward_lowering=True):
+        with (
+            V.set_choices_handler(dividing_choices()),
+            config.patch(force_non_lazy_backward_lowering=True),
+            shapes.patch(backed_size_oblivious=False),  # see `settle_compiler`; flex attention does not compile with it
+        ):
             out: Tensor = run(*heads_first, block_mask=blocks(tiles), kernel_options=kernel or None)
         return out.transpose(1, 2)
 
@@ -360,6 +365,10 @@ class TileAttention:
         attend: Any = self._attend
         out: Tensor = attend(query, key, value, tiles)
         return out
+
+    def kernel(self, params: dict[str, Any]) -> AttentionKernel:
+        """The attention of a step with these `sparse_params`."""
+        return functools.partial(self, params=params)
 
 
 class SparseProcessor:

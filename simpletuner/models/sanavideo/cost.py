@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from simpletuner.models.cost import STOCK, Kernels, Shape, TransformerCost, VaeLoad, number
-from simpletuner.models.cost_table import FamilyCost, read_cost_table
-from simpletuner.models.cost_table import transformer_cost as build_cost
+from simpletuner.models.cost import STOCK, FamilyCost, Kernels, Shape, TransformerCost, VaeLoad, number, read_cost_table
 
 PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.sanavideo", "SanaVideoTransformer3DModel"
 # Parameters of the published encoders.
@@ -34,7 +32,7 @@ def transformer_cost(
 ) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
     head = number(settings, "attention_head_dim", 112)
-    return build_cost(read_cost_table(PACKAGE), shapes, head=head, compiled=kernels.compiled)
+    return TransformerCost(read_cost_table(PACKAGE), shapes, head, compiled=kernels.compiled)
 
 
 def vae_encode(settings: Mapping[str, object], load: VaeLoad) -> float:

@@ -260,7 +260,7 @@ def test_what_a_client_does_not_read_stays_in_the_file(tmp_path: Path) -> None:
         try:
             said = [await anext(stream) for _ in range(count + 1)]
         finally:
-            await stream.aclose()
+            await stream.aclose()  # type: ignore[attr-defined]
         return [int(text.partition("\n")[0].removeprefix("id: ")) for text in said[1:]]
 
     tracemalloc.start()

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 from urllib.request import Request as Ask
 from urllib.request import urlopen
 
@@ -218,7 +219,7 @@ def test_change_of_the_source_starts_it_anew(tmp_path: Path) -> None:
 
 def test_page_of_a_run_is_up_while_it_lasts(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run serves its page from a thread, its Ctrl-C stays its own, and the page ends with it."""
-    seen = []
+    seen: list[Any] = []
     monkeypatch.chdir(workspace.folder)
 
     def look(plan: Plan, *rest: object, **more: object) -> None:
