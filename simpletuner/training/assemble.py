@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import trained_precision
@@ -89,10 +90,10 @@ def assemble(
     layout, dtype = adapter.block_layout(transformer), DTYPES[transformer_dtype(precision)]
     fast = _use_fast_blocks(transformer, config, adapter, device)
     _checkpoint_and_compile(transformer, layout, fast, config, device)
-    hidden = HiddenStates(layout)
     load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(precision, config.caching)])
     site = Site(
-        adapter, transformer, layout, device, dtype, techniques, trained.disabled, hidden, load_vae, world, sharded
+        adapter, transformer, layout, device, dtype, techniques, trained.disabled, HiddenStates(layout), load_vae,
+        world, sharded,
     )  # fmt: skip
     modules = _attach(techniques, site, spec.seed)
     if sharded:
@@ -109,25 +110,30 @@ def assemble(
     streamer = None if sharded else _stream(transformer, layout, config, device, world, packed)
     if streamer is not None and fast is not None:
         fast.beyond = RememberedPlaces(streamer)
-    release = None
-    if config.optimizer.optimizer_release_gradients:
-        host = HostState(optimizer, device) if config.offload.offload_optimizer_state else None
-        release = GradientRelease(parameters, optimizer, config.optimizer, host)
     return Assembly(
         adapter, accelerator, prepared, trained, parameters, optimizer,
         # Only float16 gradients underflow without a loss scale.
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
         settings=StepSettings.of(config, spec),
-        hidden=hidden,
+        hidden=site.hidden,
         techniques=list(techniques),
         modules=modules,
         wrapped_modules=_wrap_modules(techniques, modules, accelerator),
         streamer=streamer,
         sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
-        release=release,
+        release=_release(config, parameters, optimizer, device),
         world=world,
         is_sharded=sharded,
     )  # fmt: skip
+
+
+def _release(
+    config: RunConfig, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, device: torch.device
+) -> GradientRelease | None:
+    if not config.optimizer.optimizer_release_gradients:
+        return None
+    host = HostState(optimizer, device) if config.offload.offload_optimizer_state else None
+    return GradientRelease(parameters, optimizer, config.optimizer, host)
 
 
 def _load(

@@ -131,16 +131,13 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: Ho
     """
     chosen = [{key: group[key] for key in KERNEL_KEYS if key in group} for group in optimizer.param_groups]
     state = _with_groups_of(optimizer, state)
-    numbers = (number for group in state["param_groups"] for number in group["params"])
-    mine = ((each, group) for group in optimizer.param_groups for each in group["params"])
-    # Numbers and parameters that do not match are found by `load_state_dict`.
-    apart = {n: each for n, (each, group) in zip(numbers, mine, strict=False) if host and OWNER not in group}
-    stays = {number: each for number, each in state["state"].items() if number not in apart}
-    optimizer.load_state_dict({**state, "state": stays})
+    on_host = _weights_by_number(optimizer, state) if host is not None else {}
+    rest = {number: each for number, each in state["state"].items() if number not in on_host}
+    optimizer.load_state_dict({**state, "state": rest})
     if host is not None:
-        groups = {each: group for group in optimizer.param_groups for each in group["params"]}
-        found = ((each, state["state"][n]) for n, each in apart.items() if n in state["state"])
-        host.load((each, _as_updated(optimizer, groups[each], each, its_state)) for each, its_state in found)
+        groups = {weight: group for group in optimizer.param_groups for weight in group["params"]}
+        saved = ((weight, state["state"][number]) for number, weight in on_host.items() if number in state["state"])
+        host.load((weight, _as_updated(optimizer, groups[weight], weight, each)) for weight, each in saved)
     squares = [each[SQUARES].dtype for each in state["state"].values() if SQUARES in each]
     if torch.bfloat16 in squares and any(_is_widened(optimizer, group) for group in optimizer.param_groups):
         logger.warning(
@@ -148,6 +145,14 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: Ho
             "float32 and decays."
         )
     _replace_missing_kernels(optimizer, chosen)
+
+
+def _weights_by_number(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[int, nn.Parameter]:
+    """The weights, but for those of techniques, by their numbers in a saved state with the same groups."""
+    numbers = (number for group in state["param_groups"] for number in group["params"])
+    weights = ((weight, group) for group in optimizer.param_groups for weight in group["params"])
+    # Numbers and weights that do not match are found by `load_state_dict`.
+    return {number: each for number, (each, group) in zip(numbers, weights, strict=False) if OWNER not in group}
 
 
 def _as_updated(
