@@ -33,9 +33,9 @@ from simpletuner.reporting.events import EventStream
 from simpletuner.run.publish import weight_note
 from simpletuner.run.records import Recorded
 from simpletuner.training.checkpoints import CheckpointWriter
-from simpletuner.training.ema import Ema, EmaUpdater
+from simpletuner.training.ema import Ema
 from simpletuner.training.loop import Callback
-from simpletuner.training.recorder import Recorder, RequestHandler
+from simpletuner.training.recorder import EmaUpdater, Recorder, RequestHandler
 from simpletuner.training.state import TrainState
 from simpletuner.validation.adapters import fetched_runs
 from simpletuner.validation.eval_loss import EvaluationLoss

@@ -1,6 +1,6 @@
 """Masked loss: white areas of a mask are learned, black ones are not, grey ones in proportion.
 
-The mask of a batch is in latent positions already (`data.masks`), and `diffusion.loss` multiplies by it. Here it
+The mask of a batch is in latent positions already (`data.masks`), and `diffusion.flow` multiplies by it. Here it
 becomes weights: they apply to a share of the batches, black may keep a weight (the floor), and the weights may be
 divided by their mean. Tokens under white areas are never dropped.
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from simpletuner.config.loss import LossConfig, MaskedLossConfig
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.diffusion.loss import elementwise_loss
+from simpletuner.diffusion.flow import elementwise_loss
 from simpletuner.techniques.base import Predict, Site, Technique
 
 # Lower bound of the divisor: a tiny mask would otherwise give a huge gradient.

@@ -26,8 +26,7 @@ from torch.nn.functional import cosine_similarity
 from simpletuner.config.load import RunConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.diffusion.batch import NoisyBatch, upload
-from simpletuner.diffusion.flow import sampling_shift
-from simpletuner.diffusion.loss import per_sample
+from simpletuner.diffusion.flow import per_sample, sampling_shift
 from simpletuner.diffusion.seeds import Place
 from simpletuner.techniques.base import Predict, Site, Technique
 

@@ -38,6 +38,7 @@ from simpletuner.models.blocks import DEVICE_FAILURES
 from simpletuner.reporting.events import CheckpointSaved, EventStream, StepReport
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import refuse_not_finite, stop_if_result_not_finite
+from simpletuner.training.loop import Callback
 from simpletuner.training.manifest import (
     STATE_FOLDER,
     Checkpoint,
@@ -146,7 +147,7 @@ def _load_modules(assembly: Assembly, folder: Path) -> None:
 
 
 @dataclass
-class CheckpointWriter:
+class CheckpointWriter(Callback):
     """Callback that saves checkpoints at the configured intervals and prunes old ones.
 
     Where processes share the weights, training goes on while a checkpoint is completed. The next checkpoint and the end

@@ -34,7 +34,6 @@ class WeightStreamer(Protocol):
 
     def waited(self) -> float:
         """Seconds that computation waited for weights since the last call; does not synchronise with the device."""
-        ...
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch, NoisyBatch
-from simpletuner.diffusion.loss import elementwise_loss, per_sample
+from simpletuner.diffusion.flow import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.reporting.events import StepReport
 from simpletuner.training.guard import (
@@ -80,7 +80,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     assembly.optimizer.zero_grad(set_to_none=True)
     metrics = everyone.means(assembly.techniques) | size | {"learning_rate": rate, "epoch": loader.epoch}
     timesteps = [*chain.from_iterable(everyone.timesteps)]
-    return meter.report(global_step + 1, loader.epoch, loader.epochs_done, metrics, timesteps)
+    return meter.report(global_step + 1, loader, metrics, timesteps)
 
 
 def _update(assembly: Assembly, size: Mapping[str, float], module_size: Mapping[str, float]) -> None:

@@ -65,15 +65,12 @@ class Trained(Protocol):
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters to optimize, by name, in a fixed order."""
-        ...
 
     def save(self, folder: Path, *, ema: Ema | None, note: Mapping[str, str]) -> None:
         """Write the weights and their moving average into a checkpoint, in the form that users load."""
-        ...
 
     def save_exact(self, folder: Path) -> None:
         """Write the weights into a checkpoint exactly as they are trained, unless `save` does so."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Restore the weights from a checkpoint, exactly.
@@ -81,7 +78,6 @@ class Trained(Protocol):
         Raises:
             UserError: it holds other weights, or NaN or infinity.
         """
-        ...
 
     def disabled(self) -> AbstractContextManager[None]:
         """A context in which the transformer is as it was before training.
@@ -89,7 +85,6 @@ class Trained(Protocol):
         Raises:
             RuntimeError: the base model itself is trained, so that state is lost.
         """
-        ...
 
     def publish(self, output_dir: Path, publication: Publication, ema: Ema | None) -> str:
         """Write the result and check it by loading it as users will; returns a message for the user.
@@ -97,7 +92,6 @@ class Trained(Protocol):
         Raises:
             RuntimeError: the result does not load as it was saved.
         """
-        ...
 
 
 class AdapterWeights:
