@@ -133,9 +133,13 @@ class NoisyBatch:
 
     def is_drawn(self, share: float, purpose: str) -> bool:
         """Whether this micro-batch is in a random share; one draw for all processes."""
+        return bool(torch.rand((), generator=self.place_for(purpose).shared_generator(purpose)) < share)
+
+    def place_for(self, technique: str) -> Place:
+        """The position in the run, which a technique needs for its schedule or random numbers."""
         if self.place is None:
-            raise ValueError(f"{purpose} draws random numbers, so the batch needs its place in the run")
-        return bool(torch.rand((), generator=self.place.shared_generator(purpose)) < share)
+            raise ValueError(f"{technique} depends on the place in the run, which this batch does not have")
+        return self.place
 
     def at(self, sigmas: Tensor, latents: Tensor) -> NoisyBatch:
         """The same batch, noise and target at other noise levels; a conditioning first frame is kept.

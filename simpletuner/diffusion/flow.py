@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from simpletuner.config.load import RunConfig
 from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch, upload
@@ -91,11 +90,6 @@ def choose_shift(
     if flow.flow_schedule_auto_shift and not shift_is_explicit:
         return auto_shift(tokens)
     return 1.0 if flow.flow_schedule_shift is None else flow.flow_schedule_shift
-
-
-def sampling_shift(config: RunConfig) -> float | None:
-    """The shift that the user set explicitly for training, which replaces the checkpoint's in sampling; else None."""
-    return config.flow.flow_schedule_shift if config.is_explicit("flow_schedule_shift") else None
 
 
 def sample_noise(latents: Tensor, generators: Sequence[torch.Generator]) -> Tensor:

@@ -177,9 +177,7 @@ class Crepa(Technique):
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         """Decide the weight of this micro-step, and compute what is not cached before activations take memory."""
-        if noisy.place is None:
-            raise ValueError("CREPA follows a schedule, so the batch needs its place in the run")
-        step, cutoff = noisy.place.global_step, self.config.crepa_cutoff_step
+        step, cutoff = noisy.place_for("CREPA").global_step, self.config.crepa_cutoff_step
         is_aligned = noisy.batch.dataset_id not in self.regularised
         self._scheduled = weight_at(self.config, step, self.total_steps) if is_aligned else 0.0
         self._follow_threshold()

@@ -101,13 +101,13 @@ def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[T
 
 def weight_shapes(model: nn.Module) -> dict[str, Shape]:
     """Weight shapes of linear layers and convolutions, also quantised ones, by their names before a LoRA was added."""
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and ".lora_" not in name:
-            found[f"{name.removesuffix('.base_layer')}.weight"] = (module.out_features, module.in_features)
-        elif isinstance(module, nn.Conv2d | nn.Conv3d) and ".lora_" not in name:
-            found[f"{name.removesuffix('.base_layer')}.weight"] = tuple(module.weight.shape)
-    return found
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d) and ".lora_" not in name:
+            # A quantised weight may have another shape than its layer.
+            sides = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else module.weight.shape
+            shapes[f"{name.removesuffix('.base_layer')}.weight"] = tuple(sides)
+    return shapes
 
 
 def adapters_of(transformer: nn.Module) -> Adapters:

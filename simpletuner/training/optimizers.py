@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 import math
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -65,18 +65,16 @@ def build_optimizer(
     Raises:
         ConfigError: the library refuses a value.
     """
-    name = optimizer_name(config, mixed_precision)
+    name, trained = optimizer_name(config, mixed_precision), list(params)
     spec = OPTIMIZERS[name]
-    module, _, class_name = spec.factory.partition(":")
-    factory = getattr(importlib.import_module(module), class_name)
-    trained = list(params)
+    factory = pkgutil.resolve_name(spec.factory)
     arguments: dict[str, Any] = {**optimizer_settings(config, mixed_precision), **spec.constants}
     if betas := tuple(arguments.pop(name) for name in BETAS if name in arguments):
         arguments["betas"] = betas  # as the libraries expect them
-    slower = {*trained}.difference(faster)
+    apart = {*faster}
     try:
         optimizer: torch.optim.Optimizer = factory(
-            [each for each in trained if each in slower], lr=learning_rate, **arguments
+            [each for each in trained if each not in apart], lr=learning_rate, **arguments
         )
     except (ValueError, NotImplementedError) as error:
         raise ConfigError([Problem("optimizer_config", f"{name} refuses it: {error}")]) from error
@@ -248,17 +246,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
     ) -> None:
         weights = list(params)
-        matrices = [weight for weight in weights if weight.ndim == 2]
-        others = [weight for weight in weights if weight.ndim != 2]
-        self._parts: list[torch.optim.Optimizer] = []
-        if matrices:
-            muon = torch.optim.Muon(
-                matrices, lr, weight_decay, momentum, nesterov, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"
-            )
-            self._parts.append(muon)
-        if others:
-            self._parts.append(torch.optim.AdamW(others, lr, betas, eps, weight_decay))
+        muon = partial(torch.optim.Muon, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
         self._adamw = partial(torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._parts: list[torch.optim.Optimizer] = []
+        if matrices := [weight for weight in weights if weight.ndim == 2]:
+            self._parts.append(muon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"))
+        if rest := [weight for weight in weights if weight.ndim != 2]:
+            self._parts.append(self._adamw(rest))
         super().__init__([group for part in self._parts for group in part.param_groups], {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -273,10 +267,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for part in self._parts:
             # `load_state_dict` replaces groups and state, so the parts get the current ones every time.
             is_muon = isinstance(part, torch.optim.Muon)
