@@ -38,6 +38,10 @@ class Route:
         first, last = (edge + blocks if edge < 0 else edge for edge in (self.first, self.last))
         return replace(self, first=first, last=last)
 
+    def holds(self, *blocks: int) -> bool:
+        """Whether the range, counted from the start, has any of these blocks."""
+        return any(self.first <= block <= self.last for block in blocks)
+
     @property
     def written(self) -> str:
         """The ends of the range as in the config."""
@@ -120,5 +124,5 @@ def tokens_by_block(routes: Sequence[Route], blocks: int, tokens: int, unit: int
     for route in (each.among(blocks) for each in routes):
         kept = count_kept(route.ratio, tokens // unit)
         if kept < tokens // unit:
-            counts = [kept * unit if route.first <= block <= route.last else n for block, n in enumerate(counts)]
+            counts = [kept * unit if route.holds(block) else n for block, n in enumerate(counts)]
     return tuple(counts) if min(counts) < tokens else ()

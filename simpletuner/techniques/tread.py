@@ -69,7 +69,7 @@ class Tread(Technique):
 
         `HiddenStates` records the output of the block itself, so the last block of a window also has only these.
         """
-        windows = (each for each in self._windows if each.route.first <= block <= each.route.last)
+        windows = (each for each in self._windows if each.route.holds(block))
         return next((each.kept for each in windows), None)
 
     def _protected(self, noisy: NoisyBatch) -> Tensor | None:

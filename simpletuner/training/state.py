@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig, OptimizerConfig
 from simpletuner.distributed.world import World
+from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.lora_targets import Targets
 from simpletuner.techniques.base import HiddenStates, Technique
@@ -27,13 +28,6 @@ from simpletuner.training.trained import Trained
 
 # FLOPs of training on one sample, without recomputation, from its numbers of tokens and text tokens.
 SampleFlops = Callable[[int, int], float]
-
-
-class WeightStreamer(Protocol):
-    """Copies the weights of blocks to the device while other blocks compute."""
-
-    def waited(self) -> float:
-        """Seconds that computation waited for weights since the last call; does not synchronise with the device."""
 
 
 @dataclass
@@ -140,7 +134,7 @@ class Assembly:
     techniques: list[Technique] = field(default_factory=list)
     modules: dict[str, nn.Module] = field(default_factory=dict)
     wrapped_modules: list[nn.Module] = field(default_factory=list)
-    streamer: WeightStreamer | None = None
+    streamer: Streamer | None = None
     sample_flops: SampleFlops | None = None
     release: GradientRelease | None = None
     world: World = field(default_factory=World)
