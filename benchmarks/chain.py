@@ -37,7 +37,7 @@ from benchmarks.timing import Ratio, arguments, compare, interleave, show
 from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
 from simpletuner.caching.fill import _decode, fill_latents, fill_texts, to_pixels
 from simpletuner.caching.read import BatchReader
-from simpletuner.config.arguments import parse_arguments
+from simpletuner.config.sources import parse_arguments
 from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
@@ -99,7 +99,7 @@ class Chain:
         """Encode and write every caption."""
         empty({entry.folder for entry in self.texts})
         together = self.plan.config.caching.captions_at_once(self.text_encoder.device.type, streamed=False)
-        fill_texts(self.texts, lambda: self.text_encoder, together, self.phase)
+        fill_texts(self.texts, self.text_encoder, together, self.phase)
 
     def fill_latents(self) -> None:
         """Decode, encode and write every clip."""

@@ -15,9 +15,7 @@ import pytest
 import torch
 import torch._dynamo.guards
 
-import simpletuner.models.registry  # noqa: F401 - the option schema is complete from here on
-from simpletuner.config.arguments import EXTRA_ARGUMENTS
-from simpletuner.config.locate import ENV_VARIABLES, LAUNCH_VARIABLES
+from simpletuner.config.sources import ENV_VARIABLES, EXTRA_ARGUMENTS, LAUNCH_VARIABLES
 from tests.tiny import make_checkpoint
 from tests.tiny_sana import make_sana_checkpoint
 from tests.workspace import Workspace
@@ -96,15 +94,15 @@ def _roomy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     make_room(monkeypatch)
 
 
+def trace(function: Callable[..., Any], compile: Callable[..., Any] = torch.compile, **settings: Any) -> Any:
+    """Like `torch.compile`, but the graphs run as they were traced."""
+    return compile(function, **{**settings, "backend": "eager", "mode": None})
+
+
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions are traced as `torch.compile` traces them, and run as they are; this takes half of the time. What
     backends make of their graphs is for tests/speed."""
-    original = torch.compile
-
-    def trace(function: Callable[..., Any], **settings: Any) -> Any:
-        return original(function, **{**settings, "backend": "eager", "mode": None})
-
     monkeypatch.setattr(torch, "compile", trace)
 
 

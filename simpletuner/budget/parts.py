@@ -145,7 +145,7 @@ def parts_of(plan: Plan, device: Device) -> Parts:
 
 def _dropped_parameters(plan: Plan, encoders: Sequence[Part]) -> int:
     """Parameters of the text encoders that are dropped once they are loaded; as published if none is given."""
-    sees, cost = plan.flavour.task in plan.spec.prompt_holds_picture, plan.spec.cost
+    sees, cost = plan.flavour.task in plan.spec.words.hold_picture, plan.spec.cost
     if not encoders:
         return cost.head_parameters + (0 if sees else cost.vision_parameters)
     names = ("lm_head.",) if sees else ("lm_head.", "visual.")

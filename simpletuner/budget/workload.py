@@ -133,8 +133,8 @@ def _size(bucket: Bucket) -> int:
 def prompt_length(plan: Plan, picture: tuple[int, int] | None) -> int:
     """Text tokens of the longest allowed prompt, including a source picture if the prompt holds it."""
     cost = plan.spec.cost
-    held = picture if picture and plan.flavour.task in plan.spec.prompt_holds_picture else None
-    longest = plan.spec.text_length(plan.config.text)
+    held = picture if picture and plan.flavour.task in plan.spec.words.hold_picture else None
+    longest = plan.spec.words.length(plan.config.text)
     return cost.padded_text or longest + (cost.picture_tokens(*held) if held else 0)
 
 

@@ -15,11 +15,11 @@ from pydantic import BeforeValidator
 
 from simpletuner.config.json_files import expand_environment, json_kind, read_json, same_value
 from simpletuner.config.load import build_group
-from simpletuner.config.locate import resolve_alias
 from simpletuner.config.messages import unknown_key
 from simpletuner.config.option import Group, accepted, common, describe, option
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, DatasetDefaults
+from simpletuner.config.sources import resolve_alias
 from simpletuner.config.upstream import DATASET_INSTEAD, foreign_key_problem
 from simpletuner.config.values import (
     Flag,

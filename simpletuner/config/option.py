@@ -223,6 +223,11 @@ class Option:
         return names.get(base, "JSON")
 
     @property
+    def default_text(self) -> str:
+        """The default in words, values in backticks; empty if it is unset."""
+        return self.default_note or ("required" if self.required else as_written(self.default))
+
+    @property
     def relations(self) -> dict[str, list[str]]:
         """Its aliases and its conditions on other keys, with a title each."""
         return {
@@ -246,6 +251,13 @@ class Option:
     def limit_text(self) -> str:
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
         return ", ".join(f"{signs[name]} {bound:g}" for name, bound in self.limits.items())
+
+
+def as_written(value: Any) -> str:
+    """A value as JSON has it, in backticks unless it is a word of JSON; empty for None."""
+    if value is None or isinstance(value, bool):
+        return "" if value is None else str(value).lower()
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 
 def describe(name: str, group: type[Group], field: FieldInfo) -> Option:

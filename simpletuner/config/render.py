@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from simpletuner.config.option import Option
+from simpletuner.config.option import Option, as_written
 from simpletuner.config.schema import all_options, sections
 
 INTRODUCTION = """\
@@ -57,15 +57,7 @@ def _table(options: list[Option]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for option in options:
         kind = " ".join(filter(None, (option.type_name, option.limit_text)))
-        yield f"| `{option.name}` | {kind} | {_default(option)} | {_meaning(option)} |"
-
-
-def _default(option: Option) -> str:
-    if option.required:
-        return "required"
-    if option.default_note:
-        return _cell(option.default_note)
-    return _value(option.default)
+        yield f"| `{option.name}` | {kind} | {_cell(option.default_text)} | {_meaning(option)} |"
 
 
 def _meaning(option: Option) -> str:
@@ -81,7 +73,7 @@ def _family_table(family_defaults: Mapping[str, Mapping[str, Any]]) -> Iterator[
     yield "|---|" + "---|" * len(family_defaults)
     keys = {key for defaults in family_defaults.values() for key in defaults}
     for key in (key for key in all_options() if key in keys):
-        values = (_value(defaults[key]) if key in defaults else "" for defaults in family_defaults.values())
+        values = (_cell(as_written(defaults[key])) if key in defaults else "" for defaults in family_defaults.values())
         yield f"| `{key}` | {' | '.join(values)} |"
 
 
@@ -92,15 +84,6 @@ def _variable_table() -> Iterator[str]:
         names = ", ".join(f"`{name}`" for name in variable.names)
         reader = f" (Read by {variable.reader}.)" if variable.reader else ""
         yield f"| {names} | {variable.default} | {_cell(variable.meaning + reader)} |"
-
-
-def _value(value: Any) -> str:
-    """A default as written in JSON; empty if unset."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"`{_cell(f'{value:g}' if isinstance(value, float) else str(value))}`"
 
 
 def _cell(text: str) -> str:

@@ -1,16 +1,17 @@
 """Every key of config.json, declared once, grouped by the component that uses it.
 
 A class is a section of the reference page and the config group of one component. What belongs to a model family lives
-with it: its own options (`models/*/options.py`), which the registry adds to this schema, and defaults that override
+with it: its own options (`models/*/options.py`), which `family_groups` adds to this schema, and defaults that override
 these (`models/*/spec.py`).
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
-from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
@@ -49,6 +50,7 @@ CaptionStrategy = Literal[
 # Choices that look like numbers may be written as numbers.
 Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidator(parse_text)]
 
+MODELS = Path(__file__).parents[1] / "models"
 DEFAULT_LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
 # Pixels of an edge: far beyond any model, so more is a typo.
 LARGEST_SIZE = 100_000
@@ -630,25 +632,16 @@ GROUPS: dict[str, type[Group]] = {
 }
 
 
-_families: dict[type[Group], None] = {}  # a set that keeps its order
-
-
-def declare_families(groups: Iterable[type[Group]]) -> None:
-    """Add the groups of the model families to the schema; the registry does so when it is imported."""
-    _families.update(dict.fromkeys(groups))
-    all_options.cache_clear()
-    option_names.cache_clear()
-
-
+@functools.cache
 def family_groups() -> list[type[Group]]:
-    """The groups that model families declare.
+    """The groups that the model families declare in `models/*/options.py`.
 
-    Raises:
-        RuntimeError: the registry has not been imported, so the schema is incomplete.
+    They are imported by name and when they are needed, since they are written in the vocabulary of this package.
     """
-    if not _families:
-        raise RuntimeError("the families' options are not declared; import simpletuner.models.registry first")
-    return list(_families)
+    folders = sorted(path.parent.name for path in MODELS.glob("*/options.py"))
+    modules = [importlib.import_module(f"simpletuner.models.{folder}.options") for folder in folders]
+    declared = [(value, module) for module in modules for value in vars(module).values() if isinstance(value, type)]
+    return [value for value, module in declared if issubclass(value, Group) and value.__module__ == module.__name__]
 
 
 @functools.cache

@@ -112,8 +112,8 @@ class NoisyBatch:
         embeds, names = [whole.embeds[row] for row in rows], [whole.names[row] for row in rows]
         condition = None if whole.condition is None else pick(whole.condition)
         batch = Batch(pick(whole.latents), embeds, names, whole.dataset_id, condition)
-        inputs = (self.noise, self.sigmas, self.noisy_latents, self.timesteps, self.target)
-        return NoisyBatch(batch, *map(pick, inputs))
+        noise, sigmas, latents = pick(self.noise), pick(self.sigmas), pick(self.noisy_latents)
+        return NoisyBatch(batch, noise, sigmas, latents, pick(self.timesteps), pick(self.target))
 
     @property
     def given_frames(self) -> int:

@@ -7,24 +7,23 @@ arguments allow it. Problems are collected and reported together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
-from simpletuner.config.arguments import Arguments
 from simpletuner.config.datasets import DatasetConfig, read_datasets
-from simpletuner.config.load import Layer, RunConfig, canonical, raise_if_fatal, resolve, with_family
-from simpletuner.config.locate import dataset_file, locate
-from simpletuner.config.precision import check_packages
+from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.schema import PLAIN_PRECISIONS
+from simpletuner.config.sources import Arguments, dataset_file
 from simpletuner.data.build import build_datasets
 from simpletuner.data.context import Collect, DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import Sampler
 from simpletuner.distributed.world import World
-from simpletuner.errors import ConfigError, Problem, did_you_mean
+from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.lora_keys import check_init_lora
 from simpletuner.models.lora_targets import (
@@ -35,45 +34,17 @@ from simpletuner.models.lora_targets import (
     resolve_targets,
     weights_of,
 )
-from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.checks import (
-    check_block_numbers,
-    check_config,
-    check_family,
-    check_flavour,
-    check_parts,
-    check_prompts,
-    check_total,
-)
+from simpletuner.models.spec import FamilySpec
+from simpletuner.plan.checks import check_config, check_prompts, check_total, findings, worth_reporting
 from simpletuner.plan.dataset_checks import check_cache_folders, check_datasets
 from simpletuner.plan.environment import as_launched, check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data, identify
+from simpletuner.plan.settings import Settings, find_flavour, read_layers, resolve_layers, settle_task
 from simpletuner.techniques.spec import TechniqueSpec, TrainedData, chosen_techniques
 from simpletuner.training.manifest import Checkpoint, Identity, result_step
 from simpletuner.validation.adapters import adapter_runs, check_adapters
 from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, fit_sizes
-
-
-def settle_task(flavour: Flavour, entries: Sequence[DatasetConfig]) -> tuple[Flavour, list[DatasetConfig]]:
-    """The flavour with the task that the datasets select, and the datasets with `is_i2v` resolved.
-
-    Only a flavour with a `dataset_task` has a choice: it takes that task as soon as one trained dataset sets
-    `video.is_i2v`. The other datasets of the run are still trained from noise alone.
-    """
-    if flavour.dataset_task is None:
-        return flavour, list(entries)
-    if any(entry.is_trained and entry.video.is_i2v for entry in entries):
-        flavour = replace(flavour, task=flavour.dataset_task)
-    return flavour, [_resolve_i2v(entry) for entry in entries]
-
-
-def _resolve_i2v(entry: DatasetConfig) -> DatasetConfig:
-    if not entry.holds_clips:
-        return entry
-    video = entry.video.model_copy(update={"is_i2v": bool(entry.video.is_i2v)})
-    return entry.model_copy(update={"video": video})
 
 
 @dataclass(frozen=True)
@@ -86,8 +57,8 @@ class Length:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A run that has passed every check that needs no weights.
+class Plan(Settings):
+    """Settings that have passed every check that needs no weights, and what they are applied to.
 
     Attributes:
         seed: resolved, even if the user did not set one.
@@ -99,21 +70,17 @@ class Plan:
         lora_bytes: of the further LoRAs that previews are rendered with at a time.
     """
 
-    config: RunConfig
-    spec: FamilySpec
-    flavour: Flavour
-    source: ModelSource
-    seed: int
-    dataset_file: Path
-    datasets: list[Dataset]
-    text_caches: list[DatasetConfig]
-    lora_targets: Targets
-    prompts: list[ValidationPrompt]
-    sizes: list[tuple[int, int]]
-    length: Length
-    resume: Checkpoint | None
-    same_data: bool
-    warnings: list[Problem]
+    seed: int = 0
+    dataset_file: Path = Path()
+    datasets: list[Dataset] = field(default_factory=list)
+    text_caches: list[DatasetConfig] = field(default_factory=list)
+    lora_targets: Targets = field(default_factory=list)
+    prompts: list[ValidationPrompt] = field(default_factory=list)
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    length: Length = Length(0, 0, 0)
+    resume: Checkpoint | None = None
+    same_data: bool = True
+    warnings: list[Problem] = field(default_factory=list)
     pictures: tuple[Sample, ...] = ()
     lora_bytes: int = 0
 
@@ -158,52 +125,43 @@ class Plan:
         return make_sampler(self.trained, self.config, self.seed, world)
 
 
-def make_plan(arguments: Arguments, problems: list[Problem]) -> Plan:
+def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["train", "survey"] = "train") -> Plan:
     """Check everything that can be checked before weights are loaded, and resolve every open setting.
+
+    Args:
+        purpose: of a survey, datasets need not have captions, or enough samples; what is wrong with their files is in
+            the plan's warnings.
 
     Raises:
         ConfigError: with every problem at once.
     """
-    config, spec, path, entries = read_settings(arguments, problems)
-    if spec is None:
-        raise_if_fatal(problems)
-        raise RuntimeError("an unknown family is a fatal problem")
-    return _plan_family(config, spec, path, entries, problems, arguments.collect)
-
-
-def read_settings(
-    arguments: Arguments, problems: list[Problem]
-) -> tuple[RunConfig, FamilySpec | None, Path, list[DatasetConfig]]:
-    """The settings, their family (None if unknown), the dataset file and its entries."""
-    located = locate(arguments.selectors, problems)
-    layers = [*located.layers, arguments.extended(located.extra_arguments, problems).layer()]
-    spec = find_family(layers, problems)
-    config = resolve(with_family(layers, spec.defaults, spec.fixed) if spec else layers, problems)
+    layers, folder = read_layers(arguments, problems)
+    config, spec = resolve_layers(layers, problems)
     problems.extend(check_environment())
     config = as_launched(config, problems)
-    problems.extend(check_config(config))
-    path = dataset_file(config.run.data_backend_config, located.folder, problems)
+    path = dataset_file(config.run.data_backend_config, folder, problems)
     placeholders = {"model_family": spec.name if spec else "", "output_dir": config.run.output_dir}
     entries = read_datasets(path, problems, placeholders=placeholders)
     problems.extend(check_cache_folders(entries))
-    return config, spec, path, entries
+    if spec is None:
+        raise ConfigError([*problems, *check_config(config)])
+    flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
+    settings = Settings.of(config, spec, flavour, ModelSource.from_config(spec, flavour, config))
+    problems.extend(worth_reporting(findings(settings, purpose), config))
+    if purpose == "survey":
+        return _survey(settings, entries, problems, arguments.collect)
+    return _plan_run(settings, path, entries, problems, arguments.collect)
 
 
-def find_family(layers: Sequence[Layer], problems: list[Problem]) -> FamilySpec | None:
-    """The family named by the layer with the highest precedence, which is the last one, as its flavour has it."""
-    named: dict[str, str] = {}
-    for layer in layers:
-        # resolve() reports the problems, and a missing family.
-        named |= {key: str(value) for key, value in canonical(layer, []).items() if value is not None}
-    if "model_family" not in named:
-        return None
-    name = canonical_family_name(named["model_family"])
-    if name in FAMILIES:
-        return FAMILIES[name].for_flavour(named.get("model_flavour"))
-    known = list(FAMILIES)
-    message = f"{named['model_family']!r} is not one of: {', '.join(known)}.{did_you_mean(name, known)}"
-    problems.append(Problem("model_family", message))
-    return None
+def _survey(settings: Settings, entries: list[DatasetConfig], problems: list[Problem], collect: Collect | None) -> Plan:
+    found = list[Problem]()
+    context = DataContext.of(settings.config, settings.spec, settings.flavour.task, collect)
+    datasets = build_datasets(entries, context, found)
+    ids = {dataset.id for dataset in datasets}
+    # A problem of a dataset as a whole, and not of one of its keys, is about its files.
+    problems.extend(problem for problem in found if problem.where not in ids)
+    raise_if_fatal(problems)
+    return Plan(**vars(settings), datasets=datasets, warnings=[replace(each, fatal=False) for each in found])
 
 
 def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world: World | None = None) -> Sampler:
@@ -217,15 +175,10 @@ def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world
     )
 
 
-def _plan_family(
-    config: RunConfig, spec: FamilySpec, path: Path, entries: list[DatasetConfig], problems: list[Problem],
-    collect: Collect | None,
-) -> Plan:  # fmt: skip
-    flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
-    source = ModelSource.from_config(spec, flavour, config)
-    spec = spec.for_checkpoint(flavour, source)
-    config = _fit_grid(config, spec)
-    problems.extend(check_model(config, spec, flavour, source))
+def _plan_run(
+    settings: Settings, path: Path, entries: list[DatasetConfig], problems: list[Problem], collect: Collect | None
+) -> Plan:
+    config, spec, flavour, source = settings.config, settings.spec, settings.flavour, settings.source
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)
     problems.extend(check_prompts(config, prompts))
@@ -239,20 +192,17 @@ def _plan_family(
     if not trained and not any(problem.fatal for problem in problems):
         problems.append(Problem("data_backend_config", "names no dataset to train on."))
     problems.extend(check_datasets(config, spec, flavour, datasets))
-    problems.extend(check_packages(config.precision))
     # What follows needs whole datasets: with problems so far it would only report their consequences.
     raise_if_fatal(problems)
-    problems.extend(_check_sizes(config, spec, flavour, sizes, trained))
+    buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}
+    problems.extend(spec.checks.sizes(config, flavour, sizes, buckets))
     same_data = has_same_data(config, resume, trained, seed, problems)
     length = plan_length(config, make_sampler(trained, config, seed))
     problems.extend(check_total(config, length.total_steps))
     _check_last_epoch(config, trained, length, problems)
     raise_if_fatal(problems)
     return Plan(
-        config=config,
-        spec=spec,
-        flavour=flavour,
-        source=source,
+        **vars(settings),
         seed=seed,
         dataset_file=path,
         datasets=datasets,
@@ -266,33 +216,6 @@ def _plan_family(
         warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)),
         lora_bytes=max((run.size for run in adapter_runs(config)), default=0) if prompts else 0,
     )
-
-
-def _check_sizes(
-    config: RunConfig, spec: FamilySpec, flavour: Flavour, sizes: list[tuple[int, int]], trained: list[Dataset]
-) -> Sequence[Problem]:
-    if spec.check_sizes is None:
-        return ()
-    buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}
-    return spec.check_sizes(config, flavour, sizes, buckets)
-
-
-def check_model(config: RunConfig, spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
-    """Whether the settings fit the family and its checkpoint, and the checkpoint is complete."""
-    yield from check_family(config, spec)
-    yield from check_flavour(config, spec, flavour)
-    yield from spec.check(config, flavour)
-    # The content of a checkpoint that cannot be found or read need not be checked.
-    yield from source.problems() or check_parts(spec, flavour, source)
-    yield from check_block_numbers(config, spec, source)
-
-
-def _fit_grid(config: RunConfig, spec: FamilySpec) -> RunConfig:
-    """The settings with the pixel grid that the checkpoint needs, unless the user set one."""
-    if config.is_explicit("aspect_bucket_alignment"):
-        return config
-    alignment = spec.defaults["aspect_bucket_alignment"]
-    return replace(config, datasets=config.datasets.model_copy(update={"aspect_bucket_alignment": alignment}))
 
 
 def plan_length(config: RunConfig, sampler: Sampler) -> Length:
@@ -315,19 +238,6 @@ def count_batches(sampler: Sampler, epochs: int) -> int:
     changes = {each.start_epoch for each in configs} | {each.end_epoch + 1 for each in configs if each.end_epoch}
     edges = [1, *sorted(epoch for epoch in changes if 1 < epoch <= epochs), epochs + 1]
     return sum((last - first) * sampler.batches_per_epoch(first) for first, last in itertools.pairwise(edges))
-
-
-def find_flavour(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> Flavour:
-    """The flavour that the settings name; the default one in place of an unknown name."""
-    name = config.model.model_flavour
-    try:
-        return spec.flavour(name)
-    except KeyError:
-        names = list(spec.flavour_names)
-        message = f"{name!r} is not one of: {', '.join(names)}.{did_you_mean(str(name), names)}"
-        hint = " For another checkpoint set pretrained_model_name_or_path."
-        problems.append(Problem("model_flavour", message + hint))
-        return spec.flavours[0]
 
 
 def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, problems: list[Problem]) -> Targets:
@@ -372,41 +282,3 @@ def _check_last_epoch(config: RunConfig, trained: Sequence[Dataset], length: Len
             f"{last} is the last epoch of any dataset: {there} batches, and {length.total_steps} steps need {needed}."
         )
         problems.append(Problem("end_epoch", message))
-
-
-@dataclass(frozen=True)
-class Survey:
-    """Datasets with the settings that they are read with.
-
-    Attributes:
-        notes: what is wrong with the datasets, or worth knowing, besides the settings.
-    """
-
-    config: RunConfig
-    spec: FamilySpec
-    flavour: Flavour
-    source: ModelSource
-    datasets: Sequence[Dataset]
-    notes: Sequence[Problem]
-
-
-def survey(arguments: Arguments, problems: list[Problem]) -> Survey:
-    """Read settings and every file of the datasets; datasets need not have captions, or enough samples.
-
-    Raises:
-        ConfigError: with every problem of the settings at once.
-    """
-    config, spec, _, entries = read_settings(arguments, problems)
-    if spec is None:
-        raise ConfigError(problems)
-    flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
-    source = ModelSource.from_config(spec, flavour, config)
-    spec = spec.for_checkpoint(flavour, source)
-    config, found = _fit_grid(config, spec), list[Problem]()
-    context = DataContext.of(config, spec, flavour.task, arguments.collect)
-    datasets = build_datasets(entries, context, found)
-    ids = {dataset.id for dataset in datasets}
-    # A problem of a dataset as a whole, and not of one of its keys, is about its files.
-    problems.extend(problem for problem in found if problem.where not in ids)
-    raise_if_fatal(problems)
-    return Survey(config, spec, flavour, source, datasets, [replace(each, fatal=False) for each in found])

@@ -6,15 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from simpletuner.annexes.trackers.trackers import check_names, check_trackers
-from simpletuner.config.arguments import COMMAND_LINE
 from simpletuner.config.json_files import check_unset
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate
-from simpletuner.config.precision import check_products, check_quantisations, text_encoder_dtype, transformer_dtype
+from simpletuner.config.precision import (
+    check_packages,
+    check_products,
+    check_quantisations,
+    text_encoder_dtype,
+    transformer_dtype,
+)
 from simpletuner.config.publishing import check_publishing, check_typed
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, all_options, family_groups
+from simpletuner.config.sources import COMMAND_LINE
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
+from simpletuner.config.trackers import check_trackers
 from simpletuner.config.webhooks import check_webhooks
 from simpletuner.data.captions import control_token
 from simpletuner.errors import NoEffect, Problem, shorten
@@ -22,6 +28,7 @@ from simpletuner.models.source import ModelSource, blocks_of, differing_weights,
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import why_no_folder, why_not_writable
 from simpletuner.plan.launch import check_launch, check_offload
+from simpletuner.plan.settings import Purpose, Settings
 from simpletuner.techniques.spec import check_encoders
 from simpletuner.validation.prompts import ValidationPrompt
 
@@ -32,18 +39,12 @@ RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")
 
 def check_config(config: RunConfig) -> list[Problem]:
     """All problems that show in the settings alone, for every family."""
-    return worth_reporting(general_problems(config), config)
+    return worth_reporting((problem for rule in RULES for problem in rule(config)), config)
 
 
 def check_family(config: RunConfig, spec: FamilySpec) -> list[Problem]:
     """All problems of the settings with this family."""
     return worth_reporting(family_problems(config, spec), config)
-
-
-def general_problems(config: RunConfig) -> Iterator[Problem]:
-    """Those of `check_config` and every key without effect, set or not."""
-    for rule in RULES:
-        yield from rule(config)
 
 
 def unmet(config: RunConfig) -> Iterator[NoEffect]:
@@ -61,6 +62,27 @@ def exclusions(config: RunConfig) -> Iterator[Problem]:
         for other in option.excludes if settings[key] else ():
             if other.holds(settings):
                 yield Problem(key, f"and {other.shown(settings)} exclude each other{other.reason}.")
+
+
+def findings(settings: Settings, purpose: Purpose) -> Iterator[Problem]:
+    """Everything that shows in the settings and their checkpoint, keys without effect included, set or not.
+
+    A survey looks at datasets alone. Samples are made with the settings of a run that gave its warnings, so they need
+    only what makes rendering fail. A draft is judged after each answer, so no file of the checkpoint is looked for.
+    """
+    config, spec, flavour, source = settings.config, settings.spec, settings.flavour, settings.source
+    for rule in SAMPLE_RULES if purpose == "sample" else RULES:
+        yield from rule(config)
+    if purpose == "survey":
+        return
+    yield from family_problems(config, spec)
+    yield from spec.checks.settings(config, flavour)
+    yield from check_block_numbers(config, spec, source)
+    if purpose != "draft":
+        yield from check_flavour(config, spec, flavour)
+        # The content of a checkpoint that cannot be found or read need not be checked.
+        yield from source.problems() or check_parts(spec, flavour, source)
+        yield from check_packages(config.precision)
 
 
 def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Problem]:
@@ -179,8 +201,7 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
     yield from check_release(config)
     yield from check_speed(config.speed, config.precision, config.launch)
-    yield from check_trackers(config.tracking.report_to)
-    yield from check_names(config.tracking)
+    yield from check_trackers(config.tracking)
     yield from check_publishing(config.publish, config.tracking.tracker_project_name)
     if config.origins.get("publishing_config") == COMMAND_LINE:
         yield from check_typed(config.publish)
@@ -194,8 +215,8 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
 def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     """Limits that the family sets, and every key that has no effect on it, set or not."""
     length = config.text.tokenizer_max_length
-    if length is not None and length > spec.text_length_cap:
-        message = f"{length} is more than {spec.title} takes; {spec.text_length_cap} is used."
+    if length is not None and length > spec.words.longest:
+        message = f"{length} is more than {spec.title} takes; {spec.words.longest} is used."
         yield Problem("tokenizer_max_length", message, fatal=False)
     if config.validation.validation_decoding == "strips" and not spec.decodes_in_strips:
         message = f"'strips' has no effect: the VAE of {spec.title} takes few frames at a time; tiles take less memory."
@@ -279,7 +300,7 @@ def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list
     vae = source["vae"]
     if fault := vae_fault(vae.read_config() or {}):
         return [Problem(vae.key, f"the vae in {vae.location!r} {fault}.")]
-    return [*spec.check_checkpoint(flavour, source), *check_weights(spec, flavour, source)]
+    return [*spec.checks.checkpoint(flavour, source), *check_weights(spec, flavour, source)]
 
 
 def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
@@ -369,3 +390,4 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_evaluation,
     check_rest,
 )
+SAMPLE_RULES = (exclusions, check_output, check_memory, check_offload)

@@ -9,28 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.load import Layer, RunConfig, resolve, with_family
-from simpletuner.config.locate import DATASET_FILE, launch_layer, read_env_layer
 from simpletuner.config.schema import all_options
+from simpletuner.config.sources import DATASET_FILE, launch_layer, read_env_layer
 from simpletuner.errors import NoEffect, Problem
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.build import find_family, find_flavour
-from simpletuner.plan.checks import check_block_numbers, check_total, family_problems, general_problems, worth_reporting
-from simpletuner.validation.prompts import collect_prompts, fit_sizes
+from simpletuner.models.spec import FamilySpec
+from simpletuner.plan.build import preview_sizes
+from simpletuner.plan.checks import check_total, findings, worth_reporting
+from simpletuner.plan.settings import Settings, find_family, find_flavour
+from simpletuner.validation.prompts import collect_prompts
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Judgement(Settings):
     """What training would make of some settings, finished or not.
 
     Attributes:
         without_effect: keys that have no effect with these settings, set or not, and why.
     """
 
-    config: RunConfig
-    spec: FamilySpec
-    flavour: Flavour
     problems: list[Problem]
     without_effect: dict[str, str]
 
@@ -102,22 +100,20 @@ class Draft:
 
     def _judge(self, values: Mapping[str, Any]) -> Judgement:
         problems: list[Problem] = []
-        answers = Layer("", list(values.items()))
-        spec = find_family([answers], problems) or next(iter(FAMILIES.values()))
-        config = resolve(with_family([*self._weaker(), answers], spec.defaults, spec.fixed), problems)
+        layers = [*self._weaker(), Layer("", list(values.items()))]
+        spec = find_family(layers[-1:], problems) or next(iter(FAMILIES.values()))
+        config = resolve(with_family(layers, spec.defaults, spec.fixed), problems)
         flavour = find_flavour(config, spec, problems)
-        ruled = [*general_problems(config), *family_problems(config, spec)]
-        problems += [*worth_reporting(ruled, config), *spec.check(config, flavour)]
-        problems += check_block_numbers(config, spec, ModelSource.from_config(spec, flavour, config))
-        problems += check_total(config, config.schedule.max_train_steps or 0)
+        settings = Settings.of(config, spec, flavour, ModelSource.from_config(spec, flavour, config))
+        found = list(findings(settings, "draft"))
+        problems += [*worth_reporting(found, config), *check_total(config, config.schedule.max_train_steps or 0)]
         collect_prompts(config.validation, problems)
         if Path(config.run.data_backend_config or "").expanduser() == self.file:
             problems.append(Problem("data_backend_config", "is the file that these settings go to; choose another."))
-        sizes, lenient = config.validation.validation_resolution, config.run.i_know_what_i_am_doing
-        if sizes is not None and not config.validation.validation_disable:
-            fit_sizes(sizes, spec, lenient=lenient, problems=problems)
-        without_effect = {each.where: each.message for each in reversed(ruled) if isinstance(each, NoEffect)}
-        return Judgement(config, spec, flavour, problems, without_effect)
+        if not config.validation.validation_disable:
+            preview_sizes(config, settings.spec, problems)
+        without_effect = {each.where: each.message for each in reversed(found) if isinstance(each, NoEffect)}
+        return Judgement(**vars(settings), problems=problems, without_effect=without_effect)
 
     def _weaker(self) -> list[Layer]:
         """The layers of lower precedence that training reads besides the file."""

@@ -10,22 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.caching.keys import hash_file
-from simpletuner.config.arguments import Arguments
 from simpletuner.config.json_files import read_json
-from simpletuner.config.load import (
-    CHOSEN,
-    NOT_SET_BY_USER,
-    Layer,
-    RunConfig,
-    canonical,
-    raise_if_fatal,
-    resolve,
-    with_family,
-)
-from simpletuner.config.locate import locate
+from simpletuner.config.load import CHOSEN, NOT_SET_BY_USER, Layer, RunConfig, canonical, raise_if_fatal
 from simpletuner.config.optimizers import trained_precision
-from simpletuner.config.precision import check_packages
 from simpletuner.config.schema import PLAIN_PRECISIONS, option_names
+from simpletuner.config.sources import Arguments, locate
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.media import probe
@@ -35,11 +24,11 @@ from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_keys import check_lora_file, family_in_header, read_shapes, role_of
 from simpletuner.models.lora_targets import linear_modules
 from simpletuner.models.source import ModelSource, Part, tensor_shapes
-from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.build import Length, Plan, check_model, find_family, find_flavour, preview_sizes
-from simpletuner.plan.checks import check_memory, check_output, check_prompts, exclusions
-from simpletuner.plan.launch import check_offload
+from simpletuner.models.spec import Flavour
+from simpletuner.plan.build import Plan, preview_sizes
+from simpletuner.plan.checks import check_prompts, findings
 from simpletuner.plan.resume import decide_seed
+from simpletuner.plan.settings import Settings, find_flavour, resolve_layers
 from simpletuner.training.manifest import (
     LORA_FILE,
     PIPELINE_FOLDER,
@@ -123,8 +112,7 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
         raise ConfigError(problems)
     layers = [Layer("", [("model_type", "lora")]), *_layers(request, weights[0], run, problems)]
     layers.append(request.arguments.layer())
-    spec = find_family(layers, problems)
-    config = resolve(with_family(layers, spec.defaults, spec.fixed) if spec else layers, problems)
+    config, spec = resolve_layers(layers, problems)
     if spec is None:
         raise ConfigError(problems)
     if weights[0].transformer is not None and list(request.strengths) != [1.0]:
@@ -132,9 +120,36 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
         problems.append(Problem("strength", message))
     problems.extend(_check_strengths(request.strengths, weights))
     seed = decide_seed(config.run.seed, run)
-    plan = _plan_family(_for_samples(config, request), spec, weights, request.prompts, pictures, seed, problems)
+    config = _for_samples(config, request)
+    flavour = find_flavour(config, spec, problems)
+    if pictures and flavour.dataset_task:
+        flavour = replace(flavour, task=flavour.dataset_task)
+    source = weights[0].replace_in(ModelSource.from_config(spec, flavour, config))
+    settings = Settings.of(config, spec, flavour, source)
+    # The run has given its warnings; those of sizes are about what is rendered now.
+    problems.extend(problem for problem in findings(settings, "sample") if problem.fatal)
+    problems.extend(_check_pictures(flavour, bool(pictures)))
+    loras = [each.lora for each in weights if each.lora is not None]
+    modules = {} if source.problems() else linear_modules(source["transformer"].weight_shapes())
+    for path in loras:
+        problems.extend(check_lora_file("LoRA", path, modules, spec.name))
+    plan = Plan(
+        **vars(settings),
+        seed=seed,
+        prompts=_prompts(request.prompts) or collect_prompts(config.validation, problems),
+        sizes=preview_sizes(config, settings.spec, problems),
+        pictures=pictures,
+        lora_bytes=max((path.stat().st_size for path in loras), default=0),
+    )
+    problems.extend(check_prompts(config, plan.prompts))
+    problems.extend(spec.checks.sizes(config, flavour, plan.sizes, {}))
     raise_if_fatal(problems)
-    return plan, weights
+    return replace(plan, warnings=[problem for problem in problems if not problem.fatal]), weights
+
+
+def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
+    taken: set[str] = set()
+    return [ValidationPrompt(unique(file_safe(text[:LONGEST_STEM]), taken), text, text) for text in texts]
 
 
 def _check_strengths(strengths: Sequence[float], weights: Sequence[Weights]) -> Iterator[Problem]:
@@ -245,46 +260,6 @@ def _for_samples(config: RunConfig, request: SampleRequest) -> RunConfig:
         dtype = trained_precision(config.optimizer, config.precision)
         values |= {"model_type": "lora", "base_model_precision": dtype if precision in PLAIN_PRECISIONS else precision}
     return config.with_values(values, "sampling")
-
-
-def _plan_family(
-    config: RunConfig,
-    spec: FamilySpec,
-    weights: Sequence[Weights],
-    texts: Sequence[str],
-    pictures: tuple[Sample, ...],
-    seed: int,
-    problems: list[Problem],
-) -> Plan:
-    flavour = find_flavour(config, spec, problems)
-    if pictures and flavour.dataset_task:
-        flavour = replace(flavour, task=flavour.dataset_task)
-    source = weights[0].replace_in(ModelSource.from_config(spec, flavour, config))
-    spec = spec.for_checkpoint(flavour, source)
-    rules = (exclusions, check_output, check_memory, check_offload)
-    ruled = [problem for rule in rules for problem in rule(config)]
-    everything = [*check_model(config, spec, flavour, source), *ruled, *check_packages(config.precision)]
-    # The run has given its warnings; those of sizes are about what is rendered now.
-    problems.extend(problem for problem in everything if problem.fatal)
-    problems.extend(_check_pictures(flavour, bool(pictures)))
-    loras = [each.lora for each in weights if each.lora is not None]
-    modules = {} if source.problems() else linear_modules(source["transformer"].weight_shapes())
-    for path in loras:
-        problems.extend(check_lora_file("LoRA", path, modules, spec.name))
-    taken: set[str] = set()
-    named = [ValidationPrompt(unique(file_safe(text[:LONGEST_STEM]), taken), text, text) for text in texts]
-    prompts = named or collect_prompts(config.validation, problems)
-    problems.extend(check_prompts(config, prompts))
-    sizes = preview_sizes(config, spec, problems)
-    if spec.check_sizes is not None:
-        problems.extend(spec.check_sizes(config, flavour, sizes, {}))
-    raise_if_fatal(problems)
-    return Plan(
-        config=config, spec=spec, flavour=flavour, source=source, seed=seed, dataset_file=Path(), datasets=[],
-        text_caches=[], lora_targets=[], prompts=prompts, sizes=sizes, length=Length(0, 0, 0), resume=None,
-        same_data=True, warnings=[problem for problem in problems if not problem.fatal], pictures=pictures,
-        lora_bytes=max((path.stat().st_size for path in loras), default=0),
-    )  # fmt: skip
 
 
 def _check_pictures(flavour: Flavour, given: bool) -> Iterator[Problem]:

@@ -185,7 +185,7 @@ def settings_of(config: RunConfig) -> list[SettingRow]:
         SettingRow(
             key=name,
             value=_worded(values[name]),
-            default=option.default_note.replace("`", "") or ("" if option.required else _worded(option.default)),
+            default=option.default_text.replace("`", "") or "not set",
             section=option.section,
             origin=config.origins.get(name, "default"),
             changed=values[name] != option.default,

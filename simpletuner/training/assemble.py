@@ -39,18 +39,16 @@ from simpletuner.memory.offload.attach import attach_offload, in_groups, pack_gr
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.image import WeightImage, share_by_machine
 from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
-from simpletuner.memory.precision import DTYPES, quantise
-from simpletuner.memory.products import use_quantised_products
+from simpletuner.memory.precision import DTYPES, quantise, use_quantised_products
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.float32 import keep_full_float32
+from simpletuner.models.loading import HollowWeights
 from simpletuner.models.lora_targets import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
-from simpletuner.models.weights import HollowWeights
 from simpletuner.speed.attention import kernel_chooser
-from simpletuner.speed.compile import compile_blocks
-from simpletuner.speed.first_gradients import FirstGradients
+from simpletuner.speed.compile import FirstGradients, compile_blocks
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import HiddenStates, Site, Technique
 from simpletuner.training.lora import add_lora, start_from

@@ -51,7 +51,7 @@ class TrainState:
         return interval is not None and self.epochs_done // interval < report_epochs_done // interval
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainingSpec:
     """The plan's decisions that training depends on.
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from simpletuner.cli.app import main
-from simpletuner.config.locate import EXAMPLES
+from simpletuner.config.sources import EXAMPLES
 
 Capture = pytest.CaptureFixture[str]
 

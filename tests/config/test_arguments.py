@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from simpletuner.config.arguments import EXTRA_ARGUMENTS, Arguments, parse_arguments
 from simpletuner.config.load import Layer, resolve
+from simpletuner.config.sources import EXTRA_ARGUMENTS, Arguments, parse_arguments
 from simpletuner.errors import Problem
 
 

@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.config.arguments import EXTRA_ARGUMENTS
 from simpletuner.config.load import resolve
-from simpletuner.config.locate import ENV_VARIABLES, LAUNCH_VARIABLES, dataset_file, example_file, example_names, locate
+from simpletuner.config.sources import (
+    ENV_VARIABLES,
+    EXTRA_ARGUMENTS,
+    LAUNCH_VARIABLES,
+    dataset_file,
+    example_file,
+    example_names,
+    locate,
+)
 from simpletuner.errors import ConfigError, Problem
 
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from simpletuner.cli.app import main
-from simpletuner.config.locate import EXAMPLES, example_names
 from simpletuner.config.schema import all_options
+from simpletuner.config.sources import EXAMPLES, example_names
 from simpletuner.models.registry import FAMILIES
 from tests.clips import write_clip
 from tests.workspace import Workspace

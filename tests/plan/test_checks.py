@@ -10,9 +10,9 @@ import pytest
 from simpletuner.config.load import Layer, resolve, with_family
 from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES
-from simpletuner.plan.build import find_family
 from simpletuner.plan.checks import check_config, check_family, check_flavour, check_total
 from simpletuner.plan.resume import decide_seed
+from simpletuner.plan.settings import find_family
 from simpletuner.training.manifest import Checkpoint, Identity, Manifest
 
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
@@ -185,5 +185,5 @@ def test_distilled_flavours_are_previewed_as_they_sample(flavour: str, repositor
     (warning,) = check_flavour(config, spec, chosen)
     assert "distilled" in str(warning)
     assert not warning.fatal
-    assert not [each for each in spec.check(config, chosen) if each.where == "validation_guidance"]
+    assert not [each for each in spec.checks.settings(config, chosen) if each.where == "validation_guidance"]
     assert not problems

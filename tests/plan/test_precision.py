@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from simpletuner.cli.train import parse_settings
 from simpletuner.config.precision import (
     check_packages,
     check_products,
@@ -18,6 +17,7 @@ from simpletuner.config.precision import (
     transformer_dtype,
 )
 from simpletuner.config.schema import PrecisionConfig, all_options
+from simpletuner.config.sources import parse_settings
 from simpletuner.plan.build import make_plan
 from simpletuner.plan.entries import make_catalogue
 from simpletuner.run.train import prepare_machine

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import simpletuner.models.registry  # noqa: F401 - families declare options of their own
 from simpletuner.cli.help import explain_key
 from simpletuner.config.load import Layer, RunConfig, resolve
 from simpletuner.config.option import Option, When, unless, when

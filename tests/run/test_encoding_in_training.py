@@ -13,7 +13,7 @@ import pytest
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.budget.budget import Budget
 from simpletuner.caching import fill
-from simpletuner.cli.train import parse_settings
+from simpletuner.config.sources import parse_settings
 from simpletuner.data import files
 from tests.run.test_resume import STEPS, assert_same_run
 from tests.validation.test_eval_loss import EVAL

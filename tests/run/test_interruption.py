@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from simpletuner.annexes.fitting.ready import ready_plan
-from simpletuner.cli.train import parse_settings
+from simpletuner.config.sources import parse_settings
 from simpletuner.distributed.requests import make_request
 from simpletuner.errors import Interrupted
 from simpletuner.reporting.events import (

@@ -20,7 +20,7 @@ import typer
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from simpletuner.cli.train import parse_settings
+from simpletuner.config.sources import parse_settings
 from simpletuner.distributed.launching import LINGER, joined
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted

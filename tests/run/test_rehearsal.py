@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from simpletuner.annexes.fitting.ready import ready_plan
-from simpletuner.cli.train import parse_settings
+from simpletuner.config.sources import parse_settings
 from simpletuner.errors import UserError
 from simpletuner.reporting.events import EventStream, Notice
 from simpletuner.run import rehearsal

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import simpletuner.models.registry  # noqa: F401 - declares the families' options
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.joining import connect, settle_meeting
 from simpletuner.distributed.sharding import local

@@ -7,7 +7,6 @@ from typing import get_args
 
 import pytest
 
-import simpletuner.models.registry  # noqa: F401 - families declare options of their own
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.optimizers import peak_learning_rate
 from simpletuner.config.schema import OptimizerConfig

@@ -16,7 +16,7 @@ import torch
 from simpletuner.annexes.captions.captioner import Description, DescriptionRequest, QwenCaptioner
 from simpletuner.annexes.captions.wording import ENCODER, LENGTHS, Wording, check_captioner
 from simpletuner.atomic import write_atomically
-from simpletuner.caching.shrink import ShrinkingEncoder
+from simpletuner.caching.fill import ShrinkingEncoder
 from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype
 from simpletuner.data.dataset import DatasetFile
@@ -25,7 +25,7 @@ from simpletuner.data.files import MediaError
 from simpletuner.errors import UserError
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.source import Part
-from simpletuner.plan.build import Survey
+from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream
 from simpletuner.run.caches import download, load_encoder
 from simpletuner.run.train import compute_threads
@@ -43,7 +43,7 @@ ADVICE = "These need less memory: group_offload_text_encoder, text_encoder_1_pre
 Shown = tuple[DatasetFile, DescriptionRequest]
 
 
-def write_captions(survey: Survey, files: Sequence[DatasetFile], wording: Wording, events: EventStream) -> int:
+def write_captions(survey: Plan, files: Sequence[DatasetFile], wording: Wording, events: EventStream) -> int:
     """Write a caption file beside each file and return their number; no file is overwritten."""
     written = 0
     for file, caption in described(survey, files, wording, events):
@@ -55,7 +55,7 @@ def write_captions(survey: Survey, files: Sequence[DatasetFile], wording: Wordin
 
 
 def described(
-    survey: Survey, files: Sequence[DatasetFile], wording: Wording, events: EventStream
+    survey: Plan, files: Sequence[DatasetFile], wording: Wording, events: EventStream
 ) -> Iterator[tuple[DatasetFile, str]]:
     """Each file with its caption; the log names those that cannot be decoded.
 
@@ -83,7 +83,7 @@ def described(
             phase.advance(len(group), group[-1].name)
 
 
-def open_captioner(survey: Survey, events: EventStream) -> QwenCaptioner:
+def open_captioner(survey: Plan, events: EventStream) -> QwenCaptioner:
     """Download what is missing, and load the captioner onto the device, or streamed to it.
 
     Raises:
@@ -97,7 +97,7 @@ def open_captioner(survey: Survey, events: EventStream) -> QwenCaptioner:
         raise_if_fatal([*check_captioner(spec, source)])
     device = make_accelerator().device
     with events.phase("Loading the text encoder"):
-        captioner: type[QwenCaptioner] = resolve_name(spec.captioner or "")
+        captioner: type[QwenCaptioner] = resolve_name(spec.words.captioner or "")
         return load_encoder(partial(captioner, source), _streamed_if_large(config, source[ENCODER[0]], device), device)
 
 
@@ -111,13 +111,13 @@ def _streamed_if_large(config: RunConfig, part: Part, device: torch.device) -> R
     return config if fits else config.with_values({"group_offload_text_encoder": True}, "chosen by offload auto")
 
 
-def longest(survey: Survey, captioner: QwenCaptioner, wording: Wording) -> int:
+def longest(survey: Plan, captioner: QwenCaptioner, wording: Wording) -> int:
     """How many tokens may follow the trigger, so that the family's prompt truncates nothing.
 
     Raises:
         UserError: too few are left.
     """
-    room = survey.spec.text_room(survey.config.text)
+    room = survey.spec.words.room(survey.config.text)
     left = room - (captioner.count(wording.lead) if wording.lead else 0)
     if left < FEWEST:
         raise UserError(f"--trigger {wording.trigger!r} leaves {left} of {room} tokens (tokenizer_max_length).")

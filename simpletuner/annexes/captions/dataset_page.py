@@ -21,7 +21,7 @@ from simpletuner.data.files import MediaError
 from simpletuner.data.media import fit
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.distributed.world import usable_cores
-from simpletuner.plan.build import Survey
+from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.html import render
 from simpletuner.reporting.previews import thumbnail
@@ -88,7 +88,7 @@ class FileCard:
 CaptionReader = Callable[[Dataset, str], Words]
 
 
-def write_page(survey: Survey, path: Path, events: EventStream) -> None:
+def write_page(survey: Plan, path: Path, events: EventStream) -> None:
     """Look at every file and write the page; nothing else is written.
 
     Raises:
@@ -102,7 +102,7 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
         cards=shown,
         found=Counter(kind for own in shown.values() for each in own for kind in each.kinds),
         kinds=KINDS,
-        room=survey.spec.text_room(survey.config.text),
+        room=survey.spec.words.room(survey.config.text),
         counted=tokenizer_file(survey) is not None,
         scripts=("dataset.js",),
         refresh=None,
@@ -110,7 +110,7 @@ def write_page(survey: Survey, path: Path, events: EventStream) -> None:
     write_atomically(path, page, durable=False)
 
 
-def look_at_all(survey: Survey, events: EventStream) -> dict[str, list[FileCard]]:
+def look_at_all(survey: Plan, events: EventStream) -> dict[str, list[FileCard]]:
     """The cards of all files by dataset, decoded in threads."""
     read, cards = caption_reader(survey), {dataset.id: list[FileCard]() for dataset in survey.datasets}
     files = [(dataset, entry) for dataset in survey.datasets for entry in placed(dataset)]
@@ -142,21 +142,21 @@ def placed(dataset: Dataset) -> Iterator[LedgerEntry]:
         yield entry
 
 
-def tokenizer_file(survey: Survey) -> Path | None:
+def tokenizer_file(survey: Plan) -> Path | None:
     """The tokenizer of the checkpoint, if it is on this machine."""
     folder = survey.source["tokenizer"].local_folder()
     return folder / TOKENIZER if folder is not None and (folder / TOKENIZER).is_file() else None
 
 
-def caption_reader(survey: Survey) -> CaptionReader:
+def caption_reader(survey: Plan) -> CaptionReader:
     """Splits captions where the prompt ends, if the checkpoint's tokenizer is on this machine."""
     spec, file = survey.spec, tokenizer_file(survey)
     if file is None:
         return lambda dataset, caption: Words(caption)
-    tokenizer, room = Tokenizer.from_file(str(file)), spec.text_room(survey.config.text)
+    tokenizer, room = Tokenizer.from_file(str(file)), spec.words.room(survey.config.text)
 
     def read(dataset: Dataset, caption: str) -> Words:
-        text = spec.clean_caption(spec.dataset_caption(dataset.config, caption) if spec.dataset_caption else caption)
+        text = spec.words.clean(spec.words.of_dataset(dataset.config, caption))
         spans = tokenizer.encode(text, add_special_tokens=False).offsets
         end = spans[room][0] if len(spans) > room else len(text)
         return Words(text[:end], text[end:], len(spans))

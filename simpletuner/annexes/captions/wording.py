@@ -15,7 +15,7 @@ from simpletuner.data.media import PICTURE_SUFFIXES
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.build import Survey
+from simpletuner.plan.build import Plan
 
 Style = Literal["short", "long", "tags"]
 # Tokens that a caption of each style may take, if the prompt has room for them.
@@ -71,7 +71,7 @@ class Wording:
         return f"{self.lead}{text}" if text else ""
 
 
-def check_captions(survey: Survey, wording: Wording, wanted: str | None) -> None:
+def check_captions(survey: Plan, wording: Wording, wanted: str | None) -> None:
     """Check what is asked for.
 
     Args:
@@ -92,7 +92,7 @@ def check_captions(survey: Survey, wording: Wording, wanted: str | None) -> None
 
 def check_captioner(spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
     """Whether the text encoder can describe pictures; one that is not on this machine is checked after the download."""
-    if spec.captioner is None:
+    if spec.words.captioner is None:
         message = f"the text encoder of {spec.title} sees no pictures and writes no text; choose a Kandinsky 5 family."
         yield Problem("model_family", message)
         return

@@ -13,10 +13,10 @@ from simpletuner.annexes.fitting.ways import check_ways
 from simpletuner.budget.budget import PREVIEWS, Budget, estimate, make_budget, shortage
 from simpletuner.budget.device import NCCL_BUFFERS, compute_capability, count_gpus, find_device
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
-from simpletuner.config.arguments import Arguments
 from simpletuner.config.json_files import check_unset
 from simpletuner.config.load import BY_SIZE, RunConfig, raise_if_fatal
 from simpletuner.config.precision import check_capability, multiplied
+from simpletuner.config.sources import Arguments
 from simpletuner.distributed.world import launched
 from simpletuner.errors import Problem
 from simpletuner.models.cost import VaeLoad

@@ -16,7 +16,7 @@ from simpletuner.annexes.fitting.show import duration
 from simpletuner.annexes.remote.collect import collect_cached
 from simpletuner.annexes.wizard.config_file import example_datasets, render_config
 from simpletuner.budget.budget import Budget, gigabytes
-from simpletuner.config.arguments import Arguments
+from simpletuner.config.sources import Arguments
 from simpletuner.config.values import Size
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.spec import FamilySpec

@@ -78,10 +78,10 @@ class VisualForward:
         sparse_params: dict[str, Any] | None,
     ) -> Tensor:
         tables, attention = self.cache.of(rope, len(visual_embed)), self.block.self_attention
-        params, *projected = self.fast.pieces["before_attention"](self.block, visual_embed, time_embed, *tables)
+        params, query, key, value = self.fast.pieces["before_attention"](self.block, visual_embed, time_embed, *tables)
         # Without these parameters attention is dense; with them the processor has the kernel for its tiles.
         tiled = None if sparse_params is None else attention.processor.attention.kernel(sparse_params)
-        attended = self.fast.self_attention(*projected, tiled)
+        attended = self.fast.self_attention(query, key, value, tiled)
         rest = (text_embed, self.padding.mask)
         out: Tensor = self.fast.finish("after_attention", self.block, visual_embed, attended, params, *rest)
         return out

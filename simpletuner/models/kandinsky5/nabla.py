@@ -25,7 +25,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from simpletuner.config.speed import is_installed
 from simpletuner.models.blocks import DEVICE_FAILURES, AttentionKernel
 from simpletuner.models.kandinsky5.attention import project
-from simpletuner.models.kandinsky5.geometry import TILE, TILE_SIDE
+from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE
 from simpletuner.models.kernels import KERNELS
 
 logger = logging.getLogger(__name__)
@@ -137,8 +137,8 @@ def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], comp
     """
     from torch._functorch import config
     from torch._inductor.virtualized import V
-    from torch.fx.experimental import _config as shapes
 
+    shapes: Any = torch.fx.experimental._config
     # With fullgraph torch raises after too many recompilations, instead of running uncompiled and dense.
     run: Any = torch.compile(flex_attention, fullgraph=True, options=compiler or None)
 

@@ -15,9 +15,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from simpletuner.annexes.page import guard, serve
-from simpletuner.annexes.page.app import create_app
 from simpletuner.annexes.page.guard import LARGEST_BODY, Access, Guard, is_own
 from simpletuner.annexes.page.project import Project
+from simpletuner.annexes.page.serve import create_app
 from tests.annexes.page.page import serving
 from tests.processes import PATIENCE
 
