@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.option import TechniqueGroup, common, option, when
+from simpletuner.config.option import TechniqueGroup, beyond_last, common, option, when
 from simpletuner.config.values import Flag, Integer, Number, Text, parse_text
 from simpletuner.errors import Problem
 
@@ -170,21 +170,22 @@ class CrepaConfig(TechniqueGroup):
         chosen = {"crepa_block_index": self.crepa_block_index}
         if self.from_backbone:
             chosen["crepa_teacher_block_index"] = self.crepa_teacher_block_index
-        for key, block in chosen.items():
-            if block is not None and blocks is not None and block >= blocks:
-                yield Problem(key, f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.")
+        yield from beyond_last(chosen, blocks)
 
     def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
         """Pixels that are still to be encoded when the teacher is loaded."""
         for dataset in (each.config for each in datasets if self.needs_encoder and each.config.is_trained):
-            ondemand = "vae_cache_ondemand" if config.caching.vae_cache_ondemand else ""
-            uncached = "vae_cache_disable" if dataset.vae_cache_disable else ondemand
-            later = uncached or ("vae_cache_clear_each_epoch" if dataset.vae_cache_clear_each_epoch else "")
-            if uncached and self.crepa_cache != "off":
+            reasons = {
+                "vae_cache_disable": dataset.vae_cache_disable,
+                "vae_cache_ondemand": config.caching.vae_cache_ondemand,
+                "vae_cache_clear_each_epoch": dataset.vae_cache_clear_each_epoch,
+            }
+            later = [key for key, is_on in reasons.items() if is_on]
+            if later and later[0] != "vae_cache_clear_each_epoch" and self.crepa_cache != "off":
                 message = f"{self.crepa_cache!r} needs latents that are cached before training;"
-                yield Problem("crepa_cache", f"{message} with {uncached} use off.")
+                yield Problem("crepa_cache", f"{message} with {later[0]} use off.")
             if later and self.crepa_drop_vae_encoder:
-                message = f"with {later} {dataset.id} is encoded during training, which needs that half;"
+                message = f"with {later[0]} {dataset.id} is encoded during training, which needs that half;"
                 yield Problem("crepa_drop_vae_encoder", f"{message} remove one of them.")
 
     @property

@@ -212,8 +212,10 @@ def update_kernel(
         widened: the second moment is wider than the weights, to whose dtype Triton kernels would round it.
     """
     kernels = OPTIMIZERS[name].kernels
-    if not kernels or device != "cuda":
-        return "loop" if kernels else None
+    if not kernels:
+        return None
+    if device != "cuda":
+        return "loop"
     if "fused" in kernels:
         return "fused"
     suits_foreach = widened or (weights >= MANY_WEIGHTS and numbers < weights * LARGE_WEIGHT)

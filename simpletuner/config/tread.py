@@ -89,10 +89,11 @@ def check_routes(routes: Sequence[Route], blocks: int | None) -> Iterator[Proble
             if (route.first < 0) == (route.last < 0) and route.first > route.last:
                 yield _problem(f"the route from {route.written} starts after its end.")
             continue
-        outside = [edge for edge in (route.first, route.last) if not -blocks <= edge < blocks]
+        outside = {edge: None for edge in (route.first, route.last) if not -blocks <= edge < blocks}
+        for edge in outside:
+            message = f"the model has {blocks} blocks, so an index is between {-blocks} and {blocks - 1},"
+            yield _problem(f"{message} not {edge}.")
         if outside:
-            message = f"the model has {blocks} blocks, so an index is between {-blocks} and {blocks - 1}, not {{}}."
-            yield from (_problem(message.format(edge)) for edge in dict.fromkeys(outside))
             continue
         counted = route.among(blocks)
         if counted.first > counted.last:

@@ -48,6 +48,7 @@ class Technique:
         hooks twice. For hidden states use `site.hidden`, which records each only once.
         torch's global generators are seeded for the technique, and restored afterwards.
         """
+        self.site = site
 
     def module(self) -> nn.Module | None:
         """The technique's own float32 weights, built in `attach`; None if it has none.

@@ -17,7 +17,7 @@ from torch import Tensor
 from simpletuner.config.loss import LossConfig, MaskedLossConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import elementwise_loss
-from simpletuner.techniques.base import Predict, Site, Technique
+from simpletuner.techniques.base import Predict, Technique
 
 # Lower bound of the divisor: a tiny mask would otherwise give a huge gradient.
 SMALLEST_MEAN = 0.05
@@ -30,9 +30,6 @@ class MaskedLoss(Technique):
         self._config = config
         self._prior: NoisyBatch | None = None
 
-    def attach(self, site: Site) -> None:
-        self._disabled = site.disabled
-
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         self._prior = None
         mask = noisy.batch.loss_mask
@@ -41,7 +38,7 @@ class MaskedLoss(Technique):
         if not noisy.is_drawn(self._config.masked_loss_probability, "masked loss"):
             return _masked(noisy, None)
         if self._config.masked_loss_prior:
-            with self._disabled():
+            with self.site.disabled():
                 self._prior = replace(_masked(noisy, 1 - mask), target=predict(noisy))
         protected = (mask if noisy.batch.host_mask is None else noisy.batch.host_mask) >= 0.5
         if noisy.protected is not None:

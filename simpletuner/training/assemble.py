@@ -184,8 +184,8 @@ def load_frozen(
     layout, images = adapter.block_layout(transformer), []
     in_bf16 = bf16_modulation(config.speed) and _adapts_only(transformer, adapted, adapter.spec.quantised_layers)
     weights = HollowWeights(transformer, adapter.source["transformer"], dtype)
-    streamed = in_groups(blocks_to_stream(layout, config.offload), config.offload)
-    staying = [[block] for block in layout.blocks if not any(block in group for group in streamed)]
+    moving = blocks_to_stream(layout, config.offload)
+    streamed, staying = in_groups(moving, config.offload), [[block] for block in layout.blocks if block not in moving]
     for modules in [*streamed, *staying, [transformer]]:
         weights.fill(modules)
         if stored is not None:
@@ -198,8 +198,7 @@ def load_frozen(
         elif modules in staying and sharers.size > 1:
             share_by_machine(modules, sharers)
         elif modules in staying and not on_host:
-            for block in modules:
-                block.to(device)
+            modules[0].to(device)
     return transformer, images
 
 

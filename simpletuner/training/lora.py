@@ -212,20 +212,24 @@ def start_from(adapter: LoraAdapter, path: Path) -> None:
         UserError: no key of the file fits, it holds NaN or infinity, its rank differs, or it is a DoRA and the adapter
             is not.
     """
-    modules = [name for name, _ in adapter.transformer.named_modules()]
-    weights = lora_files.read_lora_file(path, [name.removesuffix(".base_layer") for name in modules])
+    weights = lora_files.read_lora_file(path, lora_files.layer_names(adapter.transformer))
     refuse_not_finite(weights, f"init_lora: {str(path)!r}", "choose another file")
     rank = next(tensor.shape[0] for name, tensor in weights.items() if ".lora_A." in name)
     if rank != adapter.settings.r:
         raise UserError(f"init_lora: the file has rank {rank}, lora_rank is {adapter.settings.r}.")
     if not adapter.settings.use_dora and any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in weights):
         raise UserError("init_lora: the file is a DoRA; set use_dora.")
-    start = {name: w / adapter.scale if ".lora_B." in name else w for name, w in weights.items()}
+    start, initial = _as_trained(adapter, weights), adapter.state_dict()
+    adapter.load_state_dict({name: start[name].to(each) if name in start else each for name, each in initial.items()})
+
+
+def _as_trained(adapter: LoraAdapter, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A file's weights as an adapter has them: without the scale, magnitudes in peft's form."""
+    start = {name: each / adapter.scale if ".lora_B." in name else each for name, each in weights.items()}
     for name in [name for name in start if name.endswith(COMFYUI_MAGNITUDE)]:
         module = name.removesuffix(COMFYUI_MAGNITUDE)
         start[module + MAGNITUDE] = lora_files.trained_magnitude(start.pop(name), *adapter.layer(module, start))
-    initial = adapter.state_dict()
-    adapter.load_state_dict({name: start[name].to(each) if name in start else each for name, each in initial.items()})
+    return start
 
 
 # A relative difference below this is the rounding of float32 itself.

@@ -82,10 +82,7 @@ class HostLosses:
             diffusion=_averaged(part.diffusion for part in parts),
             per_sample=_joined(part.per_sample for part in parts),
             timesteps=_joined(part.timesteps for part in parts),
-            extra=[
-                {name: fmean(values) for name, values in _by_name(micro).items()}
-                for micro in zip(*(part.extra for part in parts), strict=True)
-            ],
+            extra=[_averaged_by_name(micro) for micro in zip(*(part.extra for part in parts), strict=True)],
             names=_joined(part.names for part in parts),
         )
 
@@ -107,6 +104,10 @@ class HostLosses:
 
 def _averaged(columns: Iterable[list[float]]) -> list[float]:
     return [fmean(column) for column in zip(*columns, strict=True)]
+
+
+def _averaged_by_name(extras: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    return {name: fmean(values) for name, values in _by_name(extras).items()}
 
 
 def _joined(columns: Iterable[list[list[Item]]]) -> list[list[Item]]:

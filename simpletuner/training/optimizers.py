@@ -30,7 +30,7 @@ from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.config.speed import has_compiler
 from simpletuner.distributed.sharding import is_part
 from simpletuner.errors import ConfigError, Problem
-from simpletuner.training.release import HostState
+from simpletuner.training.release import HostState, State
 
 # Key of a parameter group that names the technique whose module it holds.
 OWNER = "owner"
@@ -97,8 +97,8 @@ def _choose_kernel(optimizer: torch.optim.Optimizer, name: OptimizerName, traine
     )  # fmt: skip
     for group in optimizer.param_groups if kernel is not None else ():
         # A technique may leave its module without gradients for a step, in which optimi's foreach fails.
-        own = "loop" if OWNER in group and kernel == "foreach" else kernel
-        group.update({key: key == own for key in KERNEL_KEYS if key in group})
+        suited = "loop" if OWNER in group and kernel == "foreach" else kernel
+        group.update({key: key == suited for key in _kernel_of(group)})
 
 
 def _is_widened(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
@@ -127,15 +127,13 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: Ho
     Raises:
         ValueError: the state belongs to other parameters.
     """
-    chosen = [{key: group[key] for key in KERNEL_KEYS if key in group} for group in optimizer.param_groups]
+    chosen = [*map(_kernel_of, optimizer.param_groups)]
     state = _with_groups_of(optimizer, state)
     on_host = _weights_by_number(optimizer, state) if host is not None else {}
     rest = {number: each for number, each in state["state"].items() if number not in on_host}
     optimizer.load_state_dict({**state, "state": rest})
     if host is not None:
-        groups = {weight: group for group in optimizer.param_groups for weight in group["params"]}
-        saved = ((weight, state["state"][number]) for number, weight in on_host.items() if number in state["state"])
-        host.load((weight, _as_updated(optimizer, groups[weight], weight, each)) for weight, each in saved)
+        host.load(_as_updated(optimizer, {weight: state["state"].get(number) for number, weight in on_host.items()}))
     squares = [each[SQUARES].dtype for each in state["state"].values() if SQUARES in each]
     if torch.bfloat16 in squares and any(_is_widened(optimizer, group) for group in optimizer.param_groups):
         logger.warning(
@@ -143,6 +141,10 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: Ho
             "float32 and decays."
         )
     _replace_missing_kernels(optimizer, chosen)
+
+
+def _kernel_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: group[key] for key in KERNEL_KEYS if key in group}
 
 
 def _weights_by_number(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[int, nn.Parameter]:
@@ -154,12 +156,16 @@ def _weights_by_number(optimizer: torch.optim.Optimizer, state: Mapping[str, Any
 
 
 def _as_updated(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weight: nn.Parameter, state: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """A weight's saved state as its update reads it: torch's fused kernels count its steps on the device."""
-    if group.get("fused"):
-        state = {key: each.to(weight.device) if key == "step" else each for key, each in state.items()}
-    return optimizer.widened(group, weight, state) if isinstance(optimizer, DecayingSquares) else state
+    optimizer: torch.optim.Optimizer, saved: Mapping[nn.Parameter, State | None]
+) -> Iterator[tuple[nn.Parameter, State]]:
+    """Saved states of weights as an update reads them: torch's fused kernels count its steps on the device."""
+    groups = {weight: group for group in optimizer.param_groups for weight in group["params"]}
+    for weight, state in saved.items():
+        group = groups[weight]
+        if state is not None and group.get("fused"):
+            state = {key: each.to(weight.device) if key == "step" else each for key, each in state.items()}
+        if state is not None:
+            yield weight, optimizer.widened(group, weight, state) if isinstance(optimizer, DecayingSquares) else state
 
 
 def _replace_missing_kernels(optimizer: torch.optim.Optimizer, chosen: Sequence[Mapping[str, object]]) -> None:
