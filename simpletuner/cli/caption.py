@@ -43,9 +43,9 @@ def caption(
             return
         with events.phase("Loading torch"), uncollected():
             from simpletuner.annexes.captions.caption import described, write_captions
-            from simpletuner.reporting.previews import pick
+            from simpletuner.reporting.previews import evenly_spaced
         if preview:
-            for file, text in described(found, pick(PREVIEWED, files), wording, events):
+            for file, text in described(found, evenly_spaced(PREVIEWED, files), wording, events):
                 events.say(f"{file.path}\n  {text}")
         else:
             written = write_captions(found, files, wording, events)

@@ -48,7 +48,7 @@ def print_plan(arguments: Arguments, problems: list[Problem], *, as_json: bool =
     from simpletuner.annexes.fitting.ready import weigh_plan
     from simpletuner.annexes.fitting.show import show_plan
     from simpletuner.config.load import raise_if_fatal
-    from simpletuner.run.ledger import read_ledger
+    from simpletuner.run.companions import read_ledger
 
     try:
         with uncollected():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,11 +19,13 @@ from simpletuner.distributed.world import World, launched
 from simpletuner.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
+    from simpletuner.annexes.publishing.upload import Destination
     from simpletuner.budget.budget import Budget
     from simpletuner.cli.server import ServePage
     from simpletuner.config.sources import Arguments
     from simpletuner.plan.build import Plan
     from simpletuner.reporting.events import EventStream
+    from simpletuner.run.companions import Companion
 
 
 def train(
@@ -174,7 +176,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
     from simpletuner.annexes.publishing.upload import prepared_destinations
     from simpletuner.models.registry import load_adapter
     from simpletuner.reporting.events import StateChanged
-    from simpletuner.run.ledger import read_ledger
+    from simpletuner.run.companions import read_ledger
 
     for warning in plan.warnings:
         events.say(str(warning), warning=True, urgent=warning.where == MISSING_GPU)
@@ -192,7 +194,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
         from simpletuner.run.train import finish_run
 
         events.say(f"All {ledger.step} steps are done. An earlier session has not finished: {ledger}.")
-        finish_run(plan, ledger, places, events)
+        finish_run(plan, ledger, events, open_companions(plan, places, events, world))
         return
     summary = "\n".join(start_lines(plan, budget))
     events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
@@ -207,6 +209,22 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
         budget = on_cpu(plan, budget)
         for warning in check_gpu(plan, budget):
             events.say(str(warning), warning=True, urgent=True)
-        with announced_end(events, plan.length.total_steps, world):
+        with announced_end(plan, events, world):
             agreed(plan, budget, yes=yes)
-    run_plan(plan, budget, events, destinations=places, world=world)
+    run_plan(plan, budget, events, open_companions(plan, places, events, world), world)
+
+
+def open_companions(
+    plan: Plan, destinations: Sequence[Destination], events: EventStream, world: World
+) -> list[Companion]:
+    """What accompanies a run in this process, in the order in which it is called."""
+    from simpletuner.annexes.publishing.model_card import open_uploads
+    from simpletuner.annexes.publishing.report import RunReport
+    from simpletuner.annexes.replay.autopsy import Autopsy
+    from simpletuner.annexes.trackers.trackers import Trackers
+
+    autopsy = Autopsy()
+    events.subscribe(autopsy)  # now, because it notes the memory that each phase needed
+    if not world.is_main:
+        return [autopsy]
+    return [autopsy, Trackers(events), RunReport(events), open_uploads(plan, destinations, events)]

@@ -218,7 +218,7 @@ class CheckpointWriter:
 
     Attributes:
         note: header entries of weight files for a state of the run.
-        in_use: checkpoints that may not be removed now.
+        in_use: returns checkpoints that may not be removed now.
         in_shards: see `save_checkpoint`.
         saved_step: step of the newest checkpoint.
     """
@@ -231,7 +231,7 @@ class CheckpointWriter:
     settings: Mapping[str, Any]
     events: EventStream
     note: Callable[[TrainState], Mapping[str, str]]
-    in_use: Collection[Path] = ()
+    in_use: Callable[[], Collection[Path]] = tuple
     in_shards: bool = True
     saved_step: int | None = field(default=None, init=False)
     _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1), init=False)
@@ -285,7 +285,7 @@ class CheckpointWriter:
         def finish() -> CheckpointSaved:
             with assembly.world.undisturbed():
                 complete()
-            removed = prune(self.output_dir, limit, rolling=rolling, in_use=self.in_use)
+            removed = prune(self.output_dir, limit, rolling=rolling, in_use=self.in_use())
             return CheckpointSaved(path, step, time.monotonic() - started, removed)
 
         self._completing = self._thread.submit(finish)

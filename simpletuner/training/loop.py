@@ -19,7 +19,7 @@ from simpletuner.training.step import optimizer_step
 
 
 class Callback(Protocol):
-    """Called in a fixed order: EMA, evaluation, record, requests, checkpoints, previews, uploads.
+    """Called in a fixed order: EMA, evaluation, record, requests, checkpoints, previews, companions.
 
     A step is recorded before its checkpoint, so that a run resumed from it has every line. Previews take long and come
     after it; those lost to a kill are rendered on resume. Uploads include them.

@@ -13,7 +13,7 @@ import torch
 
 from simpletuner.distributed.requests import Request, take_request, take_requests
 from simpletuner.reporting.events import EventStream, Rounds, StateChanged, StepReport
-from simpletuner.reporting.slowness import SlowSteps
+from simpletuner.reporting.pace import SlowSteps
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -191,11 +191,16 @@ def test_streamed_gradients_are_the_resident_ones(
     assert all(torch.equal(resident[name], streamed[name]) for name in resident)
 
 
-def file_behind(address: int) -> str | None:
-    """The file that is mapped at an address of this process, empty for plain memory; None if nothing is."""
+def files_behind(addresses: Collection[int]) -> list[str | None]:
+    """The files that are mapped at addresses of this process, empty for plain memory; None where nothing is."""
     lines = [line.split(maxsplit=5) for line in MAPS.read_text().splitlines()]
-    spans = [([int(end, 16) for end in line[0].split("-")], line[5:]) for line in lines]
-    return next(("".join(path) for (start, end), path in spans if start <= address < end), None)
+    spans = [(*(int(end, 16) for end in line[0].split("-")), "".join(line[5:])) for line in lines]
+    return [next((path for start, end, path in spans if start <= address < end), None) for address in addresses]
+
+
+def file_behind(address: int) -> str | None:
+    """The same of one address."""
+    return files_behind([address])[0]
 
 
 @pytest.mark.skipif(not MAPS.is_file(), reason="needs /proc")

@@ -12,7 +12,7 @@ import pytest
 from simpletuner.distributed.requests import Request, expect_requests, make_request
 from simpletuner.distributed.world import World
 from simpletuner.reporting.events import Event, EventStream, Notice, StateChanged, StepReport
-from simpletuner.reporting.slowness import ENOUGH, RECENT, SlowSteps
+from simpletuner.reporting.pace import ENOUGH, RECENT, SlowSteps
 from simpletuner.run.records import RunRecord
 from simpletuner.training.recorder import Recorder, RequestHandler, utilisation
 from simpletuner.training.state import Assembly, TrainState

@@ -33,8 +33,8 @@ from simpletuner.reporting.events import PREVIEWS, EventStream, RunningPhase
 from simpletuner.reporting.metrics import METRICS_FILE, Columns, MediaRecord, read_rows
 from simpletuner.reporting.sheet import Sheet
 from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue, fetch
+from simpletuner.run.session import build_subjects
 from simpletuner.run.train import prepare_machine
-from simpletuner.run.watchers import build_subjects
 from simpletuner.training.assemble import load_for_sampling, make_accelerator
 from simpletuner.training.lora_files import applied_loras
 from simpletuner.validation.runner import Renderer, Subject

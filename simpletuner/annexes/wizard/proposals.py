@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from simpletuner.annexes.trackers.trackers import KNOWN, check_trackers
 from simpletuner.config.optimizers import optimizer_name
+from simpletuner.config.trackers import PACKAGES, why_missing
 from simpletuner.models.spec import TASKS, Flavour
 from simpletuner.plan.draft import Draft
 
@@ -61,7 +61,7 @@ def prompt_library(draft: Draft) -> str | None:
 def usable_trackers(draft: Draft) -> Mapping[str, str]:
     """Trackers that are installed and logged in."""
     remarks = {"none": "nowhere; the HTML report is always written", "wandb": "wandb.ai"}
-    names = [name for name in ("none", *KNOWN) if name not in ("all", "simpletuner") and not check_trackers(name)]
+    names = ["none", *(name for name in PACKAGES if why_missing(name) is None)]
     return {name: remarks.get(name, "") for name in names}
 
 
