@@ -6,7 +6,6 @@ import functools
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from inspect import isfunction
 from pathlib import Path
 from typing import Any
@@ -134,16 +133,14 @@ def tabs() -> list[dict[str, Any]]:
 @functools.cache
 def fields(family: str | None = None) -> tuple[Field, ...]:
     """Every option, in the order of the page, with the defaults of a family."""
-    return tuple(_fields(FAMILIES[family] if family else None))
-
-
-def _fields(spec: FamilySpec | None) -> Iterator[Field]:
-    grouped, options = sections(), all_options()
+    spec = FAMILIES[family] if family else None
+    grouped, options, shown = sections(), all_options(), list[Field]()
     moved = {key for section in SECTIONS for key in section.keys}
     for section in SECTIONS:
-        yield from (_field(options[key], spec, section.id, "") for key in section.keys)
+        shown += [_field(options[key], spec, section.id, "") for key in section.keys]
         for group in section.groups:
-            yield from (_field(each, spec, section.id, group) for each in grouped[group] if each.name not in moved)
+            shown += [_field(each, spec, section.id, group) for each in grouped[group] if each.name not in moved]
+    return tuple(shown)
 
 
 @functools.cache

@@ -242,15 +242,13 @@ PARTS: Mapping[str, Callable[[Run], dict[str, Any]]] = {
 
 
 def receive_event(request: Request, event: dict[str, Any]) -> Response:
-    """Keep an event of a run elsewhere; `type` and `job_id` tell what happened where."""
+    """Append an event of a run elsewhere as one line; `type` and `job_id` tell what happened where.
+
+    A full file is moved aside and replaces the one before it.
+    """
     if not isinstance(event.get("type"), str):
         raise Refusal(422, "This is no event: it has no type.")
-    keep(project_of(request).folder / CALLBACK_FILE, event)
-    return JSONResponse({"status": "ok"}, 202)
-
-
-def keep(file: Path, event: dict[str, Any]) -> None:
-    """Append an event as one line; a full file is moved aside and replaces the one before it."""
+    file = project_of(request).folder / CALLBACK_FILE
     with _writing:
         size = file.stat().st_size if file.is_file() else 0
         if size > LARGEST_FILE:
@@ -263,3 +261,4 @@ def keep(file: Path, event: dict[str, Any]) -> None:
             if file.is_file():
                 os.truncate(file, size)  # half a line would spoil the next one
             raise
+    return JSONResponse({"status": "ok"}, 202)
