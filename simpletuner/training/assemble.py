@@ -35,8 +35,7 @@ from simpletuner.memory.offload.attach import attach_offload, place_model
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.image import WeightImage
 from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
-from simpletuner.memory.precision import DTYPES
-from simpletuner.memory.products import use_quantised_products
+from simpletuner.memory.precision import DTYPES, use_quantised_products
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.blocks import FastBlocks
@@ -44,8 +43,7 @@ from simpletuner.models.float32 import keep_full_float32
 from simpletuner.models.lora_targets import Targets
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import kernel_chooser
-from simpletuner.speed.compile import compile_blocks
-from simpletuner.speed.first_gradients import FirstGradients
+from simpletuner.speed.compile import FirstGradients, compile_blocks
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import HiddenStates, Site, Technique
 from simpletuner.training.frozen import blocks_to_stream, load_frozen

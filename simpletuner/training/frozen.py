@@ -23,8 +23,8 @@ from simpletuner.memory.offload.attach import in_groups, pack_group, streamed_bl
 from simpletuner.memory.offload.image import WeightImage, share_by_machine
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
+from simpletuner.models.loading import HollowWeights
 from simpletuner.models.lora_targets import Targets, matching_modules
-from simpletuner.models.weights import HollowWeights
 
 
 def load_frozen(

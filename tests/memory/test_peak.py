@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.models import cost_of
 from simpletuner.budget.estimate import TrainingSetup, step_memory
 from simpletuner.config.schema import OptimizerConfig
-from simpletuner.memory.precision import QuantisedLinear, linear_layers
-from simpletuner.memory.products import QuantisedProducts
+from simpletuner.memory.precision import QuantisedLinear, QuantisedProducts, linear_layers
 from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, TransformerCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE

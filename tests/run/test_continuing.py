@@ -13,8 +13,8 @@ from PIL import Image
 
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.adapter import PreviewRequest, TextRequest
+from simpletuner.models.kandinsky5.image import StockPipeline
 from simpletuner.models.kandinsky5.loading import load_processor
-from simpletuner.models.kandinsky5.previews import StockPipeline
 from simpletuner.training.manifest import NOTE_FILE
 from tests.fidelity.family import make_adapter
 from tests.tiny import PIPELINES, make_checkpoint

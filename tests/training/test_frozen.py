@@ -19,9 +19,9 @@ from simpletuner.memory.offload.attach import attach_offload, pack_group, stream
 from simpletuner.memory.offload.image import WeightImage, leaves
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import CheckpointSetup
+from simpletuner.models.loading import HollowWeights
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource
-from simpletuner.models.weights import HollowWeights
 from simpletuner.training import frozen
 from simpletuner.training.frozen import load_frozen
 from tests.fidelity.family import CPU, make_adapter, make_config

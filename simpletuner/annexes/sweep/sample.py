@@ -21,8 +21,7 @@ from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.values import Size
 from simpletuner.diffusion.flow import sampling_shift
-from simpletuner.memory.precision import DTYPES
-from simpletuner.memory.products import check_device
+from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.kernels import KERNELS
 from simpletuner.plan.build import Plan

@@ -12,8 +12,7 @@ from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
 from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.kandinsky5 import nabla
-from simpletuner.models.kandinsky5.adapter import Kandinsky5Adapter
-from simpletuner.models.kandinsky5.denoiser import SampledLatents, channels_last
+from simpletuner.models.kandinsky5.image import Kandinsky5Adapter, SampledLatents, channels_last
 from simpletuner.models.kandinsky5.options import is_sparse, rope_scale_of_size
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.loading import attend_by_frame, slice_convolutions
@@ -54,29 +53,25 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
     def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
         transformer: Any = super().load_transformer(dtype, hollow=hollow)
         self._settings = dict(transformer.config)
-        if is_sparse(self._settings):
-            self._tiles = nabla.install(transformer)
+        self._tiles = nabla.install(transformer) if is_sparse(self._settings) else None
         return transformer
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
         """For i2v, frame 0 is the clean picture and is excluded from the loss. Pictures and t2v clips are unchanged."""
         return hold_first_frame(noisy) if self.takes_picture else noisy
 
-    def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
-        channels = self._condition_channels(noisy) if self._settings.get("visual_cond") else ()
-        return self.velocity(transformer, noisy, channels, self.rope_scale, self._sparsity(noisy))
-
-    def _sparsity(self, noisy: NoisyBatch) -> dict[str, Any] | None:
-        """Parameters of block-sparse attention for a batch; None for dense checkpoints."""
-        if self._tiles is None or not is_sparse(self._settings):
+    def sparsity(self, noisy: NoisyBatch) -> dict[str, Any] | None:
+        if self._tiles is None:
             return None
         latents, settings = channels_last(noisy.noisy_latents), self._settings
         head_dim = sum(settings["axes_dims"])
         self._tiles.settle(latents.device, self.dtype, head_dim, settings["model_dim"] // head_dim)
         return nabla.sparse_params(tuple(latents.shape), settings, latents.device)
 
-    def _condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, Tensor]:
+    def condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, ...]:
         """Sixteen channels of zeros, and a mask that is 1 on a given first frame."""
+        if not self._settings.get("visual_cond"):
+            return ()
         latents = channels_last(noisy.noisy_latents)
         mask = torch.zeros_like(latents[..., :1])
         if self.takes_picture and noisy.batch.condition is not None and latents.shape[1] > 1:
