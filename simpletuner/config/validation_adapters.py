@@ -14,7 +14,6 @@ from simpletuner.config.option import Group, common, option, when
 from simpletuner.config.values import Number, Text, TextList, parse_json_text
 from simpletuner.errors import Problem
 
-KEY = "validation_adapter_config"
 of_adapter = partial(option, requires=when("validation_adapter_path"))
 Strength = Annotated[Number, Field(gt=0)]
 
@@ -107,4 +106,4 @@ def check_listed(config: ValidationAdapterConfig) -> Iterator[Problem]:
     """Runs without a LoRA."""
     for index, entry in enumerate(config.validation_adapter_config or []):
         if not entry.loras:
-            yield Problem(f"{KEY}[{index}]", "names no LoRA; give it path, paths or adapters.")
+            yield Problem(f"validation_adapter_config[{index}]", "names no LoRA; give it path, paths or adapters.")
