@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import re
 import shutil
 import subprocess
 from inspect import isfunction
-from pathlib import Path
 from typing import Any
 
+import psutil
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
@@ -118,10 +117,8 @@ def gpu_json(index: str, name: str, *mebibytes: str) -> dict[str, Any]:
 
 
 def memory(request: Request) -> Response:
-    """The machine's memory in bytes; None where the system does not tell."""
-    path = Path("/proc/meminfo")
-    told = re.search(r"MemAvailable:\s+(\d+) kB", path.read_text(encoding="ascii")) if path.is_file() else None
-    return JSONResponse({"total": host_memory(), "free": int(told[1]) * 1024 if told else None})
+    """The machine's memory in bytes."""
+    return JSONResponse({"total": host_memory(), "free": psutil.virtual_memory().available})
 
 
 def tabs() -> list[dict[str, Any]]:
