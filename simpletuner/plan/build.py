@@ -198,9 +198,8 @@ def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, pr
     problems.extend(check_datasets(config, spec, flavour, plan.datasets))
     # What follows needs whole datasets: with problems so far it would only report their consequences.
     raise_if_fatal(problems)
-    if spec.check_sizes is not None:
-        buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}
-        problems.extend(spec.check_sizes(config, flavour, plan.sizes, buckets))
+    buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}
+    problems.extend(spec.checks.sizes(config, flavour, plan.sizes, buckets))
     plan = replace(plan, same_data=has_same_data(plan, problems), length=plan_length(config, plan.sampler()))
     problems.extend(check_total(config, plan.length.total_steps))
     problems.extend(_check_last_epoch(plan))
