@@ -17,7 +17,7 @@ from simpletuner.config.json_files import json_kind, read_json
 from simpletuner.config.load import Layer, build_group, canonical
 from simpletuner.config.option import Group, accepted, common, option
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
-from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, DatasetDefaults, options_of
+from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, DatasetDefaults, SharedKeys, options_of
 from simpletuner.config.sources import resolve_alias
 from simpletuner.config.upstream import DATASET_INSTEAD
 from simpletuner.config.values import (
@@ -28,7 +28,6 @@ from simpletuner.config.values import (
     PathText,
     Text,
     TextList,
-    Texts,
     parse_flag,
     parse_number,
     plain_key,
@@ -107,7 +106,7 @@ def _positive(value: object, *, or_zero: bool = False) -> float:
 Ratios = Annotated[list[tuple[float, float]], BeforeValidator(parse_ratios)]
 
 
-class DatasetConfig(HubKeys, BucketKeys, TableKeys):
+class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """Dataset"""
 
     id: Text = common(..., "Name of the dataset, once in the file.", label="ID")
@@ -124,7 +123,6 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     )
     caption_strategy: CaptionStrategy | None = common(None, "Where captions come from.")
     disable_multiline_split: Flag = option(False, "The whole text file is one caption.")
-    instance_prompt: Texts | None = option(None, "Text to prepend to captions, or to use instead.")
     prepend_instance_prompt: Flag | None = option(None, "Prepend instance_prompt to all captions.")
     only_instance_prompt: Flag | None = option(None, "Use instance_prompt instead of captions.")
     metadata_backend: Literal["discovery", "json", "parquet", "huggingface"] = option(
@@ -139,11 +137,6 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     crop_aspect: Literal["square", "preserve", "closest", "random"] = option("square", "Which ratio to crop to.")
     crop_aspect_buckets: Ratios | None = option(None, "Ratios, or {aspect, weight} with weights summing to 1.")
     crop_style: Literal["random", "center", "centre", "corner", "face"] = option("random", "Where to crop.")
-    minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
-    maximum_image_size: Number | None = option(
-        None, "Larger ones are resized to the target first.", ge=0, le=LARGEST_SIZE
-    )
-    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0, le=LARGEST_SIZE)
     minimum_aspect_ratio: Number | None = option(None, "Narrower pictures are left out.", gt=0)
     maximum_aspect_ratio: Number | None = option(None, "Wider pictures are left out.", gt=0)
     max_upscale_threshold: Number | None = option(
@@ -165,7 +158,6 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     write_batch_size: Integer = accepted(128, "writing needs no batches", ge=1)
     vae_cache_clear_each_epoch: Flag | None = option(None, "Redraw random crops and encode them each epoch.")
     vae_cache_disable: Flag | None = option(None, "Encode latents at every use and cache none.")
-    skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
     preserve_data_backend_cache: Flag | None = option(None, "Do not look for added files.")
     compress_cache: Flag | None = option(None, "Compress cache entries.")
     scan_for_errors: Flag = option(False, "Check every cache entry at start.")

@@ -566,7 +566,19 @@ class EvaluationConfig(Group):
         return not self.eval_loss_disable and (self.eval_steps_interval or self.eval_epoch_interval) is not None
 
 
-class DatasetDefaults(Group):
+class SharedKeys(Group):
+    """Keys of a dataset that mean the same for all of them."""
+
+    minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
+    maximum_image_size: Number | None = option(
+        None, "Larger pictures are resized to target_downsample_size before cropping.", ge=0, le=LARGEST_SIZE
+    )
+    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0, le=LARGEST_SIZE)
+    instance_prompt: Texts | None = option(None, "Text to prepend to captions, or to use instead.")
+    skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
+
+
+class DatasetDefaults(SharedKeys):
     """Dataset defaults"""
 
     resolution: Number | None = common(
@@ -575,20 +587,13 @@ class DatasetDefaults(Group):
     resolution_type: Literal["pixel", "area", "pixel_area"] = common(
         "pixel_area", "Unit of resolution: short edge, megapixels, or edge of a square of equal area."
     )
-    minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
-    maximum_image_size: Number | None = option(
-        None, "Larger pictures are resized to target_downsample_size before cropping.", ge=0, le=LARGEST_SIZE
-    )
-    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0, le=LARGEST_SIZE)
     aspect_bucket_rounding: Integer = option(2, "Decimals of a bucket's ratio.", ge=1, le=9)
     aspect_bucket_alignment: Alignment | None = option(
         None, "Pixel grid of bucket sizes.", default_note="of the family"
     )
     caption_strategy: CaptionStrategy = common("filename", "Where captions come from.")
-    instance_prompt: Texts | None = option(None, "Text to prepend to captions, or to use instead.")
     prepend_instance_prompt: Flag = option(False, "Prepend instance_prompt to all captions.")
     only_instance_prompt: Flag = option(False, "Use instance_prompt instead of captions.")
-    skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
     preserve_data_backend_cache: Flag = option(False, "Do not look for added files.")
     ignore_missing_files: Flag = option(False, "Use cached entries of files that are gone.")
     retry_failed: Flag = option(False, "Retry failed downloads of remote datasets.")
