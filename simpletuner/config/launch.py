@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.option import Group, accepted, common, option, unless, when
+from simpletuner.config.option import Group, common, option, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS
-from simpletuner.config.values import Flag, Integer, Text, TextList, parse_text
+from simpletuner.config.values import Flag, Integer, Text, parse_text
 
 FsdpVersion = Annotated[Literal["2", "1"], BeforeValidator(parse_text)]  # may be written as a number
 sharded = partial(option, requires=when("fsdp_enable"))
@@ -37,9 +37,6 @@ class LaunchConfig(Group):
     )
     dynamo_fullgraph: Flag = option(False, "Fail on graph breaks.")
     dynamo_dynamic: Flag = option(False, "Compile for dynamic shapes: every size may change, not only the token count.")
-    dynamo_use_regional_compilation: Flag = accepted(
-        True, "the repeated blocks are compiled, never the whole transformer"
-    )
     fsdp_enable: Flag = option(
         False,
         "Shard weights, gradients and optimizer state over the processes (FSDP2) instead of replicating them "
@@ -98,12 +95,6 @@ class LaunchConfig(Group):
             ("SIZE_BASED_WRAP", "NO_WRAP"),
             "is treated as TRANSFORMER_BASED_WRAP: results are the same, and blocks are gathered one at a time",
         ),
-    )
-    fsdp_transformer_layer_cls_to_wrap: TextList | None = accepted(
-        None, "the family's blocks are known and are gathered one at a time"
-    )
-    fsdp_cpu_ram_efficient_loading: Flag = accepted(
-        True, "the processes of a machine always share the memory of the weights they read"
     )
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from simpletuner.config.option import Group, TechniqueGroup, accepted, common, option, when
+from simpletuner.config.option import Group, TechniqueGroup, common, option, when
 from simpletuner.config.values import Flag, Integer, Number, Text
 from simpletuner.errors import Problem
 
@@ -25,7 +25,6 @@ class LossConfig(Group):
     loss_type: Literal["l2", "huber", "smooth_l1"] = common("l2", "Distance between prediction and target.")
     huber_schedule: Literal["snr", "exponential", "constant"] = huber("snr", "How huber_c depends on the timestep.")
     huber_c: Number = huber(0.1, "Where huber and smooth_l1 change from quadratic to linear.", gt=0, common=True)
-    snr_gamma: Number | None = accepted(None, "it does not apply to flow models", ge=0)
     input_perturbation: Number = option(0.0, "Extra noise on the input only.", ge=0)
     input_perturbation_steps: Integer = option(
         0, "Decay input_perturbation linearly to 0 at this step; 0 keeps it constant.", ge=0

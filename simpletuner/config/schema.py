@@ -96,7 +96,6 @@ class ModelConfig(Group):
     pretrained_transformer_subfolder: Text = option("transformer", "Folder of the transformer within that path.")
     revision: Text | None = option(None, "Branch, tag or commit of the hub repository.")
     variant: Text | None = option(None, "Weight file variant, such as fp16.")
-    trust_remote_code: Flag = accepted(False, "every part of a model is a class of the installed libraries")
 
 
 class RunOptions(Group):
@@ -181,7 +180,6 @@ class CheckpointConfig(Group):
     disk_low_threshold: Gigabytes | None = option(
         None, "Save a checkpoint and stop if less disk space is free in output_dir: 10G, 500M, or a number of GB.", gt=0
     )
-    checkpointing_use_tempdir: Flag = accepted(False, "writes are always atomic")
 
 
 class OptimizerConfig(Group):
@@ -364,9 +362,6 @@ class OffloadConfig(Group):
 class CachingConfig(Group):
     """Caching"""
 
-    offload_during_startup: Flag = accepted(
-        False, "text encoders and VAE are never on the device together while caching anyway"
-    )
     vae_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
         None, "Dtype of the VAE; part of the cache identity.", default_note="fp32 with mixed_precision no, else bf16"
     )
@@ -398,8 +393,6 @@ class CachingConfig(Group):
         default_note="8; 32 with group_offload_text_encoder; 1 on a CPU",
     )
     image_processing_batch_size: Integer = option(32, "Pictures decoded ahead.", ge=1)
-    read_batch_size: Integer = accepted(25, "reading needs no batches", ge=1)
-    write_batch_size: Integer = accepted(128, "writing needs no batches", ge=1)
     max_workers: Integer = option(32, "Decode threads, at most the machine's cores.", ge=1)
     torch_num_threads: Integer = option(8, "Compute threads on a CPU, at most the machine's cores.", ge=1)
     dataloader_prefetch: Flag = option(False, "Prefetch several batches instead of one.")
@@ -597,21 +590,43 @@ class DatasetDefaults(SharedKeys):
     preserve_data_backend_cache: Flag = option(False, "Do not look for added files.")
     ignore_missing_files: Flag = option(False, "Use cached entries of files that are gone.")
     retry_failed: Flag = option(False, "Retry failed downloads of remote datasets.")
-    metadata_update_interval: Integer = accepted(3600, "the index is saved once, before training", ge=60)
     disable_bucket_pruning: Flag = option(
         False, "Keep buckets smaller than a batch, and pad the batch with repeated samples."
     )
     allow_dataset_oversubscription: Flag = option(False, "If repeats is unset, raise it until a batch is full.")
     override_dataset_config: Flag = option(False, "Accept a changed dataset.")
-    vae_cache_scan_behaviour: Literal["recreate", "sync"] = accepted(
-        "recreate", "a latent that does not match is re-encoded, under its own key"
-    )
     data_backend_sampling: Literal["auto-weighting", "uniform"] = option(
         "auto-weighting", "Choose datasets by size x probability, or by probability alone."
     )
     conditioning_multidataset_sampling: Literal["random", "combined"] = option(
         "random", "Use one conditioning dataset per sample, or all of them."
     )
+
+
+class AcceptedConfig(Group):
+    """Accepted without effect"""
+
+    trust_remote_code: Flag = accepted(False, "every part of a model is a class of the installed libraries")
+    checkpointing_use_tempdir: Flag = accepted(False, "writes are always atomic")
+    offload_during_startup: Flag = accepted(
+        False, "text encoders and VAE are never on the device together while caching anyway"
+    )
+    read_batch_size: Integer = accepted(25, "reading needs no batches", ge=1)
+    write_batch_size: Integer = accepted(128, "writing needs no batches", ge=1)
+    metadata_update_interval: Integer = accepted(3600, "the index is saved once, before training", ge=60)
+    vae_cache_scan_behaviour: Literal["recreate", "sync"] = accepted(
+        "recreate", "a latent that does not match is re-encoded, under its own key"
+    )
+    dynamo_use_regional_compilation: Flag = accepted(
+        True, "the repeated blocks are compiled, never the whole transformer"
+    )
+    fsdp_transformer_layer_cls_to_wrap: TextList | None = accepted(
+        None, "the family's blocks are known and are gathered one at a time"
+    )
+    fsdp_cpu_ram_efficient_loading: Flag = accepted(
+        True, "the processes of a machine always share the memory of the weights they read"
+    )
+    snr_gamma: Number | None = accepted(None, "it does not apply to flow models", ge=0)
 
 
 GroupType = TypeVar("GroupType", bound=Group)
@@ -665,6 +680,7 @@ class RunConfig:
     validation_adapters: ValidationAdapterConfig
     evaluation: EvaluationConfig
     datasets: DatasetDefaults
+    accepted: AcceptedConfig
     family: FamilyOptions
     origins: Mapping[str, str] = field(default_factory=dict)
 

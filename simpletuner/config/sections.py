@@ -53,5 +53,6 @@ SECTIONS = (
     Section("publishing/webhooks", "Webhooks", ("Webhooks",)),
     Section("checkpoints/saving", "Saving", ("Checkpoints",)),
     Section("environment/paths", "Folders and safety", keys=FOLDERS),
+    Section("environment/accepted", "Accepted without effect", ("Accepted without effect",)),
 )
 TABS = tuple(dict.fromkeys(section.tab for section in SECTIONS))
