@@ -288,10 +288,10 @@ class FamilyAdapter(Protocol):
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
         """Load the VAE onto a device."""
 
-    def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
+    def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         """Load the transformer onto the CPU; layers that must stay float32 do.
 
-        With `hollow` no weights are read, and parameters are on `meta`; their dtype may not be the final one. A
+        With `empty` no weights are read, and parameters are on `meta`; their dtype may not be the final one. A
         family that cannot do so reads them.
         """
 

@@ -1,8 +1,13 @@
 """Loads models, and lowers the peak memory of VAEs without changing results.
 
 - weights whole, or module by module, so that memory never holds all of them
+- full float32 on a GPU for models and layers that need it
 - 3D convolutions in slices of time, and the HunyuanVideo VAE's attention without its mask
 - pipelines whose transformer has no weights, to check LoRA files against
+
+TF32, which `disable_tf32` switches off for everything, keeps 10 of a factor's 23 bits. That is enough for a run in
+float32 and for the float32 weights of a LoRA. It would defeat the purpose of a float32 VAE, and of the layers that
+diffusers keeps in float32 in a bf16 model; stock pipelines compute these layers in full.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import diffusers
@@ -23,9 +29,62 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from simpletuner.config.schema import CachingConfig
 from simpletuner.errors import UserError, shorten
-from simpletuner.models.float32 import full_float32
 from simpletuner.models.source import ModelSource, Part
 from simpletuner.models.usage import FLOW, SOLVERS
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """A context without TF32. The setting is global: it also affects other threads."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    allowed = products.allow_tf32, convolutions.allow_tf32
+    try:
+        products.allow_tf32 = convolutions.allow_tf32 = False
+        yield
+    finally:
+        products.allow_tf32, convolutions.allow_tf32 = allowed
+
+
+@torch.library.custom_op(
+    "simpletuner::full_linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+)
+def full_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b in full float32; an operation, since compiled code cannot change torch's settings."""
+    with full_float32():
+        return functional.linear(x, weight, bias)
+
+
+@full_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], len(weight)))
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    rows = gradient.flatten(0, -2)
+    return (
+        full_linear(gradient, weight.t(), None) if ctx.needs_input_grad[0] else None,
+        full_linear(rows.t(), x.flatten(0, -2).t(), None) if ctx.needs_input_grad[1] else None,
+        rows.sum(0) if ctx.needs_input_grad[2] else None,
+    )
+
+
+full_linear.register_autograd(_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]))
+
+
+def keep_full_float32(transformer: nn.Module) -> None:
+    """Compute the linear layers that the class of a transformer keeps in float32 in full."""
+    model: Any = transformer
+    kept = set(model._keep_in_fp32_modules or ())
+    for name, layer in transformer.named_modules():
+        if isinstance(layer, nn.Linear) and kept & {*name.split(".")}:
+            layer.forward = MethodType(_full_forward, layer)  # type: ignore[method-assign]
+
+
+def _full_forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    """As `nn.Linear`; a weight that is stored in bf16 is cast to the dtype of the input."""
+    out: Tensor = full_linear(x, layer.weight.to(x.dtype), layer.bias)
+    return out
 
 
 @contextmanager
@@ -67,13 +126,13 @@ def refuse_missing(part: Part, absent: Collection[str]) -> None:
         raise UserError(f"{where} is incomplete: {shorten(sorted(absent))} not in its files.")
 
 
-def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, hollow: bool) -> Any:
+def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, empty: bool) -> Any:
     """Load a transformer onto the CPU, except for the layers that its class keeps in float32 in one dtype.
 
     Args:
-        hollow: read no weights: parameters are on `meta`, and only buffers have values. `HollowWeights` reads the rest.
+        empty: read no weights: parameters are on `meta`, and only buffers have values. `DeferredWeights` reads the rest.
     """
-    if not hollow:
+    if not empty:
         return load_whole(model_class, part, torch_dtype=dtype, low_cpu_mem_usage=True)
     folder, usual = part.fetch(), torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # of buffers, as in `from_pretrained`
@@ -215,7 +274,7 @@ def attend_by_frame(vae: nn.Module) -> int:
         if isinstance(block, HunyuanVideoMidBlock3D) and all(_is_plain(attn) for attn in block.attentions):
             for attn in block.attentions:
                 attn.set_processor(FrameCausalProcessor())
-            block.forward = partial(_forward, block)
+            block.forward = partial(_mid_block_forward, block)
             found += len(block.attentions)
     return found
 
@@ -225,7 +284,7 @@ def _is_plain(attn: Any) -> bool:
     return attn is not None and (attn.spatial_norm, attn.norm_q, attn.norm_k) == (None, None, None)
 
 
-def _forward(block: Any, hidden_states: Tensor) -> Tensor:
+def _mid_block_forward(block: Any, hidden_states: Tensor) -> Tensor:
     """Forward of the mid block on `B C F H W`, passing the number of frames instead of a mask."""
     hidden_states = block.resnets[0](hidden_states)
     for attn, resnet in zip(block.attentions, block.resnets[1:], strict=True):
@@ -276,14 +335,14 @@ def share_zero_weights(model: nn.Module) -> nn.Module:
     return model
 
 
-class HollowWeights:
-    """The weights that a hollow transformer lacks, with the values and dtypes of `from_pretrained`.
+class DeferredWeights:
+    """The weights that an empty transformer lacks, with the values and dtypes of `from_pretrained`.
 
     A weight with the dtype of the file becomes a view of the mapped file. Its pages are page cache, which the system
     drops when it needs memory, and they are unmapped with the last view.
 
     Args:
-        transformer: from `load_transformer(dtype, hollow=True)`; parameters with values are left unchanged.
+        transformer: from `load_transformer(dtype, empty=True)`; parameters with values are left unchanged.
         part: location of the weights. Formats other than safetensors are loaded as a whole.
 
     Raises:

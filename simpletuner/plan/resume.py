@@ -23,7 +23,7 @@ from simpletuner.config.precision import (
 )
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
-from simpletuner.models.lora_targets import Targets
+from simpletuner.models.lora_keys import Targets
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import allows_other_batch_size

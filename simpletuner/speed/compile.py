@@ -138,7 +138,7 @@ def compile_blocks(
 
     if fast is not None:
         if recomputing:
-            fast.beyond = outside_checkpoints()
+            fast.outside_checkpoint = outside_checkpoints()
             fast.recomputing = {name: checkpointed(fast.pieces[name]) for name in fast.last}
         for pieces in (fast.pieces, fast.recomputing):
             for name, piece in pieces.items():

@@ -39,8 +39,8 @@ from simpletuner.memory.precision import DTYPES, use_quantised_products
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.blocks import FastBlocks
-from simpletuner.models.float32 import keep_full_float32
-from simpletuner.models.lora_targets import Targets
+from simpletuner.models.loading import keep_full_float32
+from simpletuner.models.lora_keys import Targets
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import kernel_chooser
 from simpletuner.speed.compile import FirstGradients, compile_blocks
@@ -118,7 +118,7 @@ def assemble(
     prepared = transformer if sharded and not is_lora else _replicate(transformer, accelerator, sharded=sharded)
     streamer = _stream(transformer, streamed, config, device, world, packed)
     if streamer is not None and fast is not None:
-        fast.beyond = RememberedPlaces(streamer)
+        fast.outside_checkpoint = RememberedPlaces(streamer)
     return Assembly(
         adapter=adapter,
         accelerator=accelerator,

@@ -23,8 +23,8 @@ from simpletuner.memory.offload.attach import in_groups, pack_group, streamed_bl
 from simpletuner.memory.offload.image import WeightImage, share_by_machine
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
-from simpletuner.models.loading import HollowWeights
-from simpletuner.models.lora_targets import Targets, matching_modules
+from simpletuner.models.loading import DeferredWeights
+from simpletuner.models.lora_keys import Targets, matching_modules
 
 
 def load_frozen(
@@ -53,10 +53,10 @@ def load_frozen(
     """
     dtype = dtype or DTYPES[transformer_dtype(config.precision)]
     stored = quantisation(config.precision.base_model_precision)
-    transformer = adapter.load_transformer(dtype, hollow=True).requires_grad_(False)
+    transformer = adapter.load_transformer(dtype, empty=True).requires_grad_(False)
     layout, images = adapter.block_layout(transformer), []
     in_bf16 = bf16_modulation(config.speed) and _adapts_only(transformer, adapted, adapter.spec.quantised_layers)
-    weights = HollowWeights(transformer, adapter.source["transformer"], dtype)
+    weights = DeferredWeights(transformer, adapter.source["transformer"], dtype)
     streamed = in_groups(blocks_to_stream(layout, config.offload), config.offload)
     staying = [[block] for block in layout.blocks if not any(block in group for group in streamed)]
     for modules in [*streamed, *staying, [transformer]]:

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import UserError, shorten
-from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE
-from simpletuner.models.lora_targets import Targets
+from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE, Targets
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import refuse_not_finite
 from simpletuner.training.lora_files import (

@@ -124,7 +124,7 @@ class Trained:
         streamer = attach.attach_offload(self.model, blocks, config, device, keeps_saved=self.keeps_saved, slots=slots)
         assert streamer is not None
         if self.fast is not None:
-            self.fast.beyond = RememberedPlaces(streamer)
+            self.fast.outside_checkpoint = RememberedPlaces(streamer)
         return streamer
 
     def _move_inputs(self, device: torch.device) -> None:

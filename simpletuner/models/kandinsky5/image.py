@@ -229,9 +229,9 @@ class Kandinsky5Adapter:
         length, sees = self.spec.words.length(self.text), self.task in self.spec.words.hold_picture
         return Kandinsky5TextEncoder(self.source, template, length, device, dtype, quantise, sees_pictures=sees)
 
-    def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
+    def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         part = self.source["transformer"]
-        transformer: nn.Module = load_denoiser(Kandinsky5Transformer3DModel, part, dtype, hollow=hollow)
+        transformer: nn.Module = load_denoiser(Kandinsky5Transformer3DModel, part, dtype, empty=empty)
         move_with_the_model(transformer)
         self.dtype, self._padding = dtype, attention.install(transformer)
         return transformer

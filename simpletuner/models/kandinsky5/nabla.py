@@ -22,10 +22,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention, noop_ma
 from torch.nn.functional import pad
 
 from simpletuner.config.speed import is_installed
-from simpletuner.models.blocks import DEVICE_FAILURES, torch_attention
+from simpletuner.models.blocks import DEVICE_FAILURES, KERNELS, torch_attention
 from simpletuner.models.kandinsky5.attention import Kernel, replace_attention
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE
-from simpletuner.models.kernels import KERNELS
 
 logger = logging.getLogger(__name__)
 

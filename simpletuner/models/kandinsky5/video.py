@@ -50,8 +50,8 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
             encoder.use_less_memory()
         return encoder
 
-    def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
-        transformer: Any = super().load_transformer(dtype, hollow=hollow)
+    def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
+        transformer: Any = super().load_transformer(dtype, empty=empty)
         self._settings = dict(transformer.config)
         self._tiles = nabla.install(transformer) if is_sparse(self._settings) else None
         return transformer
