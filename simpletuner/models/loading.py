@@ -98,8 +98,7 @@ def told_plainly(part: Part) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
-        raise UserError(f"{where} cannot be loaded: {reason}") from error
+        raise UserError(f"{part.described} cannot be loaded: {reason}") from error
 
 
 def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
@@ -122,15 +121,15 @@ def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
 def refuse_missing(part: Part, absent: Collection[str]) -> None:
     """Raise `UserError` if weights are absent from a part's files."""
     if absent:
-        where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
-        raise UserError(f"{where} is incomplete: {shorten(sorted(absent))} not in its files.")
+        raise UserError(f"{part.described} is incomplete: {shorten(sorted(absent))} not in its files.")
 
 
 def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, empty: bool) -> Any:
     """Load a transformer onto the CPU, except for the layers that its class keeps in float32 in one dtype.
 
     Args:
-        empty: read no weights: parameters are on `meta`, and only buffers have values. `DeferredWeights` reads the rest.
+        empty: read no weights: parameters are on `meta`, and only buffers have values. `DeferredWeights` reads the
+            rest.
     """
     if not empty:
         return load_whole(model_class, part, torch_dtype=dtype, low_cpu_mem_usage=True)
@@ -159,8 +158,7 @@ def check_shapes(part: Part) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     wrong = [f"{name} {list(shape)}" for name, shape in expected.items() if stored.get(name) != shape]
     if wrong:
-        where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
-        raise UserError(f"{where} does not fit its config.json: its files lack {shorten(wrong)}.")
+        raise UserError(f"{part.described} does not fit its config.json: its files lack {shorten(wrong)}.")
 
 
 def load_scheduler(part: Part, **overrides: Any) -> Any:
@@ -180,8 +178,7 @@ def load_vae(vae_class: Any, part: Part, caching: CachingConfig, device: torch.d
     vae = load_whole(vae_class, part, torch_dtype=dtype)
     broken = [name for name, tensor in vae.state_dict().items() if not bool(tensor.isfinite().all())]
     if broken:
-        where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
-        raise UserError(f"{where} holds NaN or infinite values in {shorten(broken)}.")
+        raise UserError(f"{part.described} holds NaN or infinite values in {shorten(broken)}.")
     vae.requires_grad_(False).eval().to(device)
     if dtype == torch.float32 and device.type == "cuda":
         vae.encode, vae.decode = (full_float32()(method) for method in (vae.encode, vae.decode))
@@ -352,11 +349,11 @@ class DeferredWeights:
     def __init__(self, transformer: nn.Module, part: Part, dtype: torch.dtype) -> None:
         self._model: Any = transformer
         self._part, self._dtype = part, dtype
-        is_hollow = any(each.is_meta for each in transformer.parameters())
-        self._lacking = list(transformer.state_dict()) if is_hollow else []
-        self._files = part.weight_files() if is_hollow else {}
+        is_empty = any(parameter.is_meta for parameter in transformer.parameters())
+        self._lacking = list(transformer.state_dict()) if is_empty else []
+        self._files = part.weight_files() if is_empty else {}
         self._whole: dict[str, Tensor] = {}
-        if is_hollow and not self._files:
+        if is_empty and not self._files:
             self._whole = load_whole(type(transformer), part, torch_dtype=dtype, low_cpu_mem_usage=True).state_dict()
         refuse_missing(part, set(self._lacking) - self._files.keys() - self._whole.keys())
 
@@ -387,13 +384,9 @@ class DeferredWeights:
         before: Tensor = getattr(module, key)
         if before.shape != tensor.shape:
             raise ValueError(f"{name} is {list(tensor.shape)} in its files and {list(before.shape)} in its config.json")
-        tensor = self._cast(name, tensor).contiguous()
+        if tensor.is_floating_point():  # in the dtype of the model, or in float32 if the class keeps it so
+            kept = set(self._model._keep_in_fp32_modules or ())
+            tensor = tensor.to(torch.float32 if kept & {*name.split(".")} else self._dtype)
+        value = tensor.contiguous()
         is_parameter = isinstance(before, nn.Parameter)
-        setattr(module, key, nn.Parameter(tensor, requires_grad=before.requires_grad) if is_parameter else tensor)
-
-    def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor in the dtype of the model, or in float32 if the class keeps it so."""
-        if not tensor.is_floating_point():
-            return tensor
-        kept = self._model._keep_in_fp32_modules or ()
-        return tensor.to(torch.float32 if any(word in name.split(".") for word in kept) else self._dtype)
+        setattr(module, key, nn.Parameter(value, requires_grad=before.requires_grad) if is_parameter else value)

@@ -129,6 +129,11 @@ class Part:
     def is_local(self) -> bool:
         return looks_like_path(self.location)
 
+    @property
+    def described(self) -> str:
+        """Its key and location, for messages."""
+        return f"{self.key}: the {self.folder or self.role} in {self.location!r}"
+
     def local_folder(self) -> Path | None:
         """The folder on this machine, or None; nothing is downloaded."""
         base = Path(self.location).expanduser() if self.is_local else self._snapshot()

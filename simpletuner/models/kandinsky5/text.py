@@ -141,13 +141,11 @@ class Kandinsky5TextEncoder:
         if picture is not None:
             width, height = picture.size
             half = [picture.resize((width // PROMPT_PICTURE_SCALE, height // PROMPT_PICTURE_SCALE))]
-        inputs = self.processor(text=[self.template.format(caption)], images=half, return_tensors="pt")
+        inputs = dict(self.processor(text=[self.template.format(caption)], images=half, return_tensors="pt"))
         length = inputs["input_ids"].shape[1] - self.template.crop
         if length > POSITIONS:
-            raise ValueError(
-                f"a prompt with its picture takes {length} tokens; the model has positions for {POSITIONS}"
-            )
-        return dict(inputs)
+            raise ValueError(f"a prompt with its picture takes {length} tokens; the model has {POSITIONS} positions")
+        return inputs
 
     def _encode_qwen(self, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
         """Qwen's hidden states of each prompt after the template's crop, (L, D)."""
@@ -159,7 +157,11 @@ class Kandinsky5TextEncoder:
                 name: torch.cat([inputs[index][name] for index in members]).to(self.device)
                 for name in inputs[members[0]]
             }
-            rows = self._encode_pictured(batch) if "pixel_values" in batch else self._encode_words(batch["input_ids"])
+            if "pixel_values" in batch:
+                # Without `prompt_start`: of these prompts the tokens before the caption are only a tenth.
+                rows = self.qwen.model(**batch, use_cache=False).last_hidden_state
+            else:
+                rows = self.start.read(self.qwen.model.language_model, batch["input_ids"])
             for index, row in zip(members, rows[:, self.template.crop :].cpu(), strict=True):
                 hidden[index] = row[: lengths[index] - self.template.crop].clone()
         return [hidden[index] for index in range(len(inputs))]
@@ -174,19 +176,6 @@ class Kandinsky5TextEncoder:
     def _length_for(self, tokens: int) -> int:
         step = CPU_STEP if self.device.type == "cpu" else STEP
         return math.ceil(tokens / step) * step
-
-    def _encode_words(self, ids: Tensor) -> Tensor:
-        """Hidden states `B L D` of prompts without pictures."""
-        return self.start.read(self.qwen.model.language_model, ids)
-
-    def _encode_pictured(self, batch: dict[str, Tensor]) -> Tensor:
-        """Hidden states `B L D` of prompts with pictures.
-
-        Encoded without `prompt_start`: the tokens before the caption are only a tenth; the picture takes most of the
-            rest.
-        """
-        hidden: Tensor = self.qwen.model(**batch, use_cache=False).last_hidden_state
-        return hidden
 
     def _encode_clip(self, captions: list[str]) -> Tensor:
         inputs = self.clip_tokenizer(

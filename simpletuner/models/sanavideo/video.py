@@ -122,9 +122,7 @@ class SanaTextEncoder:
 
     def truncated(self, caption: str) -> str | None:
         """The end of a caption that does not fit, or None."""
-        request = TextRequest(caption)
-        ids = self.tokenizer(self._compose(request))["input_ids"]
-        cut = ids[self._length(request.bare) :]
+        cut = self.tokenizer(self._compose(TextRequest(caption)))["input_ids"][self._length(bare=False) :]
         return str(self.tokenizer.decode(cut)) if cut else None
 
     def _compose(self, request: TextRequest) -> str:
@@ -142,17 +140,14 @@ class SanaTextEncoder:
         inputs = self.tokenizer(
             texts, padding="max_length", max_length=self._length(bare), truncation=True, return_tensors="pt"
         ).to(self.device)
-        hidden = self._read(inputs.input_ids, inputs.attention_mask, bare)
-        kept = [0, *range(-self.max_length + 1, 0)]
-        rows = zip(hidden[:, kept].cpu(), inputs.attention_mask[:, kept].bool().cpu(), strict=True)
-        return [row[mask].clone() for row, mask in rows]
-
-    def _read(self, ids: Tensor, mask: Tensor, bare: bool) -> Tensor:
-        """Hidden states `B L D`."""
+        ids, mask = inputs.input_ids, inputs.attention_mask
         if bare or not self.instruction:
-            hidden: Tensor = self.gemma(ids, attention_mask=mask, use_cache=False).last_hidden_state
-            return hidden
-        return self.start.read(self.gemma, ids, mask)
+            hidden = self.gemma(ids, attention_mask=mask, use_cache=False).last_hidden_state
+        else:
+            hidden = self.start.read(self.gemma, ids, mask)
+        kept = [0, *range(-self.max_length + 1, 0)]
+        rows = zip(hidden[:, kept].cpu(), mask[:, kept].bool().cpu(), strict=True)
+        return [row[is_real].clone() for row, is_real in rows]
 
 
 # Clips that start from a picture are sampled with Euler steps and this shift; the checkpoint's scheduler is for t2v.
