@@ -47,8 +47,8 @@ from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.entries import list_entries, make_catalogue
 from simpletuner.reporting.events import EventStream, PhaseStarted, RunningPhase
 from simpletuner.run.caches import build_adapter
-from simpletuner.training.assemble import TrainingSpec, assemble
-from simpletuner.training.state import Assembly
+from simpletuner.training.assemble import assemble
+from simpletuner.training.state import Assembly, TrainingSpec
 from simpletuner.training.step import optimizer_step
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
@@ -99,7 +99,7 @@ class Chain:
         """Encode and write every caption."""
         empty({entry.folder for entry in self.texts})
         together = self.plan.config.caching.captions_at_once(self.text_encoder.device.type, streamed=False)
-        fill_texts(self.texts, lambda: self.text_encoder, together, self.phase)
+        fill_texts(self.texts, self.text_encoder, together, self.phase)
 
     def fill_latents(self) -> None:
         """Decode, encode and write every clip."""

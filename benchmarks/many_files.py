@@ -22,7 +22,7 @@ from benchmarks.startup import FIRST_STEP, UNIT, Command, Usage, environment
 from benchmarks.timing import Ratio, arguments, show
 from simpletuner.atomic import write_atomically
 from simpletuner.caching.catalogue import AnyEntry, LatentEntry
-from simpletuner.caching.entry import entry_path, find_entry, pack_entry, read_entry, seal
+from simpletuner.caching.entry import entry_path, pack_entry, read_entry, seal
 from simpletuner.caching.keys import provenance_of
 
 SIZES = ((96, 64), (64, 64), (64, 96), (80, 64), (64, 80), (128, 64), (64, 128), (112, 64))
@@ -88,12 +88,12 @@ def copy_entries() -> None:
     entries: list[AnyEntry] = [*listing.texts, *listing.latents]
     shapes = {}
     for entry in entries:
-        path = find_entry(entry.folder, entry.key.digest())
-        if path is not None:
-            shapes[_shape(entry)] = read_entry(path, entry.key.digest()).blob
+        path = entry_path(entry.folder, entry.key.digest())
+        if path.is_file():
+            shapes[_shape(entry)] = read_entry(path, entry.key.digest())
     for entry in entries:
         key = entry.key.digest()
-        if find_entry(entry.folder, key) is None:
+        if not entry_path(entry.folder, key).is_file():
             blob = seal(shapes[_shape(entry)], key, provenance_of(entry.key, "generated"))
             write_atomically(entry_path(entry.folder, key), pack_entry(blob, compress=True), durable=False)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
@@ -90,6 +89,10 @@ class LatentEntry:
     compress: bool
     storage: Storage = "ahead"
 
+    @property
+    def source(self) -> str:
+        return self.sample.full_name
+
 
 @dataclass(frozen=True, slots=True)
 class FeatureEntry:
@@ -102,6 +105,14 @@ class FeatureEntry:
     @property
     def folder(self) -> Path:
         return self.latents.folder
+
+    @property
+    def compress(self) -> bool:
+        return self.latents.compress
+
+    @property
+    def source(self) -> str:
+        return self.latents.source
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, as keys are not
@@ -165,33 +176,43 @@ class Encoders:
 
 
 @dataclass(frozen=True)
+class DatasetCaches:
+    """Where the entries of a dataset are, and how they are made.
+
+    Attributes:
+        latents, texts: folders.
+        compress: whether entries are written compressed.
+        storage: when latents are encoded.
+        complete: completes a caption; None leaves it unchanged.
+        preserve: turns a caption into the one whose prediction is preserved, if one is.
+    """
+
+    latents: Path
+    texts: Path
+    compress: bool
+    storage: Storage = "ahead"
+    complete: Callable[[str], str] | None = None
+    preserve: Callable[[str], str] | None = None
+
+
+@dataclass(frozen=True)
 class Catalogue:
     """Cache entries of samples and captions, created at each call: keeping all would take much memory.
 
     Attributes:
-        latent_folders: latent cache of each dataset, by id.
-        text_folders: text cache of each dataset, by id.
-        default_text_folder: text cache of prompts that belong to no dataset.
-        compressed: whether a dataset's entries are written compressed, by id.
-        compress: the same for prompts that belong to no dataset.
-        completed: completes the captions of a dataset, by id; other captions are used unchanged.
-        storage: when the latents of a dataset are encoded, by id; by default before training.
-        preserved: turns a caption of a dataset into the one whose prediction is preserved, by id.
+        datasets: the caches of each dataset, by id.
+        prompts: text cache of prompts that belong to no dataset.
+        compress: whether these are written compressed.
     """
 
     encoders: Encoders
-    latent_folders: Mapping[str, Path]
-    text_folders: Mapping[str, Path]
-    default_text_folder: Path
-    compressed: Mapping[str, bool]
+    datasets: Mapping[str, DatasetCaches]
+    prompts: Path
     compress: bool
-    completed: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
-    storage: Mapping[str, Storage] = field(default_factory=dict)
-    preserved: Mapping[str, Callable[[str], str]] = field(default_factory=dict)
 
     def latent(self, sample: Sample) -> LatentEntry:
         """The entry of a sample's latents, whether it exists or not."""
-        geometry, name = sample.geometry, sample.dataset_id
+        geometry, caches = sample.geometry, self.datasets[sample.dataset_id]
         key = LatentKey(
             sample.content,
             geometry.size,
@@ -203,8 +224,7 @@ class Catalogue:
             rate=sample.frame_rate if sample.frames > 1 else None,
             read_as=sample.read_as,
         )
-        storage = self.storage.get(name, "ahead")
-        return LatentEntry(key, self.latent_folders[name], sample, self.compressed[name], storage)
+        return LatentEntry(key, caches.latents, sample, caches.compress, caches.storage)
 
     def feature(self, kind: FeatureKind, sample: Sample) -> FeatureEntry:
         """The entry of a sample's features, whether it exists or not."""
@@ -229,12 +249,13 @@ class Catalogue:
             source: where the caption comes from, for messages.
             negative: whether it is a negative prompt.
         """
-        encoders, folder, compress = self.encoders, self.default_text_folder, self.compress
+        encoders, folder, compress = self.encoders, self.prompts, self.compress
         picture = picture if encoders.prompt_holds_picture else None
         if dataset_id is not None:
-            folder, compress = self.text_folders.get(dataset_id, folder), self.compressed[dataset_id]
-            if dataset_id in self.completed and not negative:
-                caption = self.completed[dataset_id](caption)
+            caches = self.datasets[dataset_id]
+            folder, compress = caches.texts, caches.compress
+            if caches.complete and not negative:
+                caption = caches.complete(caption)
         cleaned = encoders.clean(caption)
         if cleaned == caption:
             cleaned = caption  # one text in memory, not two
@@ -268,11 +289,9 @@ class Catalogue:
                 prompt contains one.
         """
         for dataset in datasets:
+            preserve = self.datasets[dataset.id].preserve
             for sample in dataset.samples:
-                captions: Iterable[str] = sample.captions
-                if dataset.id in self.preserved:
-                    captions = chain(captions, map(self.preserved[dataset.id], captions))
-                for caption in captions:
+                for caption in (*sample.captions, *(map(preserve, sample.captions) if preserve else ())):
                     yield self.text(dataset.id, caption, sample.partner, sample.full_name)
             if with_empty:
                 for sample in dataset.samples if self.encoders.prompt_holds_picture else dataset.samples[:1]:

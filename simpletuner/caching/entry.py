@@ -11,7 +11,6 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ ENTRY_SUFFIX = ".safetensors.zst"
 ENTRY_NAME = re.compile(rf"([0-9a-f]{{64}}){re.escape(ENTRY_SUFFIX)}")
 # The lower the level, the faster; at STORED_LEVEL zstd stores blocks uncompressed.
 ZSTD_LEVEL, STORED_LEVEL = 3, -10_000
-# First read when only the header is wanted; most headers fit.
-HEAD_BYTES = 1 << 14
 # Far above real entries: ten seconds at 1280x768 take 60 MB.
 LARGEST_ENTRY = 1 << 30
 
@@ -40,28 +37,9 @@ class DamagedEntryError(SimpleTunerError):
     """An entry exists but is not what was written; it must be encoded again."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A verified entry.
-
-    Attributes:
-        blob: the safetensors file, uncompressed.
-        provenance: from `provenance_of`.
-    """
-
-    blob: bytes
-    provenance: dict[str, str]
-
-
 def entry_path(folder: Path, key: str) -> Path:
     """The path of an entry: in one of 256 folders by the first two digits of its key, so that none grows large."""
     return folder / key[:2] / (key + ENTRY_SUFFIX)
-
-
-def find_entry(folder: Path, key: str) -> Path | None:
-    """The file of an entry if it exists, else None."""
-    path = entry_path(folder, key)
-    return path if path.is_file() else None
 
 
 def list_keys(folder: Path) -> Iterator[str]:
@@ -89,47 +67,34 @@ def pack_entry(blob: bytes, *, compress: bool) -> bytes:
     return zstandard.ZstdCompressor(level=ZSTD_LEVEL if compress else STORED_LEVEL).compress(blob)
 
 
-def read_entry(path: Path, key: str) -> Entry:
-    """Read and verify one entry.
+def read_entry(path: Path, key: str) -> bytes:
+    """Read and verify one entry: the safetensors file, uncompressed.
 
     Raises:
         DamagedEntryError: it is not what was written under this key, or holds NaN or infinity.
-        FileNotFoundError: it is gone.
+        FileNotFoundError: there is none.
     """
     try:
         if path.stat().st_size > LARGEST_ENTRY:
             raise ValueError("larger than any entry")
-        blob = _unpack(path.read_bytes())
-        start, header = split_header(blob)
+        source = zstandard.ZstdDecompressor().stream_reader(path.read_bytes())
+        head, header = _read_head(source)
+        # A frame of a few kilobytes can decompress to any number of gigabytes.
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != METADATA), default=0)
+        if end > LARGEST_ENTRY:
+            raise ValueError(f"it claims {end:,} bytes")
+        data = source.read(end + 1)  # one byte more, so that extra data at the end fails the checksum
         provenance = header[METADATA]
         checksum = provenance.pop(CHECKSUM)
-        sound = checksum == _checksum(header, memoryview(blob)[start:]) and provenance.pop(KEY) == key
+        sound = checksum == _checksum(header, data) and provenance.pop(KEY) == key
     except UNREADABLE as error:
         raise DamagedEntryError(f"{path}: damaged cache entry ({error})") from error
     if not sound:
         raise DamagedEntryError(f"{path}: damaged cache entry (the checksum does not match)")
-    guilty = not_finite(header, memoryview(blob)[start:])
+    guilty = not_finite(header, memoryview(data))
     if guilty:
         raise DamagedEntryError(f"{path}: damaged cache entry (NaN or infinite values in {', '.join(guilty)})")
-    return Entry(blob, provenance)
-
-
-def _unpack(frame: bytes) -> bytes:
-    """Decompress a zstd frame up to the size that the header inside declares.
-
-    A frame of a few kilobytes can decompress to any number of gigabytes.
-
-    Raises:
-        ValueError: the header is unreadable or declares more than any entry needs.
-    """
-    source = zstandard.ZstdDecompressor().stream_reader(frame)
-    head = source.read(LENGTH_BYTES)
-    head += source.read(min(header_end(head), LARGEST_ENTRY) - len(head))
-    entries = (entry for name, entry in split_header(head)[1].items() if name != METADATA)
-    end = max((entry["data_offsets"][1] for entry in entries), default=0)
-    if end > LARGEST_ENTRY:
-        raise ValueError(f"it claims {end:,} bytes")
-    return bytes(head + source.read(end + 1))  # one byte more, so that extra data at the end fails the checksum
+    return head + data
 
 
 def read_provenance(path: Path) -> dict[str, str]:
@@ -137,18 +102,27 @@ def read_provenance(path: Path) -> dict[str, str]:
 
     Raises:
         DamagedEntryError: there is no readable header.
+        FileNotFoundError: there is no entry.
     """
     try:
         with path.open("rb") as file:
-            source = zstandard.ZstdDecompressor().stream_reader(file)
-            head = source.read(HEAD_BYTES)
-            head += source.read(max(header_end(head) - len(head), 0))
-        metadata = split_header(head)[1][METADATA]
+            metadata = _read_head(zstandard.ZstdDecompressor().stream_reader(file))[1][METADATA]
         return {name: text for name, text in metadata.items() if name not in (KEY, CHECKSUM)}
     except UNREADABLE as error:
         raise DamagedEntryError(f"{path}: damaged cache entry ({error})") from error
 
 
-def _checksum(header: dict[str, Any], data: memoryview) -> str:
+def _read_head(source: zstandard.ZstdDecompressionReader) -> tuple[bytes, dict[str, Any]]:
+    """The bytes before the data of the tensors, and the header in them.
+
+    Raises:
+        ValueError: there is no readable header.
+    """
+    head = source.read(LENGTH_BYTES)
+    head += source.read(min(header_end(head), LARGEST_ENTRY) - len(head))
+    return head, split_header(head)[1]
+
+
+def _checksum(header: dict[str, Any], data: bytes | memoryview) -> str:
     """CRC-32 of the header (without the checksum) and the data: fast, and sufficient against accidental damage."""
     return f"{zlib.crc32(data, zlib.crc32(canonical_json(header).encode())):08x}"

@@ -3,39 +3,48 @@
     decode threads ─► bounded queue ─► encoder (this thread) ─► writer threads
 
 One encoder is on the device at a time; without missing entries, none is loaded. Each entry is written as soon as it is
-encoded, so a killed run loses at most the current batch, and the next run continues after it. If memory runs out,
-batches become smaller (`shrink`).
+encoded, so a killed run loses at most the current batch, and the next run continues after it.
+
+If memory runs out, the same work is done in smaller pieces, or the run stops with advice. None of this changes an
+entry, so no key depends on free memory. Tiling would change latents, so the message only suggests it.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import groupby
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, groupby
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from simpletuner.caching.catalogue import FEATURES, FeatureEncoder, FeatureEntry, LatentEntry, TextEntry
+from simpletuner.caching.catalogue import FEATURES, AnyEntry, FeatureEncoder, FeatureEntry, LatentEntry, TextEntry
 from simpletuner.caching.keys import provenance_of
 from simpletuner.caching.read import CacheStore
-from simpletuner.caching.shrink import ShrinkingEncoder
 from simpletuner.config.schema import CachingConfig
+from simpletuner.config.values import Size
 from simpletuner.data import clips, files, media
 from simpletuner.data.context import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds, upload
-from simpletuner.errors import UserError, shorten
+from simpletuner.errors import UserError, is_out_of_memory, shorten
 from simpletuner.models.adapter import LatentEncoder, TextEncoder, TextRequest
 
 logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Encoded = TypeVar("Encoded")
 
 CPU = torch.device("cpu")
 WRITERS = 2
@@ -43,6 +52,69 @@ Decoded = tuple[LatentEntry, np.ndarray]
 
 # Bytes of decoded pictures and clips in the queue, besides the ones being decoded.
 WAITING_BYTES = 1 << 30
+
+
+@dataclass
+class ShrinkingEncoder(Generic[Item, Encoded]):
+    """Encodes batches as large as memory allows, and remembers the size for later batches.
+
+    Attributes:
+        encode: one result per item; items do not influence each other.
+        name: name of an item, for messages.
+        advice: what the user can do if nothing is left to try.
+        relieve: called if a single item does not fit; lowers peak memory without changing results, or returns False.
+        most: items at a time, once known.
+    """
+
+    encode: Callable[[Sequence[Item]], Sequence[Encoded]]
+    name: Callable[[Item], str]
+    advice: str
+    relieve: Callable[[], bool] = lambda: False
+    most: int | None = field(default=None, init=False)
+    _reason: str = field(default="", init=False)
+
+    def __call__(self, items: Sequence[Item]) -> list[Encoded]:
+        """The results, in order.
+
+        Raises:
+            UserError: an item does not fit into memory even alone.
+        """
+        done: list[Encoded] = []
+        while len(done) < len(items):
+            part = items[len(done) : len(done) + (self.most or len(items))]
+            made = self._tried(part)
+            if made is None:
+                self._shrink(part)
+            else:
+                done += made
+        return done
+
+    def at_once(self, items: Sequence[Item]) -> int:
+        """How many of these items are encoded together, as far as is known."""
+        return min(len(items), self.most or len(items))
+
+    def _tried(self, items: Sequence[Item]) -> Sequence[Encoded] | None:
+        """The results, or None if memory ran out. The error, whose frames keep tensors alive, is gone on return."""
+        try:
+            return self.encode(items)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._reason = (str(error) or type(error).__name__).splitlines()[0]
+        return None
+
+    def _shrink(self, items: Sequence[Item]) -> None:
+        gc.collect()  # exceptions and their frames form cycles that may keep tensors alive
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if len(items) > 1:
+            self.most = len(items) // 2
+            logger.warning("Out of memory with %d at a time; continuing with %d.", len(items), self.most)
+        elif self.relieve():
+            logger.warning("Out of memory with one at a time; continuing in slices, which is slower.")
+        else:
+            problem = f"{self.name(items[0])} does not fit into memory, even alone."
+            raise UserError(f"{problem} {self.advice} ({self._reason})")
 
 
 class ChangedFileError(UserError):
@@ -53,20 +125,13 @@ class ChangedFileError(UserError):
         self.sample = sample
 
 
-def fill_texts(entries: Sequence[TextEntry], load: Callable[[], TextEncoder], size: int, bar: ProgressBar) -> list[str]:
-    """Encode captions; returns notes about truncated captions.
-
-    Args:
-        entries: the missing ones; if empty, `load` is not called.
-        size: batch size.
+def fill_texts(entries: Sequence[TextEntry], encoder: TextEncoder, size: int, bar: ProgressBar) -> list[str]:
+    """Encode missing captions, `size` at once; returns notes about truncated captions.
 
     Raises:
         UserError: a caption does not fit into memory, or the encoder's output is not finite.
     """
-    if not entries:
-        return []
-    encoder = load()
-    encode = ShrinkingEncoder(_text_batch(encoder), lambda entry: entry.source, TEXT_ADVICE)
+    encode = ShrinkingEncoder(partial(_encode_texts, encoder), lambda entry: entry.source, TEXT_ADVICE)
     notes = []
     writes: list[Future[None]] = []
     with ThreadPoolExecutor(WRITERS) as writers:
@@ -75,7 +140,7 @@ def fill_texts(entries: Sequence[TextEntry], load: Callable[[], TextEncoder], si
             # of its batch, so that an interrupted fill continues with the same bytes.
             filled = group + group[-1:] * (size - len(group))
             for entry, embeds in zip(group, encode(filled), strict=False):
-                writes.append(writers.submit(_write, entry, embeds, encode.most or size))
+                writes.append(writers.submit(write_entry, entry, embeds, encode.most or size))
                 cut = encoder.truncated(entry.caption)
                 if cut is not None:
                     notes.append(f"{entry.source}: the caption is too long; this part is cut off: {cut!r}")
@@ -101,13 +166,15 @@ def fill_latents(
     encode = _shrinking(load(), config)
     failures: dict[tuple[str, str], str] = {}
     writes: list[Future[None]] = []
-    with _decoding_threads(config) as decoders, ThreadPoolExecutor(WRITERS) as writers:
+    with ExitStack() as stack, ThreadPoolExecutor(WRITERS) as writers:
+        decoders = ThreadPoolExecutor(min(config.max_workers, os.cpu_count() or 1))
+        stack.callback(decoders.shutdown, cancel_futures=True)  # also when an error or Ctrl-C ends the filling
         # At least one batch, since the encoder waits for a whole one.
         ahead = max(config.image_processing_batch_size, config.vae_batch_size)
         decoding = _decode_ahead(entries, ahead, decoders)
         for group in _batches(decoding, config.vae_batch_size, failures):
             for (entry, _), latent in zip(group, encode(group), strict=True):
-                writes.append(writers.submit(_write, entry, {"latents": latent}, encode.at_once(group)))
+                writes.append(writers.submit(write_entry, entry, {"latents": latent}, encode.at_once(group)))
             writes = _settle(writes)
             bar.advance(len(group), group[-1][0].sample.name)
     _settle(writes, wait=True)
@@ -115,8 +182,11 @@ def fill_latents(
 
 
 def _shrinking(encoder: LatentEncoder, config: CachingConfig) -> ShrinkingEncoder[Decoded, Tensor]:
+    tiles = "" if config.vae_enable_tiling else ", vae_enable_tiling (tiles change latents slightly at their seams)"
+    less = f"At the same size, these need less memory: group_offload_vae{tiles}."
+    advice = f"A smaller resolution or fewer frames of a clip (video.num_frames) help. {less}"
     return ShrinkingEncoder(
-        _latent_batch(encoder), lambda decoded: _describe(decoded[0].sample), _advice(config), encoder.use_less_memory
+        partial(_encode_latents, encoder), lambda decoded: _describe(decoded[0].sample), advice, encoder.use_less_memory
     )
 
 
@@ -132,11 +202,6 @@ def encode_now(entry: LatentEntry, encoder: LatentEncoder, config: CachingConfig
         remedy = "remove it, or let the caches be filled before training, which leaves such files out"
         raise UserError(f"{entry.sample.path} {error}; {remedy}.") from error
     return _shrinking(encoder, config)([(entry, pixels)])[0]
-
-
-def write_latents(entry: LatentEntry, latents: Tensor) -> None:
-    """Cache the latents of one sample."""
-    _write(entry, {"latents": latents}, 1)
 
 
 def fill_features(
@@ -160,40 +225,27 @@ def fill_features(
         if encoder is None or entry.kind != entries[number - 1].kind:
             encoder = None  # free the last one before loading the next
             encoder = load(entry)
-        name = entry.latents.sample.full_name
         with torch.no_grad():
             features = encoder.encode(read(entry.latents))
         if not bool(features.isfinite().all()):
-            raise UserError(f"{entry.kind.name}: the encoder's output is not finite for {name}.")
-        store = CacheStore(entry.folder, entry.latents.compress)
-        store.write(entry.key.digest(), {FEATURES: features}, provenance_of(entry.key, name))
-        bar.advance(1, name)
+            raise UserError(f"{entry.kind.name}: the encoder's output is not finite for {entry.source}.")
+        write_entry(entry, {FEATURES: features})
+        bar.advance(1, entry.source)
 
 
-def _text_batch(encoder: TextEncoder) -> Callable[[Sequence[TextEntry]], list[TextEmbeds]]:
-    def encode(group: Sequence[TextEntry]) -> list[TextEmbeds]:
-        requests = {each: _request(each, _picture(each.picture)) for each in dict.fromkeys(group)}
-        embeds = encoder.encode([requests[each] for each in group])
-        found = dict(zip((each.source for each in group), embeds, strict=True))
-        stop_if_not_finite("text encoder", [*found.values()], [*found], "text_encoder_1_precision fp32")
-        return embeds
-
-    return encode
+def _encode_texts(encoder: TextEncoder, group: Sequence[TextEntry]) -> list[TextEmbeds]:
+    requests = {each: TextRequest(each.caption, _picture(each.picture), each.bare) for each in dict.fromkeys(group)}
+    embeds = encoder.encode([requests[entry] for entry in group])
+    tensors = [embedding.values() for embedding in embeds]
+    _stop_if_not_finite("text encoder", tensors, group, "text_encoder_1_precision fp32")
+    return embeds
 
 
-def _request(entry: TextEntry, picture: Image.Image | None = None) -> TextRequest:
-    return TextRequest(entry.caption, picture, entry.bare)
-
-
-def _latent_batch(encoder: LatentEncoder) -> Callable[[Sequence[Decoded]], list[Tensor]]:
-    def encode(group: Sequence[Decoded]) -> list[Tensor]:
-        pixels = np.stack([array for _, array in group])
-        latents = encoder.encode(to_pixels(pixels, encoder.device), [entry.key.seed() for entry, _ in group])
-        names = [entry.sample.full_name for entry, _ in group]
-        stop_if_not_finite("VAE", [{"latents": each} for each in latents], names, "vae_dtype fp32")
-        return list(latents)
-
-    return encode
+def _encode_latents(encoder: LatentEncoder, group: Sequence[Decoded]) -> list[Tensor]:
+    pixels = np.stack([array for _, array in group])
+    latents = encoder.encode(to_pixels(pixels, encoder.device), [entry.key.seed() for entry, _ in group])
+    _stop_if_not_finite("VAE", [[latent] for latent in latents], [entry for entry, _ in group], "vae_dtype fp32")
+    return list(latents)
 
 
 def _describe(sample: Sample) -> str:
@@ -205,30 +257,18 @@ def _describe(sample: Sample) -> str:
 TEXT_ADVICE = "These need less memory: group_offload_text_encoder, tokenizer_max_length."
 
 
-def _advice(config: CachingConfig) -> str:
-    tiles = "" if config.vae_enable_tiling else ", vae_enable_tiling (tiles change latents slightly at their seams)"
-    less = f"At the same size, these need less memory: group_offload_vae{tiles}."
-    return f"A smaller resolution or fewer frames of a clip (video.num_frames) help. {less}"
-
-
-def stop_if_not_finite(
-    encoder: str, encoded: Sequence[Mapping[str, Tensor]], names: Sequence[str], remedy: str
+def _stop_if_not_finite(
+    encoder: str, encoded: Sequence[Iterable[Tensor]], entries: Sequence[LatentEntry | TextEntry], remedy: str
 ) -> None:
     """Keep the output of an encoder that overflows out of the cache.
-
-    Args:
-        encoder: what to call it in the message.
-        encoded: the tensors of each entry.
-        names: of the entries' sources.
-        remedy: key and value that may help.
 
     Raises:
         UserError: a tensor holds NaN or infinity.
     """
-    pairs = zip(names, encoded, strict=True)
-    bad = [name for name, tensors in pairs if not all(bool(tensor.isfinite().all()) for tensor in tensors.values())]
+    pairs = zip(entries, encoded, strict=True)
+    bad = [entry.source for entry, tensors in pairs if not all(bool(tensor.isfinite().all()) for tensor in tensors)]
     if bad:
-        raise UserError(f"The {encoder}'s output is not finite for {shorten(bad)}; try {remedy}.")
+        raise UserError(f"The {encoder}'s output is not finite for {shorten(list(dict.fromkeys(bad)))}; try {remedy}.")
 
 
 def to_pixels(frames: np.ndarray, device: torch.device = CPU) -> Tensor:
@@ -277,10 +317,13 @@ def _batches(
 def _decode_ahead(
     entries: Sequence[LatentEntry], most: int, decoders: ThreadPoolExecutor
 ) -> Iterator[tuple[LatentEntry, Future[np.ndarray]]]:
-    """Entries sorted by shape, each with the future of its pixels; decodes ahead up to `most` or `WAITING_BYTES`."""
+    """Entries grouped by shape, each with the future of its pixels; decodes ahead up to `most` or `WAITING_BYTES`."""
+    shapes: dict[tuple[Size, int], list[LatentEntry]] = defaultdict(list)
+    for entry in entries:
+        shapes[entry.sample.geometry.size, entry.sample.frames].append(entry)
     waiting: deque[tuple[LatentEntry, Future[np.ndarray]]] = deque()
     held = 0
-    for entry in _by_shape(entries):
+    for entry in chain.from_iterable(shapes.values()):
         # At least two, however large: while one is encoded, the next is decoded.
         while len(waiting) > 1 and (len(waiting) >= most or held + _bytes(entry.sample) > WAITING_BYTES):
             held -= _bytes(waiting[0][0].sample)
@@ -288,14 +331,6 @@ def _decode_ahead(
         waiting.append((entry, decoders.submit(_decode, entry.sample)))
         held += _bytes(entry.sample)
     yield from waiting
-
-
-def _by_shape(entries: Sequence[LatentEntry]) -> list[LatentEntry]:
-    """Entries grouped by shape, in the order in which the shapes first appear."""
-    groups: dict[tuple[tuple[int, int], int], list[LatentEntry]] = defaultdict(list)
-    for entry in entries:
-        groups[entry.sample.geometry.size, entry.sample.frames].append(entry)
-    return [entry for group in groups.values() for entry in group]
 
 
 def _bytes(sample: Sample) -> int:
@@ -337,9 +372,9 @@ def _picture(sample: Sample | None) -> Image.Image | None:
         raise UserError(f"{sample.path} {error}. It is part of a prompt; replace it or remove the pair.") from error
 
 
-def _write(entry: LatentEntry | TextEntry, tensors: dict[str, Tensor], together: int) -> None:
-    source = entry.source if isinstance(entry, TextEntry) else entry.sample.full_name
-    provenance = provenance_of(entry.key, source)
+def write_entry(entry: AnyEntry, tensors: dict[str, Tensor], together: int = 1) -> None:
+    """Cache what an encoder made of an entry, and of how many entries at once."""
+    provenance = provenance_of(entry.key, entry.source)
     if together > 1:
         provenance["encoded_together"] = str(together)
     CacheStore(entry.folder, entry.compress).write(entry.key.digest(), tensors, provenance)
@@ -361,19 +396,9 @@ def _of_one_length(entries: Sequence[TextEntry], encoder: TextEncoder, size: int
 
     def order(entry: TextEntry) -> tuple[int, int, int, bool]:
         width, height = (0, 0) if entry.picture is None else entry.picture.geometry.size
-        return width, height, encoder.padded_length(_request(entry)), entry.bare
+        return width, height, encoder.padded_length(TextRequest(entry.caption, None, entry.bare)), entry.bare
 
     lengths = {entry: order(entry) for entry in entries}
     for _, alike in groupby(sorted(entries, key=lengths.__getitem__, reverse=True), lengths.__getitem__):
         members = [*alike]
         yield from (members[start : start + size] for start in range(0, len(members), size))
-
-
-@contextmanager
-def _decoding_threads(config: CachingConfig) -> Iterator[ThreadPoolExecutor]:
-    """Decoding threads whose pending work is cancelled when an error or Ctrl-C ends the filling."""
-    threads = ThreadPoolExecutor(min(config.max_workers, os.cpu_count() or 1))
-    try:
-        yield threads
-    finally:
-        threads.shutdown(cancel_futures=True)

@@ -14,16 +14,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import TEMPORARY_SUFFIX, write_atomically
+from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
 from simpletuner.caching.entry import (
     ENTRY_NAME,
     DamagedEntryError,
     entry_path,
-    find_entry,
     list_keys,
     read_entry,
     read_provenance,
@@ -63,8 +62,8 @@ class Verification:
         return [key for key in list_keys(folder) if key > self.last or key in self.damaged or self._is_new(folder, key)]
 
     def _is_new(self, folder: Path, key: str) -> bool:
-        path = find_entry(folder, key)
-        return path is not None and path.stat().st_mtime > self.started.timestamp()
+        path = entry_path(folder, key)
+        return path.is_file() and path.stat().st_mtime > self.started.timestamp()
 
     def read(self, folder: Path, keys: Sequence[str], advance: Callable[[], None]) -> None:
         """Read entries in full and record the damaged ones; calls `advance` after each."""
@@ -115,67 +114,82 @@ class Garbage:
     """The files that garbage collection would remove.
 
     Attributes:
-        entries: keys that are no longer wanted.
+        entries: where entries that are no longer wanted came from, by key.
         leftovers: temporary files of killed runs.
-        bytes: how much removing both would free.
     """
 
-    entries: list[str]
+    entries: dict[str, str]
     leftovers: list[Path]
-    bytes: int
 
 
-@dataclass(frozen=True)
-class Difference:
-    """An ingredient that differs between a cached entry and the wanted one."""
-
-    ingredient: str
-    cached: Any
-    wanted: Any
-
-    def __str__(self) -> str:
-        return f"{self.ingredient}: cached {self.cached!r}, wanted {self.wanted!r}"
-
-
-def find_garbage(folder: Path, wanted: Collection[str]) -> Garbage:
-    """Unwanted entries, and temporary files of killed runs.
+def find_garbage(folder: Path, wanted: Collection[str], family: str) -> Garbage:
+    """Unwanted entries of a family, and temporary files of killed runs.
 
     Args:
         wanted: keys of all configs that use the folder.
+        family: entries of other families are left alone.
     """
-    known = frozenset(wanted)
-    entries = [key for key in list_keys(folder) if key not in known]
+    origins = {key: origin_of(folder, key) for key in list_keys(folder) if key not in wanted}
+    entries = {
+        key: provenance.get("source", "damaged")
+        for key, (provenance, ingredients) in origins.items()
+        if ingredients.get("encoder.family", family) == family
+    }
     oldest = time.time() - LEFTOVER_AGE_SECONDS
-    known_names = (path for path in sorted(folder.glob("[0-9a-f][0-9a-f]/*")) if LEFTOVER_NAME.fullmatch(path.name))
-    leftovers = [path for path in known_names if path.stat().st_mtime < oldest]
-    files = [*leftovers, *(path for key in entries if (path := find_entry(folder, key)) is not None)]
-    return Garbage(entries, leftovers, sum(path.stat().st_size for path in files))
+    leftovers = (path for path in sorted(folder.glob("[0-9a-f][0-9a-f]/*")) if LEFTOVER_NAME.fullmatch(path.name))
+    return Garbage(entries, [path for path in leftovers if path.stat().st_mtime < oldest])
 
 
 def remove_garbage(folder: Path, garbage: Garbage) -> None:
     """Delete exactly the files that `find_garbage` listed."""
-    for path in garbage.leftovers:
+    for path in [*garbage.leftovers, *(entry_path(folder, key) for key in garbage.entries)]:
         path.unlink(missing_ok=True)
-    for key in garbage.entries:
-        entry_path(folder, key).unlink(missing_ok=True)
 
 
-def explain(folder: Path, key: str) -> dict[str, Any]:
-    """The origin of an entry: its source, and every ingredient of its key.
+def entries_of(
+    file: str, latents: Iterable[LatentEntry], texts: Iterable[TextEntry], catalogue: Catalogue
+) -> list[LatentEntry | TextEntry]:
+    """Those that belong to a file, which is named by its path or as `dataset/name`."""
+    place = Path(file).absolute()
+    own = [
+        entry for entry in latents if file in (entry.source, entry.sample.name) or place == entry.sample.path.absolute()
+    ]
+    samples = [entry.sample for entry in own]
+    captions = {
+        catalogue.text(sample.dataset_id, caption, sample.partner).key
+        for sample in samples
+        for caption in sample.captions
+    }
+    return [*own, *(entry for entry in texts if entry.source == file or entry.key in captions)]
 
-    Raises:
-        KeyError: there is no such entry.
-        DamagedEntryError: its header cannot be read.
-    """
-    path = find_entry(folder, key)
-    if path is None:
-        raise KeyError(key)
-    provenance = read_provenance(path)
-    ingredients = json.loads(provenance.pop("ingredients", "{}"))
-    return {**provenance, **ingredients}
+
+def explain(entry: LatentEntry | TextEntry) -> Iterator[str]:
+    """Whether an entry is cached, what it depends on, and why those of the same source are not reused."""
+    path = entry_path(entry.folder, entry.key.digest())
+    is_cached = path.is_file()
+    what = f"caption of {entry.caption!r}, " if isinstance(entry, TextEntry) else "latents of "
+    yield f"{what}{entry.source}: {f'cached in {path}' if is_cached else 'not cached'}"
+    if not is_cached:
+        yield from (f"  {name}: {value}" for name, value in entry.key.ingredients().items())
+        for key, differences in explain_miss(entry.folder, entry.key, entry.source).items():
+            yield from (f"  entry {key[:12]} is not reused, {difference}" for difference in differences)
+        return
+    provenance, ingredients = origin_of(entry.folder, entry.key.digest())
+    if not provenance:
+        yield "  it is damaged; the next run encodes it again"
+    yield from (f"  {name}: {value}" for name, value in {**provenance, **ingredients}.items())
 
 
-def explain_miss(folder: Path, wanted: CacheKey, source: str) -> dict[str, list[Difference]]:
+def origin_of(folder: Path, key: str) -> tuple[dict[str, str], Ingredients]:
+    """The provenance of an entry, and what its key is made of; both empty if it is missing or damaged."""
+    try:
+        provenance = read_provenance(entry_path(folder, key))
+    except (DamagedEntryError, FileNotFoundError):
+        return {}, {}
+    return provenance, json.loads(provenance.pop("ingredients", "{}"))
+
+
+def explain_miss(folder: Path, wanted: CacheKey, source: str) -> dict[str, list[str]]:
     """Why an entry is missing: how each entry of the same source differs from the wanted one.
 
     Args:
@@ -184,27 +198,15 @@ def explain_miss(folder: Path, wanted: CacheKey, source: str) -> dict[str, list[
     Returns:
         differences by key of the cached entry, fewest first; empty if the source was never cached.
     """
-    found: dict[str, list[Difference]] = {}
-    for key, ingredients in _entries_of(folder, source):
-        if ingredients.get("kind") == wanted.ingredients()["kind"]:
-            found[key] = compare(ingredients, wanted.ingredients())
-    return dict(sorted(found.items(), key=lambda item: len(item[1])))
-
-
-def compare(cached: Ingredients, wanted: Ingredients) -> list[Difference]:
-    """The ingredients in which two keys differ, sorted by name; a missing one counts as None."""
-    names: Iterable[str] = sorted(cached.keys() | wanted.keys())
-    pairs = [(name, cached.get(name), wanted.get(name)) for name in names]
-    return [Difference(name, old, new) for name, old, new in pairs if old != new]
-
-
-def _entries_of(folder: Path, source: str) -> Iterator[tuple[str, Ingredients]]:
-    """Key and ingredients of every entry of a source; skips unreadable entries, which `Verification` reports."""
+    ingredients, misses = wanted.ingredients(), dict[str, list[str]]()
     for key in list_keys(folder):
-        path = find_entry(folder, key)
-        try:
-            provenance = read_provenance(path) if path is not None else {}
-        except DamagedEntryError:
-            continue
-        if provenance.get("source") == source and "ingredients" in provenance:
-            yield key, json.loads(provenance["ingredients"])
+        provenance, cached = origin_of(folder, key)
+        if provenance.get("source") == source and cached.get("kind") == ingredients["kind"]:
+            misses[key] = compare(cached, ingredients)
+    return dict(sorted(misses.items(), key=lambda item: len(item[1])))
+
+
+def compare(cached: Ingredients, wanted: Ingredients) -> list[str]:
+    """The ingredients in which two keys differ, sorted by name; a missing one counts as None."""
+    pairs = {name: (cached.get(name), wanted.get(name)) for name in sorted(cached.keys() | wanted.keys())}
+    return [f"{name}: cached {old!r}, wanted {new!r}" for name, (old, new) in pairs.items() if old != new]

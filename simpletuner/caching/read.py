@@ -11,15 +11,8 @@ import torch
 from torch import Tensor
 
 from simpletuner.atomic import write_atomically
-from simpletuner.caching.catalogue import FEATURES, AnyEntry, Catalogue, FeatureKind, LatentEntry, TextEntry
-from simpletuner.caching.entry import (
-    DamagedEntryError,
-    entry_path,
-    find_entry,
-    pack_entry,
-    read_entry,
-    seal,
-)
+from simpletuner.caching.catalogue import FEATURES, AnyEntry, Catalogue, FeatureKind, LatentEntry
+from simpletuner.caching.entry import DamagedEntryError, entry_path, pack_entry, read_entry, seal
 from simpletuner.data.chance import fraction
 from simpletuner.data.files import MediaError
 from simpletuner.data.masks import latent_mask
@@ -45,18 +38,14 @@ class CacheStore:
         self.folder = folder
         self.compress = compress
 
-    def has(self, key: str) -> bool:
-        """Whether an entry exists, without opening it."""
-        return find_entry(self.folder, key) is not None
-
     def read(self, key: str) -> dict[str, Tensor]:
         """The tensors of an entry, exactly as written, on the CPU.
 
         Raises:
-            KeyError: there is no such entry.
+            FileNotFoundError: there is no such entry.
             DamagedEntryError: it is not what was written.
         """
-        return safetensors.torch.load(read_entry(self._path(key), key).blob)
+        return safetensors.torch.load(read_entry(entry_path(self.folder, key), key))
 
     def write(self, key: str, tensors: Mapping[str, Tensor], provenance: dict[str, str]) -> None:
         """Write an entry, or replace the one of that key.
@@ -70,33 +59,13 @@ class CacheStore:
         Raises:
             DiskFullError: no partial entry is left, and an existing one is kept.
         """
-        own = {name: _own_copy(tensor) for name, tensor in tensors.items()}
-        blob = seal(safetensors.torch.save(own), key, provenance)
+        # Contiguous copies on the CPU: safetensors refuses tensors that share memory.
+        copies = {
+            name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, tensor in tensors.items()
+        }
+        blob = seal(safetensors.torch.save(copies), key, provenance)
         write_atomically(entry_path(self.folder, key), pack_entry(blob, compress=self.compress), durable=False)
-
-    def verify(self, key: str) -> None:
-        """Read an entry in full without keeping it.
-
-        Raises:
-            KeyError: there is no such entry.
-            DamagedEntryError: it is not what was written.
-        """
-        read_entry(self._path(key), key)
-
-    def remove(self, key: str) -> None:
-        """Delete an entry if it exists."""
-        entry_path(self.folder, key).unlink(missing_ok=True)
-
-    def _path(self, key: str) -> Path:
-        path = find_entry(self.folder, key)
-        if path is None:
-            raise KeyError(key)
-        return path
-
-
-def _own_copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy on the CPU: safetensors refuses tensors that share memory."""
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 @dataclass
@@ -120,7 +89,7 @@ class BatchReader:
     def __call__(self, planned: PlannedBatch) -> Batch:
         embeds = [self._embeds(planned, index) for index in range(len(planned.samples))]
         features = {
-            kind.name: [self._read(self.catalogue.feature(kind, sample))[FEATURES] for sample in planned.samples]
+            kind.name: [self.read(self.catalogue.feature(kind, sample))[FEATURES] for sample in planned.samples]
             for kind in self.features
             if planned.samples[0].dataset_id not in kind.unneeded
         }
@@ -130,7 +99,7 @@ class BatchReader:
     def read_sample(self, sample: Sample) -> Batch:
         """A batch of one sample with its first caption, which is never dropped."""
         caption = sample.captions[0]
-        return self._batch([sample], [self._read(self.catalogue.text(sample.dataset_id, caption, sample.partner))])
+        return self._batch([sample], [self.read(self.catalogue.text(sample.dataset_id, caption, sample.partner))])
 
     def _batch(self, samples: Sequence[Sample], embeds: list[TextEmbeds]) -> Batch:
         # Either all samples of a dataset have a condition, or none; likewise masks.
@@ -146,27 +115,24 @@ class BatchReader:
             loss_mask=torch.stack(masks) if masks else None,
         )
 
-    def read_text(self, entry: TextEntry) -> TextEmbeds:
-        """The embeddings of an entry."""
-        return self._read(entry)
-
     def _latents(self, entry: LatentEntry) -> Tensor:
-        return self.encode(entry) if entry.storage == "never" else self._read(entry)["latents"]
+        return self.encode(entry) if entry.storage == "never" else self.read(entry)["latents"]
 
     def _embeds(self, planned: PlannedBatch, index: int) -> TextEmbeds:
         sample, slot = planned.samples[index], planned.slots[index]
         dropped = fraction(self.seed, planned.epoch, planned.index, slot, "caption dropout") < self.caption_dropout
         caption = "" if dropped else planned.captions[index]
-        return self._read(self.catalogue.text(sample.dataset_id, caption, sample.partner))
+        return self.read(self.catalogue.text(sample.dataset_id, caption, sample.partner))
 
     def _other_embeds(self, planned: PlannedBatch) -> list[TextEmbeds] | None:
-        preserve = self.catalogue.preserved.get(planned.dataset_id)
+        preserve = self.catalogue.datasets[planned.dataset_id].preserve
         if preserve is None:
             return None
         pairs = zip(planned.samples, planned.captions, strict=True)
-        return [self._read(self.catalogue.text(each.dataset_id, preserve(one), each.partner)) for each, one in pairs]
+        return [self.read(self.catalogue.text(each.dataset_id, preserve(one), each.partner)) for each, one in pairs]
 
-    def _read(self, entry: AnyEntry) -> dict[str, Tensor]:
+    def read(self, entry: AnyEntry) -> dict[str, Tensor]:
+        """The tensors of an entry."""
         return read_or_restore(entry, self.restore)
 
 
@@ -178,7 +144,7 @@ def read_or_restore(entry: AnyEntry, restore: Callable[[AnyEntry], None]) -> dic
     store, key = CacheStore(entry.folder), entry.key.digest()
     try:
         return store.read(key)
-    except (DamagedEntryError, KeyError):
+    except (DamagedEntryError, FileNotFoundError):
         restore(entry)
         return store.read(key)
 

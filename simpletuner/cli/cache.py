@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from simpletuner.cli.train import PASS_THROUGH, command_settings, uncollected
+from simpletuner.cli.settings import PASS_THROUGH, planned
+from simpletuner.errors import UserError
 
 if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
+    from simpletuner.plan.entries import Listing
 
 app = typer.Typer(help="Fill, verify, explain and clean the caches of a configuration.", no_args_is_help=True)
 
@@ -34,7 +36,7 @@ def fill(
 ) -> None:
     """Encode every caption and picture that is not cached yet, then stop. Settings follow as in train."""
     number, count = parse_share(shard)
-    plan = _plan(context.args)
+    plan = planned(context.args)
     from simpletuner.caching.catalogue import Share
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
@@ -52,10 +54,27 @@ def verify(context: typer.Context) -> None:
 
     After Ctrl-C it goes on where it stopped; verified.json in each cache folder says what was read and when.
     """
-    plan = _plan(context.args)
-    from simpletuner.cli.cache_inspection import verify_caches
+    plan = planned(context.args)
+    from simpletuner.caching.inspect import begin_verifications
+    from simpletuner.plan.entries import cache_folders
+    from simpletuner.reporting.progress import shown_events
 
-    _echo(verify_caches(plan))
+    folders, damaged = cache_folders(plan), 0
+    for folder, verification in begin_verifications(folders).items():
+        with shown_events(sys.stderr) as events:
+            if verification.last:
+                since = f"{verification.entries:,} entries, read since {verification.started:%c} UTC"
+                events.say(f"Continuing after {since}.")
+            keys = verification.remaining(folder)
+            with events.phase(f"Verifying {folder}", len(keys), "entries") as phase:
+                verification.read(folder, keys, phase.advance)
+        for key, reason in verification.damaged.items():
+            typer.echo(f"{folder}/{key}: {reason}")
+        damaged += len(verification.damaged)
+    if damaged:
+        raise UserError(f"{damaged} damaged entries; the next run encodes them again.")
+    intact = f"Every entry in {', '.join(map(str, folders))} is intact."
+    typer.echo(intact if folders else "There are no caches yet.")
 
 
 @app.command(context_settings=PASS_THROUGH)
@@ -67,10 +86,19 @@ def gc(
     Entries of other model families in a shared folder are left alone. Entries of another configuration of the same
     family are listed, too: do not remove them while you need both.
     """
-    plan = _plan(context.args)
-    from simpletuner.cli.cache_inspection import clean_caches
+    plan, listing = _listing(context.args)
+    from simpletuner.caching.inspect import find_garbage, remove_garbage
+    from simpletuner.plan.entries import cache_folders
 
-    _echo(clean_caches(plan, remove=remove))
+    wanted, total = listing.keys(), 0
+    for folder in cache_folders(plan):
+        garbage = find_garbage(folder, wanted, plan.spec.name)
+        for key, source in garbage.entries.items():
+            typer.echo(f"{folder}/{key}: {source}")
+        total += len(garbage.entries) + len(garbage.leftovers)
+        if remove:
+            remove_garbage(folder, garbage)
+    typer.echo(f"{total} entries and leftovers {'removed' if remove else 'found; --remove deletes them'}.")
 
 
 @app.command("explain", context_settings=PASS_THROUGH)
@@ -81,19 +109,21 @@ def explain_file(context: typer.Context, file: str) -> None:
     """
     if file.startswith("--") or "=" in file:
         raise typer.BadParameter(f"{file!r} is a setting; the file comes first, settings after it.")
-    plan = _plan(context.args)
-    from simpletuner.cli.cache_inspection import explain_caching
+    _, listing = _listing(context.args)
+    from simpletuner.caching.inspect import entries_of, explain
 
-    _echo(explain_caching(plan, file))
-
-
-def _echo(lines: Iterable[str]) -> None:
-    for line in lines:
+    entries = entries_of(file, listing.latents, listing.texts, listing.catalogue)
+    if not entries:
+        raise UserError(f"{file!r} is not used by this configuration; `simpletuner plan` lists every file.")
+    for line in (line for entry in entries for line in explain(entry)):
         typer.echo(line)
 
 
-def _plan(tokens: list[str]) -> Plan:
-    from simpletuner.plan.build import make_plan
+def _listing(tokens: list[str]) -> tuple[Plan, Listing]:
+    plan = planned(tokens)
+    from simpletuner.plan.entries import list_entries, make_catalogue
 
-    with uncollected():
-        return make_plan(*command_settings(tokens))
+    catalogue = make_catalogue(plan)
+    if catalogue is None:
+        raise UserError("The checkpoint is not on this machine yet, so no entry can belong to it.")
+    return plan, list_entries(plan, catalogue)

@@ -15,11 +15,13 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.values import FALSE_WORDS, Size
 from simpletuner.data.chance import fraction
+from simpletuner.data.files import LeftOutError
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec
 
@@ -29,9 +31,8 @@ UNIT_CHECK_OVERRIDE = "SIMPLETUNER_MAXIMUM_IMAGE_SIZE_OVERRIDE"
 # A maximum this large in megapixels, or this small as an edge in pixels, was probably meant in the other unit.
 SUSPICIOUS_AREA, SUSPICIOUS_EDGE = 20, 512
 
-
-class OutsideLimitsError(Exception):
-    """A picture outside the limits of its dataset or of the model; the text says which."""
+CHOSEN = ("closest", "random")  # values of `crop_aspect` that choose from a list
+outside_limits = partial(LeftOutError, "outside the limits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,28 +136,14 @@ class BucketRules:
     Attributes:
         grid: what the resolution means.
         largest_side: the model's limit per side in pixels.
-        crop: whether to crop to another ratio than the picture's own.
-        crop_aspect: square, preserve, closest or random; only with `crop`.
-        crop_style: position of the crop; without `crop` it is the centre.
-        aspects: what closest and random choose from.
-        minimum_size: in the unit of the resolution; 0 is off.
-        maximum_size, target_size: larger pictures are resized to the target before cropping; 0 is off.
-        minimum_ratio, maximum_ratio: limits of width / height, as rounded for buckets.
-        max_upscale: no bucket of `aspects` that enlarges by more than this share.
+        config: the entry with its defaults filled in; its limits are in the unit of the resolution, and 0 is off.
+        aspects: what `crop_aspect` closest and random choose from.
     """
 
     grid: PixelGrid
     largest_side: int
-    crop: bool = False
-    crop_aspect: Literal["square", "preserve", "closest", "random"] = "square"
-    crop_style: Literal["random", "center", "corner"] = "center"
+    config: DatasetConfig
     aspects: tuple[Aspect, ...] = ()
-    minimum_size: float = 0
-    maximum_size: float = 0
-    target_size: float = 0
-    minimum_ratio: float = 0
-    maximum_ratio: float = math.inf
-    max_upscale: float = math.inf
     _placed: dict[Size, Geometry] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def place(self, picture: Size, *token: object) -> Geometry:
@@ -167,9 +154,9 @@ class BucketRules:
             token: seeds the random choices: the same token gives the same crop.
 
         Raises:
-            OutsideLimitsError: the picture is left out.
+            LeftOutError: the picture is left out.
         """
-        if self.crop and "random" in (self.crop_aspect, self.crop_style):
+        if self.config.crop and "random" in (self.config.crop_aspect, self.config.crop_style):
             return self._place(picture, token)
         if picture not in self._placed:  # pictures of one size share their geometry
             self._placed[picture] = self._place(picture, token)
@@ -180,7 +167,7 @@ class BucketRules:
         bucket, size = self._bucket(picture, token)
         if max(size) > self.largest_side:
             width, height = size
-            raise OutsideLimitsError(f"needs {width}x{height}; the model's limit is {self.largest_side} a side")
+            raise outside_limits(f"needs {width}x{height}; the model's limit is {self.largest_side} a side")
         resized = self._resized(picture, size)
         return Geometry(bucket, size, resized, self._position(resized, size, token))
 
@@ -190,41 +177,41 @@ class BucketRules:
         return Geometry(source.bucket, source.size, resized, self._position(resized, source.size, token))
 
     def _check_limits(self, picture: Size) -> None:
-        width, height = picture
-        if self.minimum_size and self._is_small(picture):
-            raise OutsideLimitsError(f"{width}x{height} is smaller than minimum_image_size {self.minimum_size:g}")
-        ratio = self.grid.ratio(picture)
-        if not self.minimum_ratio <= ratio <= self.maximum_ratio:
-            limit = "minimum" if ratio < self.minimum_ratio else "maximum"
-            raise OutsideLimitsError(f"{width}x{height} has the ratio {ratio:g}, outside {limit}_aspect_ratio")
+        (width, height), smallest = picture, self.config.minimum_image_size or 0
+        if smallest and self._is_small(picture, smallest):
+            raise outside_limits(f"{width}x{height} is smaller than minimum_image_size {smallest:g}")
+        ratio, low, high = self.grid.ratio(picture), self.config.minimum_aspect_ratio, self.config.maximum_aspect_ratio
+        if (low and ratio < low) or (high and ratio > high):
+            limit = "minimum" if low and ratio < low else "maximum"
+            raise outside_limits(f"{width}x{height} has the ratio {ratio:g}, outside {limit}_aspect_ratio")
 
-    def _is_small(self, picture: Size) -> bool:
-        shorter, area = min(picture), picture[0] * picture[1]
+    def _is_small(self, picture: Size, smallest: float) -> bool:
         if self.grid.resolution_type == "pixel":
-            return shorter < self.minimum_size
-        least = self.grid.area(self.minimum_size)
-        square = self.crop and self.crop_aspect == "square"
-        return area < least or (square and shorter < math.sqrt(least))
+            return min(picture) < smallest
+        least = self.grid.area(smallest)
+        square = self.config.crop and self.config.crop_aspect == "square"
+        return picture[0] * picture[1] < least or (square and min(picture) < math.sqrt(least))
 
     def _bucket(self, picture: Size, token: tuple[object, ...]) -> tuple[str, Size]:
-        if self.crop and self.crop_aspect == "square":
+        if self.config.crop and self.config.crop_aspect == "square":
             return "1.0", (self.grid.square, self.grid.square)
-        if self.crop and self.crop_aspect in ("closest", "random"):
+        if self.config.crop and self.config.crop_aspect in CHOSEN:
             aspect = self._listed(picture, token)
             return aspect.bucket, aspect.size
         ratio = self.grid.ratio(picture)
         return str(ratio), self.grid.size(ratio)
 
     def _listed(self, picture: Size, token: tuple[object, ...]) -> Aspect:
-        allowed = [aspect for aspect in self.aspects if aspect.enlargement(picture) <= self.max_upscale]
+        most = self.config.max_upscale_threshold
+        allowed = [aspect for aspect in self.aspects if most is None or aspect.enlargement(picture) <= most]
         if not allowed:
             least = min(aspect.enlargement(picture) for aspect in self.aspects)
-            message = f"would be enlarged by {least:.0%}, more than max_upscale_threshold {self.max_upscale:g}"
-            raise OutsideLimitsError(f"{picture[0]}x{picture[1]} {message}")
-        if self.crop_aspect == "closest":
+            message = f"would be enlarged by {least:.0%}, more than max_upscale_threshold {most:g}"
+            raise outside_limits(f"{picture[0]}x{picture[1]} {message}")
+        if self.config.crop_aspect == "closest":
             # Distance in log space treats wide and tall alike and crops the least.
-            own = math.log(picture[0] / picture[1])
-            return min(allowed, key=lambda aspect: abs(math.log(aspect.size[0] / aspect.size[1]) - own))
+            ratio = math.log(picture[0] / picture[1])
+            return min(allowed, key=lambda aspect: abs(math.log(aspect.size[0] / aspect.size[1]) - ratio))
         mark = fraction(*token, "aspect") * sum(aspect.weight for aspect in allowed)
         for aspect in allowed:
             mark -= aspect.weight
@@ -235,20 +222,21 @@ class BucketRules:
     def _resized(self, picture: Size, size: Size) -> Size:
         """Just large enough to cover the bucket, or the target size if a picture exceeds the maximum."""
         covering, area = cover(picture, size), picture[0] * picture[1]
+        largest, target = self.config.maximum_image_size or 0, self.config.target_downsample_size or 0
         if self.grid.resolution_type == "pixel":  # the maximum measures the long edge, the target the short one
-            is_large, scale = max(picture) > self.maximum_size, self.target_size / min(picture)
+            is_large, scale = max(picture) > largest, target / min(picture)
         else:
-            is_large = area > self.grid.area(self.maximum_size)
-            scale = math.sqrt(self.grid.area(self.target_size) / area)
-        target = (round(picture[0] * scale), round(picture[1] * scale))
-        fits = scale < 1 and target[0] >= covering[0] and target[1] >= covering[1]
-        return target if self.crop and self.maximum_size and is_large and fits else covering
+            is_large, scale = area > self.grid.area(largest), math.sqrt(self.grid.area(target) / area)
+        smaller = (round(picture[0] * scale), round(picture[1] * scale))
+        fits = scale < 1 and smaller[0] >= covering[0] and smaller[1] >= covering[1]
+        return smaller if self.config.crop and largest and is_large and fits else covering
 
     def _position(self, resized: Size, size: Size, token: tuple[object, ...]) -> tuple[int, int]:
         spare_x, spare_y = resized[0] - size[0], resized[1] - size[1]
-        if self.crop and self.crop_style == "corner":
+        style = self.config.crop_style if self.config.crop else "center"
+        if style == "corner":
             return 0, 0
-        if self.crop and self.crop_style == "random":
+        if style == "random":
             return int(fraction(*token, "x") * (spare_x + 1)), int(fraction(*token, "y") * (spare_y + 1))
         return spare_x // 2, spare_y // 2
 
@@ -277,32 +265,13 @@ def build_rules(config: DatasetConfig, spec: FamilySpec, problems: list[Problem]
     problems.extend(_check_grid(grid, spec, config.id))
     if grid.square > spec.largest_side:
         return None
-    aspects = _build_aspects(config, grid, spec)
-    problems.extend(_check_limits(config, grid))
-    problems.extend(_check_crop(config, aspects, spec))
-    return BucketRules(
-        grid=grid,
-        largest_side=spec.largest_side,
-        crop=config.crop,
-        crop_aspect=config.crop_aspect,
-        crop_style=config.crop_style if config.crop_style in ("random", "corner") else "center",
-        aspects=aspects,
-        minimum_size=config.minimum_image_size or 0,
-        maximum_size=config.maximum_image_size or 0,
-        target_size=config.target_downsample_size or 0,
-        minimum_ratio=config.minimum_aspect_ratio or 0,
-        maximum_ratio=config.maximum_aspect_ratio or math.inf,
-        max_upscale=math.inf if config.max_upscale_threshold is None else config.max_upscale_threshold,
-    )
-
-
-def _build_aspects(config: DatasetConfig, grid: PixelGrid, spec: FamilySpec) -> tuple[Aspect, ...]:
-    """The aspects for closest and random."""
-    if not config.crop or config.crop_aspect not in ("closest", "random"):
-        return ()
-    if config.crop_aspect_buckets is None and config.crop_aspect == "closest":
-        return tuple(native_aspects(grid, spec.native_sizes))
-    return tuple(listed_aspects(grid, config.crop_aspect_buckets or ()))
+    aspects: list[Aspect] = []
+    if config.crop and config.crop_aspect in CHOSEN:
+        native = config.crop_aspect_buckets is None and config.crop_aspect == "closest"
+        listed = listed_aspects(grid, config.crop_aspect_buckets or ())
+        aspects = native_aspects(grid, spec.native_sizes) if native else listed
+    problems.extend([*_check_limits(config, grid), *_check_crop(config, aspects, spec)])
+    return BucketRules(grid, spec.largest_side, config, tuple(aspects))
 
 
 def _check_grid(grid: PixelGrid, spec: FamilySpec, dataset: str) -> Iterator[Problem]:
@@ -318,17 +287,16 @@ def _check_grid(grid: PixelGrid, spec: FamilySpec, dataset: str) -> Iterator[Pro
 
 
 def _check_limits(config: DatasetConfig, grid: PixelGrid) -> Iterator[Problem]:
-    maximum, unit = config.maximum_image_size or 0, grid.resolution_type
+    maximum, unit, where = config.maximum_image_size or 0, grid.resolution_type, f"{config.id}.maximum_image_size"
     if maximum and not config.target_downsample_size:
-        message = f"{maximum:g} needs target_downsample_size, the size that larger pictures are resized to."
-        yield Problem(f"{config.id}.maximum_image_size", message)
+        yield Problem(where, f"{maximum:g} needs target_downsample_size, the size that larger pictures are resized to.")
     suspicious = {"area": maximum >= SUSPICIOUS_AREA, "pixel": maximum < SUSPICIOUS_EDGE, "pixel_area": False}
     if maximum and suspicious[unit] and os.environ.get(UNIT_CHECK_OVERRIDE, "").lower() in (*FALSE_WORDS, ""):
         message = (
             f"{maximum:g}: wrong unit? With resolution_type {unit} it is in {UNITS[unit]}"
             f"{' (an edge)' if unit == 'pixel' else ''}. {UNIT_CHECK_OVERRIDE}=1 allows it."
         )
-        yield Problem(f"{config.id}.maximum_image_size", message)
+        yield Problem(where, message)
     low, high = config.minimum_aspect_ratio, config.maximum_aspect_ratio
     if low is not None and high is not None and low > high:
         message = f"{low:g} is above maximum_aspect_ratio {high:g}: no picture fits."
@@ -342,7 +310,7 @@ def _check_crop(config: DatasetConfig, aspects: Sequence[Aspect], spec: FamilySp
         yield Problem(f"{config.id}.crop_style", message)
     if not config.crop and kind != "square":
         yield Problem(f"{config.id}.crop_aspect", f"{kind!r} has no effect while crop is false.", fatal=False)
-    if config.crop and kind in ("closest", "random") and not aspects and config.crop_aspect_buckets is None:
+    if config.crop and kind in CHOSEN and not aspects and config.crop_aspect_buckets is None:
         yield Problem(where, f"crop_aspect {kind!r} needs a list of ratios here.")
     for aspect in aspects:
         if max(aspect.size) > spec.largest_side:

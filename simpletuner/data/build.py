@@ -9,14 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from simpletuner.config.datasets import MASKS, DatasetConfig
-from simpletuner.data.buckets import OutsideLimitsError, build_rules
-from simpletuner.data.captions import CaptionError, CaptionSource, Edit, caption_source, captions_for, read_filters
+from simpletuner.data.buckets import build_rules
+from simpletuner.data.captions import CaptionSource, Edit, caption_source, captions_for, read_filters
 from simpletuner.data.chance import order_key
-from simpletuner.data.clips import ClipLengthError, build_clip_rules, check_frame_rate
+from simpletuner.data.clips import build_clip_rules, check_frame_rate
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset, check_amount, is_stretched, summarise_rejected, warn_of_enlarged
 from simpletuner.data.discovery import Folder, Scan, read_folder
 from simpletuner.data.entries import check_dataset_file, latent_dir_of, link_partners, text_entry_of
+from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.sample import Rejected, Sample
 from simpletuner.errors import Problem, shorten
@@ -129,16 +130,13 @@ class _Builder:
         names = self.folder(dataset.config).usable
         for partners in dataset.partners:
             self.problems.extend(_check_partners(dataset, partners, names))
-        outcomes = [outcome_of(name, dataset, captions) for name in names]
-        return replace(
-            dataset,
-            samples=tuple(outcome for outcome in outcomes if isinstance(outcome, Sample)),
-            rejected=(
-                *dataset.rejected,
-                *_unused_captions(dataset.config, captions),
-                *(outcome for outcome in outcomes if isinstance(outcome, Rejected)),
-            ),
-        )
+        samples, rejected = list[Sample](), [*dataset.rejected, *_unused_captions(dataset.config, captions)]
+        for name in names:
+            try:
+                samples.append(_sample(name, dataset, captions))
+            except LeftOutError as error:
+                rejected.append(Rejected(dataset.id, name, error.reason, str(error)))
+        return replace(dataset, samples=tuple(samples), rejected=tuple(rejected))
 
     def _read_masks(self, dataset: Dataset) -> Dataset:
         """Look at every mask as it is trained, unless the index has the result; damaged ones leave their pair out."""
@@ -166,8 +164,7 @@ class _Builder:
     def conditioning_datasets(self, datasets: Sequence[Dataset]) -> list[Dataset]:
         """A dataset of the partners in use for each conditioning entry, so that its files are listed too."""
         samples = [sample for dataset in datasets for sample in dataset.samples]
-        used = [sample.partner for sample in samples if sample.partner]
-        used += [sample.mask for sample in samples if sample.mask]
+        used = [partner for sample in samples for partner in (sample.partner, sample.mask) if partner]
         partners = [self.partners.get(entry.id) for entry in self.entries]
         built = [_in_use(each, self.folder(each.config).usable, used) for each in partners if each is not None]
         for dataset in built:
@@ -176,43 +173,21 @@ class _Builder:
         return built
 
 
-def outcome_of(name: str, dataset: Dataset, captions: CaptionSource) -> Sample | Rejected:
-    """The sample of a picture or clip, or why it is left out.
-
-    Args:
-        name: path below the dataset's folder.
-        dataset: for its rules; its samples are not read.
-        captions: where its captions come from.
-    """
-    rejected = _without_partner(name, dataset)
-    if rejected is not None:
-        return rejected
-    if dataset.config.metadata_backend == "parquet" and name not in captions.table:
-        return Rejected(dataset.id, name, "not in the table", "is not in the table")
-    try:
-        return _sample(name, dataset, captions)
-    except OutsideLimitsError as error:
-        return Rejected(dataset.id, name, "outside the limits", str(error))
-    except ClipLengthError as error:
-        return Rejected(dataset.id, name, error.reason, str(error))
-    except CaptionError as error:
-        return Rejected(dataset.id, name, "no caption", str(error))
-
-
-def _without_partner(name: str, dataset: Dataset) -> Rejected | None:
-    for partners in dataset.partners:
-        partner = partners.facts_for(name)
-        if partner is None:
-            return Rejected(dataset.id, name, "partner unusable", f"has no partner in {partners.id}")
-        if partner.problem is not None:
-            detail = f"its partner {partners.name_for(name)} {partner.problem}"
-            return Rejected(dataset.id, name, "partner unusable", detail)
-    return None
-
-
 def _sample(name: str, dataset: Dataset, captions: CaptionSource) -> Sample:
-    facts, clips = dataset.facts[name], dataset.clips
-    clip = clips.read(facts.clip) if clips and facts.clip else None
+    """The sample of a picture or clip; of the dataset, samples are not read.
+
+    Raises:
+        LeftOutError: it has none.
+    """
+    for partners in dataset.partners:
+        paired = partners.facts_for(name)
+        if paired is None:
+            raise LeftOutError("partner unusable", f"has no partner in {partners.id}")
+        if paired.problem is not None:
+            raise LeftOutError("partner unusable", f"its partner {partners.name_for(name)} {paired.problem}")
+    if dataset.config.metadata_backend == "parquet" and name not in captions.table:
+        raise LeftOutError("not in the table", "is not in the table")
+    facts, clips, clip = dataset.facts[name], dataset.clips, dataset.clip_for(name)
     frames = clips.frames_of(clip) if clips and clip else 1
     geometry, partner = dataset.place(name, facts.picture_size, epoch=1, frames=frames)
     sample = Sample(
@@ -287,8 +262,7 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
 def _check_speed(dataset: Dataset, model_rate: float | None) -> list[Problem]:
     if dataset.clips is None or model_rate is None:
         return []
-    facts = {sample.name: dataset.facts[sample.name].clip for sample in dataset.samples}
-    clips = {name: clip for name, clip in facts.items() if clip is not None}
+    clips = {sample.name: clip for sample in dataset.samples if (clip := dataset.facts[sample.name].clip)}
     return check_frame_rate(f"{dataset.id}.video.frame_rate", dataset.clips, clips, model_rate)
 
 
@@ -298,14 +272,8 @@ def _in_use(partners: Dataset, names: Sequence[str], used: Sequence[Sample]) -> 
     taken = {sample.name for sample in samples.values()}
     problems = {name: partners.facts[name].problem for name in names}
     detail = "is not the partner of any trained picture"
-    rejected = [
-        Rejected(partners.id, name, "no source picture", detail)
-        for name, problem in problems.items()
-        if problem is None and name not in taken
-    ]
+    idle = [name for name, problem in problems.items() if problem is None and name not in taken]
+    rejected = [Rejected(partners.id, name, "no source picture", detail) for name in idle]
     rejected += [Rejected(partners.id, name, "damaged", problem) for name, problem in problems.items() if problem]
-    return replace(
-        partners,
-        samples=tuple(sorted(samples.values(), key=lambda sample: sample.name)),
-        rejected=(*partners.rejected, *rejected),
-    )
+    ordered = sorted(samples.values(), key=lambda sample: sample.name)
+    return replace(partners, samples=tuple(ordered), rejected=(*partners.rejected, *rejected))

@@ -23,7 +23,7 @@ import regex
 from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetConfig
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import FileFacts, Folder, pair_key
-from simpletuner.data.files import LARGEST_CAPTION, UnreadableError, read
+from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read
 from simpletuner.errors import Problem, UserError, did_you_mean, shorten
 
 COARSEST_CLOCK = 3.0  # seconds: file systems round times, FAT to two seconds
@@ -31,6 +31,8 @@ FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take
 LONGEST_SHOWN = 200  # characters of a caption in a message
 UNKNOWN = FileFacts(0, 0, "")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+no_caption = partial(LeftOutError, "no caption")
 
 Edit = Callable[[str], Sequence[str]]  # a caption in, its replacements out
 
@@ -42,10 +44,6 @@ def control_token(text: str) -> str | None:
     """The first control token in a text, or None."""
     found = CONTROL_TOKEN.search(text) if "<" in text else None
     return found.group() if found else None
-
-
-class CaptionError(Exception):
-    """A picture without a usable caption; the text says why and fits after the file's name."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
         source: where its captions come from.
 
     Raises:
-        CaptionError: it has none.
+        LeftOutError: it has none.
         UserError: an expression of `caption_filter_list` takes too long.
     """
     config, known = source.config, source.facts.get(name)
@@ -125,11 +123,11 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
     if not all(captions):
         captions = tuple(filter(None, captions))
     if not captions:
-        raise CaptionError("has a caption that caption_filter_list leaves empty")
+        raise no_caption("has a caption that caption_filter_list leaves empty")
     for caption in captions:
         token = control_token(caption)
         if token is not None:
-            raise CaptionError(f"has a caption with {token}, a control token of the tokenizer; remove it")
+            raise no_caption(f"has a caption with {token}, a control token of the tokenizer; remove it")
     return captions
 
 
@@ -139,13 +137,13 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
     if source.config.caption_strategy in ("parquet", "csv", "huggingface"):
         captions = source.table.get(name, ())
         if not captions:
-            raise CaptionError("has no caption in the table")
+            raise no_caption("has no caption in the table")
         return captions
     file, known = source.files.get(pair_key(name)), source.facts.get(name, UNKNOWN)
     if file is None and name in source.gone and known.stamp:
         return known.captions
     if file is None:
-        raise CaptionError(f"has no caption file {PurePosixPath(name).with_suffix('.txt').name!r} beside it")
+        raise no_caption(f"has no caption file {PurePosixPath(name).with_suffix('.txt').name!r} beside it")
     whole = source.config.disable_multiline_split
     stamp = stamp_of(f"{source.folder}/{file}", whole=whole)
     if stamp is None or stamp != known.stamp:
@@ -173,12 +171,12 @@ def caption_of_name(name: str) -> str:
     """The stem of a file name with `_` replaced by spaces.
 
     Raises:
-        CaptionError: it is empty.
+        LeftOutError: it is empty.
     """
     # macOS stores names decomposed; tokenizers split those differently.
     caption = " ".join(unicodedata.normalize("NFC", PurePosixPath(name).stem).replace("_", " ").split())
     if not caption:
-        raise CaptionError("has a name that gives no caption")
+        raise no_caption("has a name that gives no caption")
     return caption
 
 
@@ -188,23 +186,23 @@ def read_caption_file(path: Path, *, whole: bool = False) -> tuple[str, ...]:
     UTF-8 with or without a byte order mark, or UTF-16 with one.
 
     Raises:
-        CaptionError: unreadable, in another encoding, or empty.
+        LeftOutError: unreadable, in another encoding, or empty.
         DeviceError: the device failed.
     """
     try:
         content = read(path, LARGEST_CAPTION)
         text = content.decode("utf-16" if content.startswith(UTF16_MARKS) else "utf-8-sig")
     except UnreadableError as error:
-        raise CaptionError(f"has a caption file that {error}") from error
+        raise no_caption(f"has a caption file that {error}") from error
     except UnicodeDecodeError as error:
-        raise CaptionError(f"has a caption file that is not UTF-8 text (byte {error.start})") from error
+        raise no_caption(f"has a caption file that is not UTF-8 text (byte {error.start})") from error
     if "\0" in text:  # UTF-16 without a mark decodes as UTF-8, with a NUL beside every Latin letter
-        raise CaptionError("has a caption file with NUL characters: UTF-16 without a byte order mark? Save it as UTF-8")
+        raise no_caption("has a caption file with NUL characters: UTF-16 without a byte order mark? Save it as UTF-8")
     lines = [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
     captions = ("\n".join(lines).strip(),) if whole else tuple(lines)
     captions = tuple(caption for caption in captions if caption)
     if not captions:
-        raise CaptionError("has an empty caption file")
+        raise no_caption("has an empty caption file")
     return captions
 
 

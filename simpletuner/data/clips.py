@@ -25,7 +25,7 @@ from PIL import Image
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.context import DataContext
-from simpletuner.data.files import MediaError, UnreadableError
+from simpletuner.data.files import LeftOutError, MediaError, UnreadableError
 from simpletuner.data.media import AVIF_BRANDS, HEIF_BRANDS, decode, fit
 from simpletuner.errors import Problem
 
@@ -209,14 +209,6 @@ def fit_clip(frames: Iterable[Image.Image], geometry: Geometry) -> NDArray[np.ui
     return np.stack([fit(frame, geometry) for frame in frames])
 
 
-class ClipLengthError(Exception):
-    """A clip of unusable length; the text says what would work and fits after the file's name."""
-
-    def __init__(self, reason: Literal["too short", "too long"], message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
 @dataclass(frozen=True)
 class ClipRules:
     """Everything a dataset says about time.
@@ -250,17 +242,17 @@ class ClipRules:
         """How many frames of a clip are trained.
 
         Raises:
-            ClipLengthError: it is left out.
+            LeftOutError: it is left out.
         """
         length = clip.frames_at(self.rate)
         has = f"has {length} frames at {self.rate:g} a second"
         if length < self.minimum:
             best = fitting_frames(length, self.stride)
             message = f"{has}, fewer than video.min_frames {self.minimum}; num_frames and min_frames {best} would work"
-            raise ClipLengthError("too short", message)
+            raise LeftOutError("too short", message)
         if self.maximum is not None and length > self.maximum:
             message = f"{has}, more than video.max_frames {self.maximum}; max_frames {length} would work"
-            raise ClipLengthError("too long", message)
+            raise LeftOutError("too long", message)
         # A clip shorter than one interval keeps its own length.
         return self.num_frames or fitting_frames(length // self.interval * self.interval or length, self.stride)
 

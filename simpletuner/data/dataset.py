@@ -21,7 +21,7 @@ from simpletuner.data.chance import fraction
 from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
 from simpletuner.data.context import DataContext
 from simpletuner.data.discovery import FileFacts, pair_key, save_index
-from simpletuner.data.sample import NOTEWORTHY, LedgerEntry, Reason, Rejected, Sample, size_text
+from simpletuner.data.sample import EXPECTED, LedgerEntry, Rejected, Sample, size_text
 from simpletuner.errors import Problem, shorten
 
 # A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this share.
@@ -135,9 +135,14 @@ class Dataset:
     @property
     def white(self) -> dict[str, float]:
         """The share of each mask that is white where it is trained, by the name of the mask."""
-        names = [sample.mask.name for sample in self.samples if sample.mask]
         facts = self.masks.facts if self.masks else {}
-        return {name: found[1] for name in names if (found := facts[name].white)}
+        used = {sample.mask.name: facts[sample.mask.name].white for sample in self.samples if sample.mask}
+        return {name: white[1] for name, white in used.items() if white}
+
+    def clip_for(self, name: str) -> ClipFacts | None:
+        """Facts of a clip, as it is read for training; None for pictures."""
+        clip = self.facts[name].clip
+        return self.clips.read(clip) if self.clips and clip else None
 
     @property
     def batch_size(self) -> int:
@@ -191,7 +196,7 @@ class Dataset:
             groups.setdefault(sample.geometry.bucket, []).append(sample)
         return dict(sorted(groups.items()))
 
-    def without(self, problems: Mapping[str, str], reason: Reason = "damaged") -> Dataset:
+    def without(self, problems: Mapping[str, str], reason: str = "damaged") -> Dataset:
         """The dataset without samples that turned out to be unusable.
 
         Args:
@@ -211,10 +216,11 @@ class Dataset:
 
     def used(self, sample: Sample) -> LedgerEntry:
         """The line of a sample."""
+        read_as = f"counts as {' and '.join(sample.read_as)}" if sample.clip and sample.read_as else ""
         return LedgerEntry(
             self.id,
             sample.name,
-            note=self._note(sample) if self.origins or sample.clip else "",
+            note=", ".join(filter(None, (self.origins.get(sample.name), read_as))),
             original_size=sample.original_size,
             geometry=sample.geometry,
             captions=len(sample.captions),
@@ -231,11 +237,7 @@ class Dataset:
         found = Counter((each.geometry.bucket, each.geometry.size, each.frames) for each in self.samples)
         return {size_text(*kind): count for kind, count in found.items()}
 
-    def _note(self, sample: Sample) -> str:
-        read_as = f"counts as {' and '.join(sample.read_as)}" if sample.read_as else ""
-        return ", ".join(filter(None, (self.origins.get(sample.name), read_as)))
-
-    def counts(self) -> Counter[Reason]:
+    def counts(self) -> Counter[str]:
         """Number of rejected files, by reason."""
         return Counter(file.reason for file in self.rejected)
 
@@ -273,8 +275,7 @@ class DatasetFile:
     @property
     def clip(self) -> ClipFacts | None:
         """Facts of a clip, as it is read for training; None for pictures."""
-        facts, rules = self.dataset.facts[self.name].clip, self.dataset.clips
-        return rules.read(facts) if rules and facts else None
+        return self.dataset.clip_for(self.name)
 
     @property
     def seconds(self) -> float | None:
@@ -309,14 +310,15 @@ def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str
     """
     reduced = []
     for dataset in datasets:
-        own = {name: problem for (owner, name), problem in damaged.items() if owner == dataset.id}
-        halves = {
-            sample.name: f"its partner {sample.partner.name} {damaged[sample.partner.dataset_id, sample.partner.name]}"
-            for sample in dataset.samples
-            if sample.partner and (sample.partner.dataset_id, sample.partner.name) in damaged
+        unusable = {name: problem for (owner, name), problem in damaged.items() if owner == dataset.id}
+        whole = dataset.without(unusable)
+        partners = {sample.name: sample.partner for sample in whole.samples if sample.partner}
+        single = {
+            name: f"its partner {partner.name} {damaged[partner.dataset_id, partner.name]}"
+            for name, partner in partners.items()
+            if (partner.dataset_id, partner.name) in damaged
         }
-        single = {name: problem for name, problem in halves.items() if name not in own}
-        reduced.append(dataset.without(own).without(single, "partner unusable"))
+        reduced.append(whole.without(single, "partner unusable"))
     return reduced
 
 
@@ -324,7 +326,7 @@ def summarise_rejected(dataset: Dataset) -> Iterator[Problem]:
     """One warning with the files that are left out, by reason; the ledger has the details."""
     names = defaultdict(list)
     for file in dataset.rejected:
-        if file.reason in NOTEWORTHY:
+        if file.reason not in EXPECTED:
             names[file.reason].append(file.name)
     if names and dataset.samples:
         left_out = "; ".join(f"{len(files)} {reason} ({shorten(files)})" for reason, files in names.items())
@@ -378,7 +380,7 @@ def _nothing_usable(dataset: Dataset) -> str:
     counts = ", ".join(f"{number} {reason}" for reason, number in dataset.counts().most_common())
     message = f"no samples detected in dataset {dataset.id} ({dataset.config.instance_data_dir!r}): "
     message += f"none of its files can be used ({counts})." if counts else "the folder is empty."
-    details = [file for file in dataset.rejected if file.reason in NOTEWORTHY]
+    details = [file for file in dataset.rejected if file.reason not in EXPECTED]
     return f"{message} For instance {details[0].name} {details[0].detail}." if details else message
 
 

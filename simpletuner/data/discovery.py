@@ -12,6 +12,7 @@ import stat
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -35,7 +36,7 @@ from simpletuner.data.files import (
     read,
 )
 from simpletuner.data.media import PICTURE_SUFFIXES, probe
-from simpletuner.data.sample import Reason, Rejected
+from simpletuner.data.sample import Rejected
 
 CAPTION_SUFFIX = ".txt"
 
@@ -54,7 +55,7 @@ class Scan:
 
     files: tuple[str, ...] = ()
     captions: Mapping[str, str] = field(default_factory=dict)
-    ignored: Mapping[str, tuple[Reason, str]] = field(default_factory=dict)
+    ignored: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     table: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,7 +89,7 @@ def scan(root: Path, wanted: frozenset[str] = PICTURE_SUFFIXES) -> Scan:
     return classify(_walk(root), wanted)
 
 
-def classify(names: Iterable[tuple[str, tuple[Reason, str] | None]], wanted: frozenset[str]) -> Scan:
+def classify(names: Iterable[tuple[str, tuple[str, str] | None]], wanted: frozenset[str]) -> Scan:
     """Tell pictures or clips, their captions and other files apart.
 
     Args:
@@ -96,7 +97,7 @@ def classify(names: Iterable[tuple[str, tuple[Reason, str] | None]], wanted: fro
         wanted: extensions of the files to look for.
     """
     files, texts = [], []
-    ignored: dict[str, tuple[Reason, str]] = {}
+    ignored: dict[str, tuple[str, str]] = {}
     for name, problem in sorted(names, key=itemgetter(0)):
         suffix = _suffix(name)
         if problem is not None:
@@ -111,7 +112,7 @@ def classify(names: Iterable[tuple[str, tuple[Reason, str] | None]], wanted: fro
     return Scan(tuple(files), captions, ignored)
 
 
-def _foreign(name: str, wanted: frozenset[str]) -> tuple[Reason, str]:
+def _foreign(name: str, wanted: frozenset[str]) -> tuple[str, str]:
     if wanted >= PICTURE_SUFFIXES:
         return "not a picture", "does not have the extension of a picture"
     if _suffix(name) in PICTURE_SUFFIXES:
@@ -119,7 +120,7 @@ def _foreign(name: str, wanted: frozenset[str]) -> tuple[Reason, str]:
     return "not a clip", "does not have the extension of a clip"
 
 
-def _captions(files: Sequence[str], texts: Sequence[str], ignored: dict[str, tuple[Reason, str]]) -> dict[str, str]:
+def _captions(files: Sequence[str], texts: Sequence[str], ignored: dict[str, tuple[str, str]]) -> dict[str, str]:
     keys = {pair_key(name) for name in files}
     captions: dict[str, str] = {}
     for name in texts:
@@ -133,7 +134,7 @@ def _captions(files: Sequence[str], texts: Sequence[str], ignored: dict[str, tup
     return captions
 
 
-def _walk(root: Path) -> Iterator[tuple[str, tuple[Reason, str] | None]]:
+def _walk(root: Path) -> Iterator[tuple[str, tuple[str, str] | None]]:
     """Every file below a folder, with the reason if it cannot be used."""
     visited: set[tuple[int, int]] = set()
     stack = [(root, "")]
@@ -172,7 +173,7 @@ def _kernel_devices() -> frozenset[int]:
     return frozenset(folder.stat().st_dev for folder in (Path("/proc"), Path("/sys")) if folder.is_mount())
 
 
-def name_problem(name: str) -> tuple[Reason, str] | None:
+def name_problem(name: str) -> tuple[str, str] | None:
     """Why a file or folder of this name is not used, or None."""
     if name.startswith("."):
         return "hidden", "is hidden: its name starts with a dot"
@@ -261,13 +262,11 @@ def inspect_files(
 
 def _facts_of(path: str, known: FileFacts | None) -> FileFacts:
     if known is not None:
-        try:
+        with suppress(OSError):  # reading the file says why
             status = os.stat(path)  # noqa: PTH116 - pathlib takes three times as long
-        except OSError:  # reading the file says why
-            return _inspect(Path(path))
-        same = (status.st_size, status.st_mtime_ns) == (known.size, known.mtime_ns)
-        if same and stat.S_ISREG(status.st_mode):
-            return known
+            same = (status.st_size, status.st_mtime_ns) == (known.size, known.mtime_ns)
+            if same and stat.S_ISREG(status.st_mode):
+                return known
     return _inspect(Path(path))
 
 
@@ -360,29 +359,27 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
     known = load_index(Path(config.cache_dir_vae or ""), root)
     if listing is None:
         listing = scan(root, wanted_suffixes(config, context)) if is_readable(root) else Scan()
-    rejected = [Rejected(config.id, name, *why) for name, why in listing.ignored.items()]
-    names, listed = list(listing.files), frozenset(listing.files)
-    skipped = config.skip_file_discovery or ()
-    if known and (config.preserve_data_backend_cache or "metadata" in skipped or "aspect" in skipped):
+    left_out = {**listing.ignored}
+    if known and (config.preserve_data_backend_cache or {"metadata", "aspect"} & {*(config.skip_file_discovery or ())}):
         detail = "was added after the list of files was made, and that list is kept"
-        rejected += [Rejected(config.id, name, "not chosen", detail) for name in names if name not in known]
-        names = [name for name in names if name in known]
+        left_out |= {name: ("not chosen", detail) for name in listing.files if name not in known}
+    names = [name for name in listing.files if name not in left_out]
     facts = inspect_files(root, names, known, workers=context.caching.max_workers)
     # A damaged file may have been moved to quarantine, so only undamaged ones are reported as gone.
-    lost = {name: fact for name, fact in known.items() if name not in listed and fact.problem is None}
+    lost = {name: known[name] for name in known.keys() - {*listing.files} if known[name].problem is None}
     if context.defaults.ignore_missing_files:
         facts |= lost
     else:
-        rejected += [Rejected(config.id, name, "gone", "was here in the last run and is gone") for name in lost]
+        left_out |= {name: ("gone", "was here in the last run and is gone") for name in known if name in lost}
     damaged = {name: fact for name, fact in facts.items() if fact.problem is not None}
     for name, fact in damaged.items():
-        rejected.append(Rejected(config.id, name, "damaged" if fact.content else "unreadable", fact.problem or ""))
+        left_out[name] = "damaged" if fact.content else "unreadable", fact.problem or ""
     return Folder(
-        root=root,
+        root,
         facts={name: facts[name] for name in sorted(facts.keys() - damaged)} | damaged,
         listing=listing,
         gone=frozenset(lost.keys() & facts.keys()),
-        rejected=tuple(rejected),
+        rejected=tuple(Rejected(config.id, name, *why) for name, why in left_out.items()),
         indexed=known,
     )
 

@@ -30,6 +30,14 @@ RETRY_DELAYS = (0.05, 0.5)
 T = TypeVar("T")
 
 
+class LeftOutError(Exception):
+    """A file that is not trained on: the category of the reason, and a text that fits after the file's name."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
 class MediaError(Exception):
     """A file that cannot be used; the text says why and fits after the file's name."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
 
 from PIL import Image
 
@@ -13,31 +12,8 @@ from simpletuner.config.values import Size
 from simpletuner.data.buckets import Geometry, cover
 from simpletuner.data.clips import ClipFacts, frames_of
 
-# Why a file is not trained on, as counted in messages.
-Reason = Literal[
-    "not a picture",
-    "not a clip",
-    "caption without a file",
-    "unused caption",
-    "hidden",
-    "unusable name",
-    "unreadable",
-    "damaged",
-    "no caption",
-    "outside the limits",
-    "too short",
-    "too long",
-    "not chosen",
-    "gone",
-    "partner unusable",
-    "no source picture",
-    "not in the table",
-    "not downloaded",
-]
-# Expected in any folder, or asked for by the config; only the ledger mentions them.
+# Reasons that are expected in any folder, or asked for by the config: only the ledger mentions them, without a warning.
 EXPECTED = {"not a picture", "not a clip", "caption without a file", "unused caption", "hidden", "not chosen"}
-# Reasons that concern the dataset's own pictures, so the user is warned.
-NOTEWORTHY: frozenset[Reason] = frozenset(get_args(Reason)) - EXPECTED
 
 # Relative. Rates measured in containers that round times are off by up to this much.
 RATE_TOLERANCE = 5e-4
@@ -133,7 +109,7 @@ class Rejected:
 
     dataset_id: str
     name: str
-    reason: Reason
+    reason: str
     detail: str
 
 

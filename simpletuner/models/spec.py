@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from simpletuner.models.source import ModelSource
 
 Task = Literal["t2i", "i2i", "t2v", "i2v"]
+TASKS = {"t2i": "text to image", "i2i": "image editing", "t2v": "text to video", "i2v": "image to video"}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from simpletuner.annexes.trackers.trackers import check_names, check_trackers
 from simpletuner.config.json_files import check_unset
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate
@@ -21,6 +20,7 @@ from simpletuner.config.publishing import check_publishing, check_typed
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.sources import COMMAND_LINE
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
+from simpletuner.config.trackers import check_trackers
 from simpletuner.config.webhooks import check_webhooks
 from simpletuner.data.captions import control_token
 from simpletuner.errors import NoEffect, Problem, shorten
@@ -201,8 +201,7 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
     yield from check_release(config)
     yield from check_speed(config.speed, config.precision, config.launch)
-    yield from check_trackers(config.tracking.report_to)
-    yield from check_names(config.tracking)
+    yield from check_trackers(config.tracking)
     yield from check_publishing(config.publish, config.tracking.tracker_project_name)
     if config.origins.get("publishing_config") == COMMAND_LINE:
         yield from check_typed(config.publish)

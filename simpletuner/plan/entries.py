@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 
 from simpletuner.caching.catalogue import (
+    AnyEntry,
     Catalogue,
+    DatasetCaches,
     Encoders,
     Entries,
     FeatureEntry,
@@ -64,16 +67,20 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
         clean=plan.spec.words.clean,
         prompt_holds_picture=plan.flavour.task in plan.spec.words.hold_picture,
     )
-    return Catalogue(
-        encoders,
-        latent_folders={dataset.id: dataset.latent_dir for dataset in plan.datasets},
-        text_folders={dataset.id: text_folder(plan, dataset) for dataset in plan.datasets},
-        default_text_folder=text_folder(plan),
-        compressed={dataset.id: bool(dataset.config.compress_cache) for dataset in plan.datasets},
-        compress=plan.config.caching.compress_disk_cache,
-        completed={each.id: partial(plan.spec.words.of_dataset, each.config) for each in plan.datasets},
-        storage={dataset.id: latent_storage(plan, dataset) for dataset in plan.datasets},
-        preserved=_preserved(plan),
+    caches = {dataset.id: _caches(plan, dataset) for dataset in plan.datasets}
+    return Catalogue(encoders, caches, text_folder(plan), plan.config.caching.compress_disk_cache)
+
+
+def _caches(plan: Plan, dataset: Dataset) -> DatasetCaches:
+    config, preservation = dataset.config, plan.config.preservation
+    preserves = preservation.is_on and config.is_trained and not config.is_regularisation_data
+    return DatasetCaches(
+        latents=dataset.latent_dir,
+        texts=text_folder(plan, dataset),
+        compress=bool(config.compress_cache),
+        storage=latent_storage(plan, dataset),
+        complete=partial(plan.spec.words.of_dataset, config),
+        preserve=preservation.other_caption if preserves else None,
     )
 
 
@@ -84,19 +91,20 @@ def latent_storage(plan: Plan, dataset: Dataset) -> Storage:
     return "ondemand" if plan.config.caching.vae_cache_ondemand else "ahead"
 
 
-def _preserved(plan: Plan) -> dict[str, Callable[[str], str]]:
-    preservation = plan.config.preservation
-    if not preservation.is_on:
-        return {}
-    return {each.id: preservation.other_caption for each in plan.trained if not each.config.is_regularisation_data}
-
-
 def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
     """The text cache of a dataset, or of the prompts (None): the folder of its entry, else the family's default."""
     entry = text_entry_of(dataset.config if dataset else DatasetConfig(id="prompts"), plan.text_caches)
     if entry is not None and entry.cache_dir:
         return Path(entry.cache_dir).expanduser()
     return DataContext.of(plan.config, plan.spec, plan.flavour.task).text_root
+
+
+def cache_folders(plan: Plan) -> list[Path]:
+    """Every existing cache folder of a plan, without duplicates."""
+    folders = [text_folder(plan)]
+    for dataset in plan.datasets:
+        folders += [text_folder(plan, dataset), dataset.latent_dir]
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,11 @@ class Listing:
         same_epoch = epoch == self.epoch or not any(each.changes_each_epoch for each in plan.datasets)
         return same_epoch and (plan.config, plan.datasets) == (self.plan.config, self.plan.datasets)
 
+    def keys(self) -> set[str]:
+        """The keys of all entries."""
+        entries: list[Iterable[AnyEntry]] = [self.texts, self.latents, self.features]
+        return {entry.key.digest() for entry in chain.from_iterable(entries)}
+
     @cached_property
     def ahead(self) -> Entries[LatentEntry]:
         """The latents that are encoded before training."""
@@ -123,7 +136,7 @@ class Listing:
     @cached_property
     def encoded_in_training(self) -> list[LatentEntry]:
         """The latents that training encodes, as far as they were not cached at the first access."""
-        if not set(self.catalogue.storage.values()) - {"ahead"}:
+        if all(caches.storage == "ahead" for caches in self.catalogue.datasets.values()):
             return []
         later = [entry for entry in self.latents if entry.storage != "ahead"]
         uncached = missing(entry for entry in later if entry.storage == "ondemand")

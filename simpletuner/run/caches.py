@@ -9,29 +9,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from simpletuner.caching.catalogue import AnyEntry, Catalogue, FeatureEntry, LatentEntry, Share, TextEntry, missing
-from simpletuner.caching.entry import DamagedEntryError
-from simpletuner.caching.fill import (
-    ChangedFileError,
-    encode_now,
-    fill_features,
-    fill_latents,
-    fill_texts,
-    write_latents,
-)
-from simpletuner.caching.read import CacheStore, read_or_restore
+from simpletuner.caching.entry import DamagedEntryError, entry_path, read_entry
+from simpletuner.caching.fill import ChangedFileError, encode_now, fill_features, fill_latents, fill_texts, write_entry
+from simpletuner.caching.read import read_or_restore
 from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
 from simpletuner.data.context import DataContext, ProgressBar
 from simpletuner.data.dataset import Dataset, check_amount, without_damaged
 from simpletuner.data.loader import in_loop
-from simpletuner.data.sample import Sample
 from simpletuner.distributed.sharing import share_work
 from simpletuner.distributed.world import World
 from simpletuner.errors import Problem, UserError
@@ -53,165 +44,87 @@ from simpletuner.plan.build import Plan, make_sampler, plan_length
 from simpletuner.plan.checks import check_block_numbers, check_parts
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EventStream
-from simpletuner.run.quarantine import files_to_move, quarantine
+from simpletuner.run.quarantine import quarantine
 from simpletuner.training.assemble import make_accelerator
 
 logger = logging.getLogger(__name__)
 
 AnyEncoder = TypeVar("AnyEncoder", bound=Encoder)
 
-# Encodes a share, and returns what is to be said: captions that were cut, or files that could not be decoded and why.
-Encode = Callable[[ProgressBar], Mapping[Any, str]]
+# Encodes a share; returns what is to be reported: captions that were cut, or files that could not be decoded and why.
+Work = Callable[[ProgressBar], Mapping[Any, str]]
 
-# Seconds until a machine sees the files that another one has written to a network disk.
-APPEARANCE = 120.0
+# Until a machine sees the files that another one has written to a network disk.
+SECONDS_TO_APPEAR = 120.0
 
 
 @dataclass
-class CacheFiller:
-    """Encodes missing cache entries.
+class Encoding:
+    """Encodes entries into their caches; one encoder is on the device at a time.
 
     Attributes:
-        plan: without files that turned out to be damaged.
-        listing: the entries of the epoch that was filled last.
-        world: the processes that fill the caches together.
-        share: the part of the entries that is encoded here.
+        plan: names the encoders and their precision.
     """
 
     plan: Plan
     adapter: FamilyAdapter
     device: torch.device
     events: EventStream
-    listing: Listing
-    world: World = field(default_factory=World)
-    share: Share = field(default_factory=Share)
     _vae: LatentEncoder | None = field(default=None, init=False)  # stays loaded once training encodes
     _turn: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    @property
-    def catalogue(self) -> Catalogue:
-        return self.listing.catalogue
-
-    def fill(self) -> None:
-        """Encode all missing entries of the listing, and remove files that turn out to be damaged from the plan.
-
-        Raises:
-            UserError: too few samples are left, or an entry could not be encoded.
-        """
-        if self.remove_damaged():
-            self.listing = replace(self.listing)  # what it found in the folders no longer holds
-        try:  # one encoder after the other, so that only one is in memory
-            self.encode_texts(self._texts_here(), self.world)
-            failures = self.encode_latents(self.share.of(self.listing.ahead.missing), self.world)
-        except ChangedFileError as error:
-            self._forget(error.sample)
-            raise
-        if failures:
-            self.plan = without_failures(self.plan, failures, self.world)
-            self.listing = list_entries(self.plan, self.catalogue, self.listing.epoch)
-        self.encode_features(self.share.of(self.listing.features.missing), self.world)
-        self._check_complete()
-
-    def _texts_here(self) -> list[TextEntry]:
-        """The missing texts that this process encodes. Text encoders that stream are in host memory all the time, so
-        one process of each machine has them."""
-        if not self.plan.config.offload.group_offload_text_encoder or self.world.size == 1:
-            return self.share.of(self.listing.texts.missing)
-        place = self.world.place_among_leaders()
-        return Share(*place).of(self.listing.texts.missing) if place else []
-
-    def _check_complete(self) -> None:
-        """Make sure that nothing is missing any more: of all entries, or of a share that is encoded alone."""
-        listing, together = self.listing, self.world.size > 1
-        holes: list[AnyEntry] = [*listing.texts.missing, *listing.ahead.missing, *listing.features.missing]
-        end = time.monotonic() + (APPEARANCE if together else 0)
-        while holes := [each for each in missing(holes) if together or self.share.holds(each)]:
-            if time.monotonic() >= end:
-                advice = " All machines must use the same folders." if together else ""
-                first = holes[0].key.digest()
-                raise UserError(f"{len(holes)} cache entries are still missing, the first is {first}.{advice}")
-            time.sleep(1)
-
-    def _forget(self, changed: Sample) -> None:
-        """Make the next start read a file again, even if its size and time are unchanged."""
-        for dataset in self.plan.datasets:
-            if dataset.id == changed.dataset_id:
-                dataset.save_index(except_for={changed.name})
-
-    def follow(self, epoch: int) -> None:
-        """Encode what is missing for an epoch; only datasets with random crops have new entries."""
-        if not self.listing.holds_for(self.plan, epoch):
-            self.listing = list_entries(self.plan, self.catalogue, epoch)
-            self.fill()
-
-    def remove_damaged(self) -> int:
-        """Verify the entries of datasets with `scan_for_errors`; damaged ones are removed, to be re-encoded, and
-        counted."""
-        scanned = {dataset.id for dataset in self.plan.datasets if dataset.config.scan_for_errors}
-        removed = 0
-        for entry in self.listing.latents if scanned else ():
-            store, key = CacheStore(entry.folder), entry.key.digest()
-            if entry.sample.dataset_id in scanned and self.share.holds(entry) and store.has(key):
-                try:
-                    store.verify(key)
-                except DamagedEntryError as error:
-                    logger.warning("%s: %s It is encoded again.", entry.sample.full_name, error)
-                    store.remove(key)
-                    removed += 1
-        return removed
-
-    def encode_texts(self, entries: list[TextEntry], world: World = World()) -> None:
-        """Encode captions into their cache.
-
-        Args:
-            entries: those that are encoded here.
-            world: the processes that encode others meanwhile.
-        """
+    def texts(self, entries: list[TextEntry], world: World) -> None:
+        """Encode captions; those of `world` encode others meanwhile."""
         config = self.plan.config
         size = config.caching.captions_at_once(self.device.type, streamed=config.offload.group_offload_text_encoder)
 
         def work(bar: ProgressBar) -> Mapping[Any, str]:
             # One after the other: weights that are cast or quantised are in host memory until they are on the device.
-            encoder: Any = world.in_turn(self._load_text_encoder if entries else lambda: None)
-            return dict.fromkeys(fill_texts(entries, lambda: encoder, size, bar), "")
+            encoder = world.in_turn(self.load_text_encoder if entries else lambda: None)
+            return dict.fromkeys(fill_texts(entries, encoder, size, bar) if encoder else (), "")
 
-        for note in self._encode(len(entries), world, "captions", "captions", "init_text_embed_cache", work):
+        for note in self._share(len(entries), world, "captions", "captions", "init_text_embed_cache", work):
             logger.warning(note)
 
-    def encode_latents(self, entries: list[LatentEntry], world: World = World()) -> dict[tuple[str, str], str]:
-        """Encode pictures and clips into their cache; returns those that no process could decode, with the reason."""
+    def latents(self, entries: list[LatentEntry], world: World) -> dict[tuple[str, str], str]:
+        """Encode pictures and clips; returns those that no process could decode, with the reason."""
         work = partial(fill_latents, entries, self._load_latent_encoder, self.plan.config.caching)
         noun = self.plan.spec.media_noun
-        return self._encode(len(entries), world, noun, noun, "init_vae_cache", work)
+        return self._share(len(entries), world, noun, noun, "init_vae_cache", work)
 
-    def encode_features(self, entries: list[FeatureEntry], world: World = World()) -> None:
+    def features(self, entries: list[FeatureEntry], world: World) -> None:
         """Encode the features that techniques need, from cached latents."""
 
+        def read(entry: LatentEntry) -> Tensor:
+            is_cached = entry.storage != "never"
+            latents = read_or_restore(entry, self.restore)["latents"] if is_cached else self.encode(entry)
+            return latents.to(self.device)
+
         def work(bar: ProgressBar) -> Mapping[Any, str]:
-            device, vae = self.device, self._load_latent_encoder
-            fill_features(entries, lambda each: each.kind.load(self.adapter, vae, device), self._latents, bar)
+            vae = self._load_latent_encoder
+            fill_features(entries, lambda entry: entry.kind.load(self.adapter, vae, self.device), read, bar)
             return {}
 
-        self._encode(len(entries), world, "features", self.plan.spec.media_noun, "init_feature_cache", work)
+        self._share(len(entries), world, "features", self.plan.spec.media_noun, "init_feature_cache", work)
 
-    def _encode(self, count: int, world: World, what: str, unit: str, stage: str, work: Encode) -> dict[Any, str]:
+    def _share(self, count: int, world: World, what: str, unit: str, stage: str, work: Work) -> dict[Any, str]:
         """Encode `count` entries here and others elsewhere; returns what the work of all processes returned."""
-        found: dict[Any, str] = {}
+        notes: dict[Any, str] = {}
         total = sum(world.gather(count))
         if total:
             share_work(
                 world,
                 self.events,
                 lambda events: events.phase(f"Encoding {what}", total, unit, CACHING, stage=stage),
-                lambda bar, keep: [keep(place, note) for place, note in work(bar).items()],
-                found.__setitem__,
+                lambda bar, keep: [keep(key, note) for key, note in work(bar).items()],
+                notes.__setitem__,
             )
-            self._release()
-        return found
-
-    def _latents(self, entry: LatentEntry) -> Tensor:
-        latents = self.encode(entry) if entry.storage == "never" else read_or_restore(entry, self.restore)["latents"]
-        return latents.to(self.device)
+            # Free the memory of the encoder, which went out of scope, before the next one is loaded.
+            gc.collect()
+            trim_heap()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return notes
 
     def encode(self, entry: LatentEntry) -> Tensor:
         """Encode latents during training; the VAE stays on the device from the first ones on.
@@ -230,20 +143,21 @@ class CacheFiller:
     def restore(self, entry: AnyEntry) -> None:
         """Encode an entry during a run: a damaged one, or one that is encoded when first used."""
         if isinstance(entry, LatentEntry) and entry.storage == "ondemand":
-            write_latents(entry, self.encode(entry))
+            write_entry(entry, {"latents": self.encode(entry)})
         else:
             in_loop(partial(self._restore_damaged, entry))
 
     def _restore_damaged(self, entry: AnyEntry) -> None:
         logger.warning("The cache entry of %s was damaged and is encoded again.", entry.key.digest())
         if isinstance(entry, TextEntry):
-            self.encode_texts([entry])
+            self.texts([entry], World())
         elif isinstance(entry, FeatureEntry):
-            self.encode_features([entry])
-        elif self.encode_latents([entry]):
-            raise UserError(f"{entry.sample.full_name}: its cache entry is damaged and so is the file itself.")
+            self.features([entry], World())
+        elif self.latents([entry], World()):
+            raise UserError(f"{entry.source}: its cache entry is damaged and so is the file itself.")
 
-    def _load_text_encoder(self) -> TextEncoder:
+    def load_text_encoder(self) -> TextEncoder:
+        """In the precision of the settings: onto the device, or streamed to it."""
         return load_encoder(self.adapter.load_text_encoder, self.plan.config, self.device)
 
     def _load_latent_encoder(self) -> LatentEncoder:
@@ -253,12 +167,96 @@ class CacheFiller:
             offload_layers(encoder.vae, config.offload, self.device)
         return encoder
 
-    def _release(self) -> None:
-        """Free the memory of an encoder that went out of scope, before the next one is loaded."""
-        gc.collect()
-        trim_heap()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+
+@dataclass
+class CacheFiller:
+    """Keeps the caches of a run complete.
+
+    Attributes:
+        listing: the entries of the epoch that was filled last.
+        world: the processes that fill the caches together.
+        share: the part of the entries that is encoded here.
+        plan: without files that turned out to be damaged.
+    """
+
+    encoding: Encoding
+    listing: Listing
+    world: World = field(default_factory=World)
+    share: Share = field(default_factory=Share)
+    plan: Plan = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plan = self.encoding.plan
+
+    @property
+    def catalogue(self) -> Catalogue:
+        return self.listing.catalogue
+
+    def fill(self) -> None:
+        """Encode all missing entries of the listing, and remove files that turn out to be damaged from the plan.
+
+        Raises:
+            UserError: too few samples are left, or an entry could not be encoded.
+        """
+        if remove_damaged(self.plan, self.listing, self.share):
+            self.listing = replace(self.listing)  # what it found in the folders no longer holds
+        try:  # one encoder after the other, so that only one is in memory
+            self.encoding.texts(self._texts_here(), self.world)
+            failures = self.encoding.latents(self.share.of(self.listing.ahead.missing), self.world)
+        except ChangedFileError as error:
+            for dataset in self.plan.datasets:  # the next start reads it again, even if its size and time are unchanged
+                if dataset.id == error.sample.dataset_id:
+                    dataset.save_index(except_for={error.sample.name})
+            raise
+        if failures:
+            self.plan = without_failures(self.plan, failures, self.world)
+            self.listing = list_entries(self.plan, self.catalogue, self.listing.epoch)
+        self.encoding.features(self.share.of(self.listing.features.missing), self.world)
+        self._check_complete()
+
+    def _texts_here(self) -> list[TextEntry]:
+        """The missing texts that this process encodes. Text encoders that stream are in host memory all the time, so
+        one process of each machine has them."""
+        if not self.plan.config.offload.group_offload_text_encoder or self.world.size == 1:
+            return self.share.of(self.listing.texts.missing)
+        place = self.world.place_among_leaders()
+        return Share(*place).of(self.listing.texts.missing) if place else []
+
+    def _check_complete(self) -> None:
+        """Make sure that nothing is missing any more: of all entries, or of a share that is encoded alone."""
+        listing, together = self.listing, self.world.size > 1
+        holes: list[AnyEntry] = [*listing.texts.missing, *listing.ahead.missing, *listing.features.missing]
+        end = time.monotonic() + (SECONDS_TO_APPEAR if together else 0)
+        while holes := [entry for entry in missing(holes) if together or self.share.holds(entry)]:
+            if time.monotonic() >= end:
+                advice = " All machines must use the same folders." if together else ""
+                first = holes[0].key.digest()
+                raise UserError(f"{len(holes)} cache entries are still missing, the first is {first}.{advice}")
+            time.sleep(1)
+
+    def follow(self, epoch: int) -> None:
+        """Encode what is missing for an epoch; only datasets with random crops have new entries."""
+        if not self.listing.holds_for(self.plan, epoch):
+            self.listing = list_entries(self.plan, self.catalogue, epoch)
+            self.fill()
+
+
+def remove_damaged(plan: Plan, listing: Listing, share: Share) -> int:
+    """Verify the entries of datasets with `scan_for_errors`, and remove and count damaged ones, to be re-encoded."""
+    scanned = {dataset.id for dataset in plan.datasets if dataset.config.scan_for_errors}
+    removed = 0
+    for entry in listing.latents if scanned else ():
+        if entry.sample.dataset_id in scanned and share.holds(entry):
+            path = entry_path(entry.folder, entry.key.digest())
+            try:
+                read_entry(path, entry.key.digest())
+            except FileNotFoundError:
+                continue
+            except DamagedEntryError as error:
+                logger.warning("%s: %s It is encoded again.", entry.source, error)
+                path.unlink(missing_ok=True)
+                removed += 1
+    return removed
 
 
 def load_encoder(
@@ -324,11 +322,11 @@ def prepare_caches(
     """
     share = share or Share(world.rank, world.size)
     if share.index == 0:
-        quarantine_rejected(plan)
+        quarantine(plan.datasets, plan.output_dir)
     world.leader_first(lambda: fetch(plan, events))
     if listing is None or not listing.holds_for(plan, epoch):
         listing = list_entries(plan, complete_catalogue(plan), epoch)
-    filler = CacheFiller(plan, adapter, device, events, listing, world, share)
+    filler = CacheFiller(Encoding(plan, adapter, device, events), listing, world, share)
     world.main_only(lambda: save_indexes(plan.datasets))  # after an interruption, the files need not be read again
     filler.fill()
     return filler
@@ -379,14 +377,6 @@ def complete_catalogue(plan: Plan) -> Catalogue:
     return catalogue
 
 
-def quarantine_rejected(plan: Plan) -> None:
-    """Move away files that are damaged or outside the limits, for datasets configured so."""
-    for dataset in plan.datasets:
-        files = files_to_move(dataset)
-        if files and dataset.config.instance_data_dir:
-            quarantine(Path(dataset.config.instance_data_dir).expanduser(), files, plan.output_dir)
-
-
 def without_failures(plan: Plan, failures: dict[tuple[str, str], str], world: World) -> Plan:
     """The plan without files that could not be decoded; the main process records them.
 
@@ -402,6 +392,6 @@ def without_failures(plan: Plan, failures: dict[tuple[str, str], str], world: Wo
     reduced = replace(plan, datasets=[check_amount(dataset, context, problems) for dataset in datasets])
     if any(problem.fatal for problem in problems):
         raise UserError("\n".join(str(problem) for problem in problems if problem.fatal))
-    world.main_only(lambda: quarantine_rejected(reduced))
+    world.main_only(lambda: quarantine(reduced.datasets, plan.output_dir))
     sampler = make_sampler(reduced.trained, plan.config, plan.seed)
     return replace(reduced, length=plan_length(plan.config, sampler))

@@ -23,47 +23,31 @@ FOLDER_NAME = "quarantine"
 REASONS_NAME = "reasons.jsonl"
 
 
-def files_to_move(dataset: Dataset) -> list[Rejected]:
-    """The files that the dataset's entry asks to quarantine."""
-    if dataset.config.type != "local":
-        return []  # a moved download would be fetched again
-    config = dataset.config
-    asked = {"damaged": config.delete_problematic_images, "outside the limits": config.delete_unwanted_images}
-    return [file for file in dataset.rejected if asked.get(file.reason)]
+def quarantine(datasets: Iterable[Dataset], output_dir: Path) -> None:
+    """Move the files that the entries of datasets ask to quarantine, and record why.
 
-
-def quarantine(root: Path, files: Iterable[Rejected], output_dir: Path) -> list[Path]:
-    """Move files to `<output_dir>/quarantine`, keeping their paths below `root`, and record them there.
-
-    A file in a linked folder outside of `root` is not the dataset's own and is not moved.
-
-    Args:
-        root: the dataset's folder.
-        files: what to move and why; files that no longer exist are skipped.
-        output_dir: of the run.
-
-    Returns:
-        the new paths, including caption files.
+    They go to `<output_dir>/quarantine` with their captions, and keep their paths below the dataset's folder. A file in
+    a linked folder outside of that is not the dataset's own and is not moved; a file that no longer exists is skipped.
 
     Raises:
         OSError: a file cannot be moved; those before it are recorded.
     """
     folder = output_dir / FOLDER_NAME
-    moved = []
-    for file in files:
-        if not _exists(root / file.name):
-            continue
-        if not (root / file.name).parent.resolve().is_relative_to(root.resolve()):
-            logger.warning("%s is outside of %s and is not moved: it %s", root / file.name, root, file.detail)
-            continue
-        for name in [file.name, *_own_captions(root, file.name)]:
-            target = _free_place(folder / PurePosixPath(name))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            origin = (root / name).absolute()
-            shutil.move(root / name, target)
-            _record(folder, file, origin, target)
-            moved.append(target)
-    return moved
+    for dataset in datasets:
+        config, root = dataset.config, dataset.root.expanduser()
+        asked = {"damaged": config.delete_problematic_images, "outside the limits": config.delete_unwanted_images}
+        for file in dataset.rejected:
+            # A moved download would be fetched again.
+            if config.type != "local" or not asked.get(file.reason) or not _exists(root / file.name):
+                continue
+            if not (root / file.name).parent.resolve().is_relative_to(root.resolve()):
+                logger.warning("%s is outside of %s and is not moved: it %s", root / file.name, root, file.detail)
+                continue
+            for name in [file.name, *_own_captions(root, file.name)]:
+                target, origin = _free_place(folder / PurePosixPath(name)), (root / name).absolute()
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(root / name, target)
+                _record(folder, file, origin, target)
 
 
 def _own_captions(root: Path, name: str) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.caching import fill
-from simpletuner.caching.catalogue import Catalogue, Encoders, LatentEntry, missing
+from simpletuner.caching.catalogue import Catalogue, DatasetCaches, Encoders, LatentEntry, missing
 from simpletuner.caching.fill import fill_latents, prepared_picture, to_pixels
 from simpletuner.caching.keys import EncoderIdentity
 from simpletuner.caching.read import BatchReader, CacheStore
@@ -62,7 +62,8 @@ def catalogue(tmp_path: Path) -> Catalogue:
     encoders = Encoders(
         vae=ENCODER, text=ENCODER, template="", max_length=8, clean=lambda text: text, prompt_holds_picture=False
     )
-    return Catalogue(encoders, {"films": tmp_path / "latents"}, {}, tmp_path / "texts", {"films": True}, True)
+    caches = DatasetCaches(tmp_path / "latents", tmp_path / "texts", True)
+    return Catalogue(encoders, {"films": caches}, tmp_path / "texts", True)
 
 
 @pytest.fixture
@@ -226,7 +227,7 @@ def test_decoding_and_writing_go_on_while_the_encoder_works(
             assert done.wait(PATIENCE)
 
     monkeypatch.setattr(fill, "_decode", noted(fill._decode, decoded))
-    monkeypatch.setattr(fill, "_write", noted(fill._write, written))
+    monkeypatch.setattr(fill, "write_entry", noted(fill.write_entry, written))
     encoder = SmallEncoder(wait)
     fill_latents(entries, lambda: encoder, config_of(vae_batch_size=1, max_workers=2), Silent())  # type: ignore[return-value]
     assert len(encoder.shapes) == 4

@@ -1,21 +1,22 @@
 from __future__ import annotations
 
 import itertools
-import math
+from typing import Any
 
 import pytest
 
+from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.buckets import (
     Aspect,
     BucketRules,
     Geometry,
-    OutsideLimitsError,
     PixelGrid,
     ResolutionType,
     cover,
     listed_aspects,
     native_aspects,
 )
+from simpletuner.data.files import LeftOutError
 from simpletuner.models.kandinsky5.spec import IMAGE_SIZES
 
 ALIGNMENTS = (16, 32, 64, 128)
@@ -39,9 +40,12 @@ def sizes(cell: str) -> list[tuple[int, ...]]:
 
 
 def make_rules(
-    resolution: float = 1024, kind: ResolutionType = "pixel_area", alignment: int = 16, **more: object
+    resolution: float = 1024, kind: ResolutionType = "pixel_area", alignment: int = 16, **more: Any
 ) -> BucketRules:
-    return BucketRules(PixelGrid(resolution, kind, alignment), **{"largest_side": 2048, **more})
+    """Rules of an entry with more keys; `aspects` are not read from it."""
+    aspects: Any = more.pop("aspects", ())
+    config = DatasetConfig(**{"id": "set", "crop_style": "center", **more})
+    return BucketRules(PixelGrid(resolution, kind, alignment), 2048, config, aspects)
 
 
 @pytest.mark.parametrize("row", TABLE)
@@ -173,10 +177,10 @@ def test_random_aspects_follow_their_weights() -> None:
 
 def test_max_upscale_leaves_large_buckets_out() -> None:
     aspects = (Aspect("1.0", (1024, 1024)), Aspect("0.5", (720, 1440)), Aspect("2.0", (1440, 720)))
-    rules = make_rules(crop=True, crop_aspect="closest", aspects=aspects, max_upscale=0.1)
+    rules = make_rules(crop=True, crop_aspect="closest", aspects=aspects, max_upscale_threshold=0.1)
     assert rules.place((1000, 1000)).bucket == "1.0"
     assert rules.place((1400, 1100)).bucket == "1.0"
-    with pytest.raises(OutsideLimitsError, match="max_upscale_threshold"):
+    with pytest.raises(LeftOutError, match="max_upscale_threshold"):
         rules.place((500, 500))
 
 
@@ -194,24 +198,24 @@ def test_max_upscale_leaves_large_buckets_out() -> None:
 def test_minimum_size(
     kind: ResolutionType, minimum: float, crop: bool, kept: tuple[int, int], left_out: tuple[int, int] | None
 ) -> None:
-    rules = make_rules(1 if kind == "area" else 512, kind, crop=crop, minimum_size=minimum)
+    rules = make_rules(1 if kind == "area" else 512, kind, crop=crop, minimum_image_size=minimum)
     rules.place(kept)
     if left_out:
-        with pytest.raises(OutsideLimitsError, match="minimum_image_size"):
+        with pytest.raises(LeftOutError, match="minimum_image_size"):
             rules.place(left_out)
 
 
 def test_ratio_limits() -> None:
-    rules = make_rules(minimum_ratio=0.56, maximum_ratio=1.78)
+    rules = make_rules(minimum_aspect_ratio=0.56, maximum_aspect_ratio=1.78)
     rules.place((1920, 1080))
     rules.place((1080, 1920))
     for picture in ((2000, 1000), (1000, 2000)):
-        with pytest.raises(OutsideLimitsError, match="aspect_ratio"):
+        with pytest.raises(LeftOutError, match="aspect_ratio"):
             rules.place(picture)
 
 
 def test_a_side_beyond_the_model_is_left_out() -> None:
-    with pytest.raises(OutsideLimitsError, match="2048"):
+    with pytest.raises(LeftOutError, match="2048"):
         make_rules().place((5000, 1000))
 
 
@@ -233,7 +237,7 @@ def test_larger_pictures_are_resized_to_the_target_first(
     picture: tuple[int, int],
     resized: tuple[int, int],
 ) -> None:
-    options = {"maximum_size": maximum, "target_size": target}
+    options = {"maximum_image_size": maximum, "target_downsample_size": target}
     geometry = make_rules(resolution, kind, crop=True, **options).place(picture)
     assert (geometry.size, geometry.resized) == ((512, 512), resized)
     whole = make_rules(resolution, kind, crop=False, **options).place(picture)
@@ -249,6 +253,5 @@ def test_partners_that_follow_have_the_size_of_their_source() -> None:
 
 
 def test_limits_are_off_by_default() -> None:
-    rules = make_rules()
-    assert rules.maximum_ratio == math.inf
-    assert rules.place((1, 1)).size == (1024, 1024)
+    assert make_rules().place((1, 1)).size == (1024, 1024)
+    assert make_rules(crop=True).place((9000, 1)).size == (1024, 1024)

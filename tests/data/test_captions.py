@@ -9,7 +9,6 @@ import pytest
 
 from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetConfig
 from simpletuner.data.captions import (
-    CaptionError,
     CaptionSource,
     captions_for,
     match_rows,
@@ -18,6 +17,7 @@ from simpletuner.data.captions import (
     read_filters,
     shuffle_edit,
 )
+from simpletuner.data.files import LeftOutError
 from simpletuner.errors import Problem
 
 
@@ -58,7 +58,7 @@ def test_the_whole_file_may_be_one_caption(tmp_path: Path) -> None:
 def test_unusable_caption_files_say_why(content: bytes | None, words: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(CaptionError, match=words):
+    with pytest.raises(LeftOutError, match=words):
         captions("a.png", tmp_path, {"a": "a.txt"} if content is not None else {}, caption_strategy="textfile")
 
 
@@ -66,7 +66,7 @@ def test_file_names_are_captions(tmp_path: Path) -> None:
     assert captions("sub/a_red__house.png", tmp_path, caption_strategy="filename") == ("a red house",)
     name = unicodedata.normalize("NFD", "café.png")
     assert captions(name, tmp_path, caption_strategy="filename") == ("café",)
-    with pytest.raises(CaptionError):
+    with pytest.raises(LeftOutError):
         captions("__.png", tmp_path, caption_strategy="filename")
 
 
@@ -145,7 +145,7 @@ def test_a_caption_that_is_filtered_away_is_reported(tmp_path: Path) -> None:
     source = CaptionSource(
         DatasetConfig(id="a", caption_strategy="filename"), tmp_path, {}, {}, (edit,) if edit else ()
     )
-    with pytest.raises(CaptionError, match="caption_filter_list"):
+    with pytest.raises(LeftOutError, match="caption_filter_list"):
         captions_for("house.png", source)
 
 

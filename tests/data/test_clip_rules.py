@@ -14,9 +14,10 @@ from simpletuner.config.datasets import DatasetConfig, VideoConfig, read_dataset
 from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data import discovery
 from simpletuner.data.build import build_datasets
-from simpletuner.data.clips import ClipFacts, ClipLengthError, ClipRules, build_clip_rules, fitting_frames
+from simpletuner.data.clips import ClipFacts, ClipRules, build_clip_rules, fitting_frames
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
+from simpletuner.data.files import LeftOutError
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
@@ -145,7 +146,7 @@ def test_min_frames_is_the_interval_where_lengths_differ(context: DataContext) -
     rules, _ = rules_of(context, {"frame_interval": 12, "bucket_strategy": "resolution_frames"})
     assert rules is not None
     assert (rules.num_frames, rules.minimum) == (None, 12)
-    with pytest.raises(ClipLengthError):
+    with pytest.raises(LeftOutError):
         rules.frames_of(ClipFacts(96, 64, 11 / 24, 24))
 
 

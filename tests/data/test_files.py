@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from simpletuner.data import files
-from simpletuner.data.captions import CaptionError, read_caption_file
+from simpletuner.data.captions import read_caption_file
 from simpletuner.data.discovery import inspect_files
-from simpletuner.data.files import LARGEST_CAPTION, LARGEST_PICTURE, DeviceError, read
+from simpletuner.data.files import LARGEST_CAPTION, LARGEST_PICTURE, DeviceError, LeftOutError, read
 from simpletuner.data.media import MediaError, decode, probe
 from tests import pictures
 
@@ -56,17 +56,17 @@ def test_what_is_no_usual_file_is_reported_at_once(tmp_path: Path) -> None:
     assert "bytes" in problems["giant.png"]
     assert not any(fact.content for fact in facts.values())
     for path in paths:
-        with pytest.raises(CaptionError):
+        with pytest.raises(LeftOutError):
             read_caption_file(path)
 
 
 def test_captions_are_bounded_and_text(tmp_path: Path) -> None:
     with (tmp_path / "a.txt").open("wb") as file:
         file.truncate(LARGEST_CAPTION + 1)
-    with pytest.raises(CaptionError, match="bytes"):
+    with pytest.raises(LeftOutError, match="bytes"):
         read_caption_file(tmp_path / "a.txt")
     (tmp_path / "b.txt").write_bytes("a red square".encode("utf-16-le"))
-    with pytest.raises(CaptionError, match="UTF-16"):
+    with pytest.raises(LeftOutError, match="UTF-16"):
         read_caption_file(tmp_path / "b.txt")
 
 

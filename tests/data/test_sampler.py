@@ -26,7 +26,7 @@ SIZES = {"1.0": (100, 100), "1.5": (150, 100), "0.67": (100, 150)}
 def make_dataset(buckets: dict[str, int], repeats: int = 0, id: str = "set", **keys: Any) -> Dataset:
     """A dataset with so many samples per bucket label; each sample has three captions."""
     config = DatasetConfig(id=id, **{"train_batch_size": 4, "vae_cache_clear_each_epoch": False, **keys})
-    rules = BucketRules(PixelGrid(64, "pixel_area", 16), 2048, crop=config.crop)
+    rules = BucketRules(PixelGrid(64, "pixel_area", 16), 2048, config)
     names = [(f"{label}/{number}", SIZES[label]) for label, count in buckets.items() for number in range(count)]
     samples = tuple(
         Sample(id, name, Path(), name, size, rules.place(size), (f"{name} a", f"{name} b", f"{name} c"))
@@ -245,9 +245,6 @@ def test_several_processes_draw_together_what_one_draws_alone() -> None:
 
 def test_moving_crops_are_those_of_the_epoch() -> None:
     dataset = make_dataset({"1.5": 8}, crop=True, vae_cache_clear_each_epoch=True, train_batch_size=2)
-    dataset = Dataset(
-        **{**vars(dataset), "rules": BucketRules(PixelGrid(64, "pixel_area", 16), 2048, crop=True, crop_style="random")}
-    )
     sampler = Sampler([dataset], seed=0)
     for epoch in (2, 3):
         geometries = {sample.name: sample.geometry for sample in dataset.at_epoch(epoch).samples}

@@ -32,9 +32,8 @@ from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.plan.entries import evaluated
 from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, Event, EventStream, MediaRendered, PhaseAdvanced
-from simpletuner.run.caches import CacheFiller, build_adapter, prepare_caches
-from simpletuner.run.train import training_spec
-from simpletuner.run.watchers import build_subjects
+from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, prepare_caches
+from simpletuner.run.session import build_subjects, training_spec
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
@@ -117,7 +116,7 @@ def find_or_download() -> bool:
 
 def everything(process: Process) -> dict[str, Any]:
     decode, damaged = fill.media.decode, Path("datasets/pictures/p3.png").read_bytes()
-    write, draw, load = CacheStore.write, Renderer.write, CacheFiller._load_text_encoder
+    write, draw, load = CacheStore.write, Renderer.write, Encoding.load_text_encoder
     pictures: list[str] = []
     loading: list[float] = []
 
@@ -130,7 +129,7 @@ def everything(process: Process) -> dict[str, Any]:
         process.written.append(f"{self.folder}/{key}")
         write(self, key, *arguments)
 
-    def note_loading(self: CacheFiller) -> Any:
+    def note_loading(self: Encoding) -> Any:
         start = time.monotonic()
         encoder = load(self)
         loading.extend((start, time.monotonic()))
@@ -143,7 +142,7 @@ def everything(process: Process) -> dict[str, Any]:
     with (
         patch.object(fill.media, "decode", decode_some),
         patch.object(CacheStore, "write", note),
-        patch.object(CacheFiller, "_load_text_encoder", note_loading),
+        patch.object(Encoding, "load_text_encoder", note_loading),
     ):
         filler = process.fill()
     assembly, validation, evaluation = build(process, filler)
@@ -170,13 +169,14 @@ def everything(process: Process) -> dict[str, Any]:
 
 def build(process: Process, filler: CacheFiller) -> tuple[Assembly, ValidationRunner, EvaluationLoss]:
     plan, config = filler.plan, filler.plan.config
-    assembly = assemble(config, training_spec(plan), filler.adapter, [], make_accelerator(), process.world)
+    assembly = assemble(config, training_spec(plan), filler.encoding.adapter, [], make_accelerator(), process.world)
     ema = Ema(assembly.parameters, config.ema, CPU)
     with torch.no_grad():
         for name, parameter in assembly.parameters.items():
             if "lora_B" in name:
                 parameter.fill_(0.1)
-    reader = BatchReader(filler.catalogue, 0.0, plan.seed, filler.restore, filler.encode)
+    encoding = filler.encoding
+    reader = BatchReader(filler.catalogue, 0.0, plan.seed, encoding.restore, encoding.encode)
     subjects = build_subjects(plan, filler.catalogue, reader)
     validation = ValidationRunner(config, subjects, plan.sizes, plan.output_dir, plan.seed, ema, process.events)
     samples = {each.id: each.samples for each in evaluated(plan)}
@@ -251,7 +251,8 @@ def test_text_encoders_that_stream_are_on_a_machine_once(filled: Workspace, monk
     assert budget.listing is not None
     adapter, events = build_adapter(plan), EventStream()
     worlds = [Machines(rank, 4, rank % 2, 2) for rank in range(4)]
-    fillers = [CacheFiller(plan, adapter, CPU, events, budget.listing, each, Share(each.rank, 4)) for each in worlds]
+    encoding = Encoding(plan, adapter, CPU, events)
+    fillers = [CacheFiller(encoding, budget.listing, each, Share(each.rank, 4)) for each in worlds]
     found = [each._texts_here() for each in fillers]
     assert found[1] == found[3] == []
     assert sorted(each.source for each in found[0] + found[2]) == sorted(each.source for each in budget.listing.texts)

@@ -9,7 +9,7 @@ from simpletuner.data.build import build_datasets
 from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.run.quarantine import files_to_move, quarantine
+from simpletuner.run.quarantine import quarantine
 from tests import pictures
 
 
@@ -33,17 +33,18 @@ def files(folder: Path) -> list[str]:
 
 
 def test_nothing_is_unwelcome_unless_asked(tmp_path: Path) -> None:
-    assert files_to_move(make_dataset(tmp_path / "set")) == []
+    quarantine([make_dataset(tmp_path / "set")], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_damaged_files_move_with_their_captions(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "set", delete_problematic_images=True)
     before = len(files(tmp_path / "set"))
-    moved = quarantine(dataset.root, files_to_move(dataset), tmp_path / "out")
+    quarantine([dataset], tmp_path / "out")
     folder = tmp_path / "out" / "quarantine"
     assert files(folder) == ["both.png", "reasons.jsonl", "sub/bad.png", "sub/bad.txt"]
     assert files(tmp_path / "set") == ["both.jpg", "both.txt", "good.png", "sub/small.png"]
-    assert len(moved) + len(files(tmp_path / "set")) == before
+    assert len(files(folder)) - 1 + len(files(tmp_path / "set")) == before
     lines = [json.loads(line) for line in (folder / "reasons.jsonl").read_text().splitlines()]
     assert {line["file"]: line["detail"] for line in lines}["sub/bad.png"] == "is not a picture"
     assert {line["dataset"] for line in lines} == {"set"}
@@ -52,14 +53,14 @@ def test_damaged_files_move_with_their_captions(tmp_path: Path) -> None:
 
 def test_files_outside_the_limits_move_on_request(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "set", delete_unwanted_images=True)
-    quarantine(dataset.root, files_to_move(dataset), tmp_path / "out")
+    quarantine([dataset], tmp_path / "out")
     assert files(tmp_path / "out" / "quarantine") == ["reasons.jsonl", "sub/small.png"]
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     for number in (1, 2):
         dataset = make_dataset(tmp_path / f"set{number}", delete_problematic_images=True)
-        quarantine(dataset.root, files_to_move(dataset), tmp_path / "out")
+        quarantine([dataset], tmp_path / "out")
     names = files(tmp_path / "out" / "quarantine")
     assert {"both.png", "both (2).png", "sub/bad.png", "sub/bad (2).png", "sub/bad (2).txt"} < set(names)
 
@@ -67,14 +68,14 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 def test_a_file_that_is_gone_is_skipped(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "set", delete_problematic_images=True)
     (tmp_path / "set" / "both.png").unlink()
-    moved = quarantine(dataset.root, files_to_move(dataset), tmp_path / "out")
-    assert [path.name for path in moved] == ["bad.png", "bad.txt"]
+    quarantine([dataset], tmp_path / "out")
+    assert files(tmp_path / "out" / "quarantine") == ["reasons.jsonl", "sub/bad.png", "sub/bad.txt"]
 
 
 def test_the_next_start_does_not_miss_them(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "set", delete_problematic_images=True)
     dataset.save_index()
-    quarantine(dataset.root, files_to_move(dataset), tmp_path / "out")
+    quarantine([dataset], tmp_path / "out")
     context = DataContext(DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "t2i", tmp_path / "l", tmp_path / "t")
     (again,) = build_datasets([dataset.config], context, [])
     assert "gone" not in again.counts()
@@ -87,6 +88,6 @@ def test_nothing_outside_of_the_folder_is_moved(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "linked").symlink_to(tmp_path / "elsewhere")
     dataset = make_dataset(tmp_path / "set", delete_problematic_images=True)
-    moved = quarantine(tmp_path / "set", files_to_move(dataset), tmp_path / "run")
-    assert "both.png" in {path.name for path in moved}
+    quarantine([dataset], tmp_path / "run")
+    assert "both.png" in files(tmp_path / "run" / "quarantine")
     assert files(tmp_path / "elsewhere") == ["bad.png"]

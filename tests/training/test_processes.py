@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simpletuner.caching.catalogue import Catalogue, Encoders
+from simpletuner.caching.catalogue import Catalogue, DatasetCaches, Encoders
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.tread import Route
 from simpletuner.data.sampler import PlannedBatch, Sampler
@@ -32,7 +32,7 @@ EARLIER_NOISE, EARLIER_SIGMAS = [0.1982555240392685, -0.03409070521593094, -1.10
 class CaptionReader(BatchReader):
     """Reads captions themselves in place of their embeddings, so that no cache is needed."""
 
-    def _read(self, entry: Any) -> Any:
+    def read(self, entry: Any) -> Any:
         return entry.caption
 
 
@@ -71,7 +71,8 @@ def catalogue(tmp_path: Path) -> Catalogue:
     encoders = Encoders(
         vae=ENCODER, text=ENCODER, template="", max_length=8, clean=lambda text: text, prompt_holds_picture=False
     )
-    return Catalogue(encoders, {}, {}, tmp_path / "texts", {"a": True, "b": True}, True)
+    caches = DatasetCaches(tmp_path / "latents", tmp_path / "texts", True)
+    return Catalogue(encoders, {"a": caches, "b": caches}, tmp_path / "texts", True)
 
 
 def drawn(assembly: Assembly, batch: Batch, tread: Tread, world: World) -> dict[str, Tensor]:

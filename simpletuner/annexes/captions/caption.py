@@ -16,7 +16,7 @@ import torch
 from simpletuner.annexes.captions.captioner import Description, DescriptionRequest, QwenCaptioner
 from simpletuner.annexes.captions.wording import ENCODER, LENGTHS, Wording, check_captioner
 from simpletuner.atomic import write_atomically
-from simpletuner.caching.shrink import ShrinkingEncoder
+from simpletuner.caching.fill import ShrinkingEncoder
 from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype
 from simpletuner.data.dataset import DatasetFile

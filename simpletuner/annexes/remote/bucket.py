@@ -11,7 +11,6 @@ from simpletuner.annexes.remote.store import CHUNK, DownloadError, Item, Offer, 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.option import BOTO3, check_installed
 from simpletuner.data.discovery import classify, name_problem
-from simpletuner.data.sample import Reason
 from simpletuner.errors import Problem
 from simpletuner.s3 import S3Login
 
@@ -84,7 +83,7 @@ def _objects(client: Any, config: DatasetConfig) -> Iterator[tuple[str, dict[str
                 yield each["Key"].removeprefix(prefix), each
 
 
-def _problem(name: str) -> tuple[Reason, str] | None:
+def _problem(name: str) -> tuple[str, str] | None:
     """Why a key cannot be a path below a folder, or None; `..` counts as hidden."""
     parts = name.split("/")
     if any(not part or "\0" in part or "\\" in part or len(part.encode()) > LONGEST_NAME for part in parts):

@@ -20,7 +20,6 @@ from simpletuner.caching.keys import digest
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.values import Size
-from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.blocks import KERNELS
@@ -31,9 +30,9 @@ from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import PREVIEWS, EventStream, RunningPhase
 from simpletuner.reporting.metrics import METRICS_FILE, Columns, MediaRecord, read_rows
 from simpletuner.reporting.sheet import Sheet
-from simpletuner.run.caches import CacheFiller, build_adapter, complete_catalogue, fetch
+from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue, fetch
+from simpletuner.run.session import build_subjects
 from simpletuner.run.train import prepare_machine
-from simpletuner.run.watchers import build_subjects
 from simpletuner.training.assemble import load_for_sampling, make_accelerator
 from simpletuner.training.lora_files import applied_loras
 from simpletuner.validation.runner import Renderer, Subject
@@ -98,9 +97,10 @@ class Studio:
         adapter, device = build_adapter(plan), make_accelerator().device
         check_device(plan.config.precision, device)
         fetch(plan, events)
-        filler = CacheFiller(plan, adapter, device, events, list_entries(plan, complete_catalogue(plan)))
+        encoding = Encoding(plan, adapter, device, events)
+        filler = CacheFiller(encoding, list_entries(plan, complete_catalogue(plan)))
         filler.fill()
-        reader = BatchReader(filler.catalogue, 0.0, plan.seed, filler.restore, filler.encode)
+        reader = BatchReader(filler.catalogue, 0.0, plan.seed, encoding.restore, encoding.encode)
         subjects = build_subjects(plan, filler.catalogue, reader)
         return cls(plan, device, subjects, Renderer(plan.config, plan.frame_rate), adapter)
 
@@ -160,7 +160,7 @@ def recipe(plan: Plan, subject: Subject, size: Size, index: int, weights: Weight
     return {
         "prompt": subject.prompt.prompt, "source_image": subject.picture, "width": size[0], "height": size[1],
         "frames": frames, "frame_rate": plan.frame_rate, "seed": seed + index, "index": index,
-        **{key: values[key] for key in SETTINGS}, "shift": sampling_shift(plan.config),
+        **{key: values[key] for key in SETTINGS}, "shift": plan.config.sampling_shift,
         "model": f"{plan.spec.name}/{plan.flavour.name}",
         "base_model": None if weights.transformer else plan.source["transformer"].location,
         "weights": weights.name, "step": weights.step, "lora": weights.lora and str(weights.lora),
