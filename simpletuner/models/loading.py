@@ -30,6 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from simpletuner.config.schema import CachingConfig
 from simpletuner.errors import UserError, shorten
 from simpletuner.models.source import ModelSource, Part
+from simpletuner.models.spec import FamilySpec
 from simpletuner.models.usage import FLOW, SOLVERS
 
 
@@ -169,13 +170,16 @@ def load_scheduler(part: Part, **overrides: Any) -> Any:
         return getattr(diffusers, settings["_class_name"]).from_config(settings, **overrides)
 
 
-def load_vae(vae_class: Any, part: Part, caching: CachingConfig, device: torch.device, dtype: torch.dtype) -> Any:
+def load_vae(
+    spec: FamilySpec, source: ModelSource, caching: CachingConfig, device: torch.device, dtype: torch.dtype
+) -> Any:
     """Load a frozen VAE onto a device, with slicing and tiling as configured.
 
     Raises:
         UserError: it cannot be loaded, or holds NaN or infinity, which would turn previews black.
     """
-    vae = load_whole(vae_class, part, torch_dtype=dtype)
+    (kind,), part = spec.components["vae"].kinds, source["vae"]
+    vae = load_whole(getattr(diffusers, kind), part, torch_dtype=dtype)
     broken = [name for name, tensor in vae.state_dict().items() if not bool(tensor.isfinite().all())]
     if broken:
         raise UserError(f"{part.described} holds NaN or infinite values in {shorten(broken)}.")

@@ -48,7 +48,7 @@ from simpletuner.models.loading import (
 from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.sanavideo.cost import TEXT_LENGTH
 from simpletuner.models.sanavideo.options import SanaOptions
-from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO, clean_caption, vae_class, with_motion_score
+from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO, clean_caption, with_motion_score
 from simpletuner.models.source import ModelSource
 from simpletuner.models.usage import Usage, snippet, solver_code, text
 
@@ -334,7 +334,7 @@ class SanaVideoAdapter:
     def __init__(self, setup: CheckpointSetup) -> None:
         self.source, self.text, self.caching, self.solver = setup.source, setup.text, setup.caching, setup.solver
         self.options = setup.options.of(SanaOptions)
-        self.spec, self.vae_class = SANA_VIDEO.for_flavour(setup.flavour.name), vae_class(setup.flavour)
+        self.spec = SANA_VIDEO.for_flavour(setup.flavour.name)
         self.dtype = torch.float32
 
     def load_text_encoder(
@@ -343,8 +343,8 @@ class SanaVideoAdapter:
         return SanaTextEncoder(self.source, self.options, self.spec.words.length(self.text), device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> WanLatentEncoder:
-        vae = load_vae(getattr(diffusers, self.vae_class), self.source["vae"], self.caching, device, dtype)
-        return (Ltx2LatentEncoder if self.vae_class == LTX2 else WanLatentEncoder)(vae, device, dtype)
+        vae = load_vae(self.spec, self.source, self.caching, device, dtype)
+        return (Ltx2LatentEncoder if type(vae).__name__ == LTX2 else WanLatentEncoder)(vae, device, dtype)
 
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         part = self.source["transformer"]
