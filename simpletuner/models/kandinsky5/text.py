@@ -85,16 +85,16 @@ class Kandinsky5TextEncoder:
             self.clip_tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(source["tokenizer_2"].fetch())
         start = self.processor.tokenizer(template.text.partition("{}")[0])["input_ids"]
         self.start = PromptStart(start, template.crop + max_length)
-        self.qwen = _load(Qwen2_5_VLForConditionalGeneration, source, "text_encoder", dtype)
+        self.qwen = load_whole(Qwen2_5_VLForConditionalGeneration, source["text_encoder"], dtype=dtype)
         self.qwen.lm_head = nn.Identity()
         if not sees_pictures:
             self.qwen.model.visual = None
-        self.clip = _load(CLIPTextModel, source, "text_encoder_2", dtype)
+        self.clip = load_whole(CLIPTextModel, source["text_encoder_2"], dtype=dtype)
         if quantise is not None:
             quantise(self.qwen, QWEN_LAYERS, encoder=1)
             quantise(self.clip, CLIP_LAYERS, encoder=2)
-        self.qwen.to(device)
-        self.clip.to(device)
+        for model in self.models:
+            model.requires_grad_(False).eval().to(device)
 
     @property
     def models(self) -> Sequence[nn.Module]:
@@ -152,7 +152,10 @@ class Kandinsky5TextEncoder:
         lengths = [one["input_ids"].shape[1] for one in inputs]
         inputs = [self._padded(one) for one in inputs]
         hidden: dict[int, Tensor] = {}
-        for members in _batches(inputs):
+        groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)  # of one shape, which are encoded together
+        for index, one in enumerate(inputs):
+            groups[tuple((name, tuple(tensor.shape)) for name, tensor in one.items())].append(index)
+        for members in groups.values():
             batch = {
                 name: torch.cat([inputs[index][name] for index in members]).to(self.device)
                 for name in inputs[members[0]]
@@ -183,16 +186,3 @@ class Kandinsky5TextEncoder:
         ).to(self.device)
         pooled: Tensor = self.clip(**inputs).pooler_output
         return pooled.cpu()
-
-
-def _load(model_class: Any, source: ModelSource, role: str, dtype: torch.dtype) -> Any:
-    part = source[role]
-    return load_whole(model_class, part, dtype=dtype).requires_grad_(False).eval()
-
-
-def _batches(inputs: list[dict[str, Tensor]]) -> list[list[int]]:
-    """Indices of prompts to encode together, grouped by shape."""
-    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for index, one in enumerate(inputs):
-        groups[tuple((name, tuple(tensor.shape)) for name, tensor in one.items())].append(index)
-    return list(groups.values())
