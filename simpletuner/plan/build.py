@@ -25,9 +25,9 @@ from simpletuner.data.sampler import Sampler
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.adapter_kinds import adapter_kind
-from simpletuner.models.lora_keys import check_init_lora
-from simpletuner.models.lora_targets import (
+from simpletuner.models.lora_keys import (
     Targets,
+    check_init_lora,
     check_targets,
     linear_modules,
     matching_modules,
