@@ -284,33 +284,38 @@ def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     defaults = [dataset.id for dataset in datasets if dataset.is_text_embeds and dataset.default]
     if len(defaults) > 1:
         yield Problem("default", f"two text_embeds entries are the default: {', '.join(defaults)}.")
-    text_ids = [dataset.id for dataset in datasets if dataset.is_text_embeds]
-    condition_ids = [dataset.id for dataset in datasets if dataset.is_conditioning]
+    known = {
+        "text_embeds": [dataset.id for dataset in datasets if dataset.is_text_embeds],
+        "conditioning_data": [dataset.id for dataset in datasets if dataset.is_conditioning],
+        "source_dataset_id": [*counts],
+    }
     for dataset in datasets:
-        named: list[tuple[str, str | None, list[str]]] = [
-            ("text_embeds", dataset.text_embeds, text_ids),
-            *(("conditioning_data", reference, condition_ids) for reference in dataset.conditioning_data or []),
-            ("source_dataset_id", dataset.source_dataset_id, [*counts]),
-        ]
-        for key, reference, known in named:
-            if reference is not None and reference not in known:
-                choices = ", ".join(known) or "there are none"
-                message = f"{reference!r} is not the id of such an entry ({choices}).{did_you_mean(reference, known)}"
-                yield Problem(f"{dataset.id}.{key}", message)
-        if dataset.is_conditioning and dataset.id in (*(dataset.conditioning_data or []), dataset.source_dataset_id):
+        for key, ids in known.items():
+            yield from _check_names(dataset, key, ids)
+        sources = (*(dataset.conditioning_data or []), dataset.source_dataset_id)
+        if dataset.is_conditioning and dataset.id in sources:
             yield Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
         elif dataset.is_conditioning and dataset.conditioning_data:
             message = "has no effect: this dataset itself conditions others."
             yield Problem(f"{dataset.id}.conditioning_data", message, fatal=False)
 
 
+def _check_names(dataset: DatasetConfig, key: str, known: Sequence[str]) -> Iterator[Problem]:
+    """Whether the ids in a key, a text or a list of texts, are known."""
+    value = getattr(dataset, key) or []
+    for name in [value] if isinstance(value, str) else value:
+        if name not in known:
+            choices = ", ".join(known) or "there are none"
+            message = f"{name!r} is not the id of such an entry ({choices}).{did_you_mean(name, known)}"
+            yield Problem(f"{dataset.id}.{key}", message)
+
+
 def _check_accepted(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     """Keys that are set and never have an effect."""
     for key, field in DatasetConfig.model_fields.items():
-        for condition in describe(key, DatasetConfig, field).requires:
-            for dataset in datasets:
-                if getattr(dataset, key) != field.default:
-                    yield Problem(f"{dataset.id}.{key}", condition.lacking, fatal=False)
+        setting = [dataset.id for dataset in datasets if getattr(dataset, key) != field.default]
+        for condition in describe(key, DatasetConfig, field).requires if setting else ():
+            yield from (Problem(f"{name}.{key}", condition.lacking, fatal=False) for name in setting)
 
 
 def _read_entry(
@@ -335,25 +340,26 @@ def _read_entry(
             keys[part] = _canonical_keys(keys[part], group, f"{where}.{part}", problems)
     for key in ("type", "dataset_type"):
         if str(keys.get(key)) in DATASET_INSTEAD:
-            problems.append(
-                Problem(f"{where}.{key}", f"{keys[key]!r} does not exist here: {DATASET_INSTEAD[keys.pop(key)]}.")
-            )
+            instead = f"{keys[key]!r} does not exist here: {DATASET_INSTEAD[keys.pop(key)]}."
+            problems.append(Problem(f"{where}.{key}", instead))
     hide_secrets(keys)
     problems.extend(check_written(keys, where))
     keys = {key: expand_environment(value, f"{where}.{key}", problems) for key, value in keys.items()}
-    values = {**placeholders, "id": str(keys.get("id", ""))}
-    for folder, key in [(keys, key) for key in PATH_KEYS] + [(keys.get("parquet"), "path")]:
-        if isinstance(folder, dict) and isinstance(folder.get(key), str):
-            text = PLACEHOLDER.sub(lambda match: values[match.group(1)], folder[key])
-            folder[key] = resolve_alias(text)
+    _fill_paths(keys, {**placeholders, "id": str(keys.get("id", ""))})
     config = build_group(DatasetConfig, keys, problems, prefix=f"{where}.")
     if len(config.id.encode()) > LONGEST_ID:
-        problems.append(
-            Problem(f"{path.name}[{index}].id", f"is longer than {LONGEST_ID} bytes; folders are named after it.")
-        )
+        message = f"is longer than {LONGEST_ID} bytes; folders are named after it."
+        problems.append(Problem(f"{path.name}[{index}].id", message))
     if UNSAFE_ID.search(config.id) or config.id in (".", ".."):
         problems.append(Problem(f"{where}.id", f"{config.id!r} cannot name a folder: use letters, digits, _ and -."))
     return config if config.id else config.model_copy(update={"id": where})
+
+
+def _fill_paths(keys: dict[str, Any], values: Mapping[str, str]) -> None:
+    """Resolve placeholders and aliases in paths."""
+    for folder, key in [*((keys, key) for key in PATH_KEYS), (keys.get("parquet"), "path")]:
+        if isinstance(folder, dict) and isinstance(folder.get(key), str):
+            folder[key] = resolve_alias(PLACEHOLDER.sub(lambda match: values[match[1]], folder[key]))
 
 
 def _is_disabled(keys: dict[str, Any]) -> bool:
