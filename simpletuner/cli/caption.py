@@ -31,9 +31,9 @@ def caption(
 
     arguments, problems = command_settings(context.args)
     wording = Wording(style, trigger)
-    found = make_plan(arguments, problems, "survey")
-    check_captions(found, wording, dataset)
-    files = list(uncaptioned(found.datasets, dataset))[:limit]
+    survey = make_plan(arguments, problems, "survey")
+    check_captions(survey, wording, dataset)
+    files = list(uncaptioned(survey.datasets, dataset))[:limit]
     setup_logging()
     with shown_events() as events:
         for note in unread(files):
@@ -45,10 +45,10 @@ def caption(
             from simpletuner.annexes.captions.caption import described, write_captions
             from simpletuner.reporting.previews import pick
         if preview:
-            for file, text in described(found, pick(PREVIEWED, files), wording, events):
+            for file, text in described(survey, pick(PREVIEWED, files), wording, events):
                 events.say(f"{file.path}\n  {text}")
         else:
-            written = write_captions(found, files, wording, events)
+            written = write_captions(survey, files, wording, events)
             events.say(f"Wrote {written} captions; {len(files) - written} files are left out.")
 
 
@@ -65,9 +65,9 @@ def dataset(
     from simpletuner.reporting.progress import shown_events
 
     arguments, problems = command_settings(context.args, cached=cached)
-    found = make_plan(arguments, problems, "survey")
+    survey = make_plan(arguments, problems, "survey")
     with shown_events() as events:
         from simpletuner.annexes.captions.dataset_page import write_page
 
-        write_page(found, out, events)
+        write_page(survey, out, events)
         events.say(f"Saved {out}")

@@ -292,12 +292,16 @@ def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     for dataset in datasets:
         for key, ids in known.items():
             yield from _check_names(dataset, key, ids)
-        sources = (*(dataset.conditioning_data or []), dataset.source_dataset_id)
-        if dataset.is_conditioning and dataset.id in sources:
-            yield Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
-        elif dataset.is_conditioning and dataset.conditioning_data:
-            message = "has no effect: this dataset itself conditions others."
-            yield Problem(f"{dataset.id}.conditioning_data", message, fatal=False)
+        if dataset.is_conditioning:
+            yield from _check_condition(dataset)
+
+
+def _check_condition(dataset: DatasetConfig) -> Iterator[Problem]:
+    if dataset.id in (*(dataset.conditioning_data or []), dataset.source_dataset_id):
+        yield Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
+    elif dataset.conditioning_data:
+        message = "has no effect: this dataset itself conditions others."
+        yield Problem(f"{dataset.id}.conditioning_data", message, fatal=False)
 
 
 def _check_names(dataset: DatasetConfig, key: str, known: Sequence[str]) -> Iterator[Problem]:

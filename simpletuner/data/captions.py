@@ -115,19 +115,23 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
         captions = _own_captions(name, source)
         if config.prepend_instance_prompt:
             captions = tuple(f"{prompt} {caption}" for prompt in prompts for caption in captions)
-    for edit in source.edits:
+    captions = _edited(captions, source.edits, str(source.root / name))
+    for caption in captions:
+        if token := control_token(caption):
+            raise no_caption(f"has a caption with {token}, a control token of the tokenizer; remove it")
+    return captions
+
+
+def _edited(captions: tuple[str, ...], edits: Sequence[Edit], path: str) -> tuple[str, ...]:
+    for edit in edits:
         try:
             captions = tuple(edited for caption in captions for edited in edit(caption))
         except TimeoutError as error:
-            raise UserError(f"{str(source.root / name)!r}: {error}.") from None
+            raise UserError(f"{path!r}: {error}.") from None
     if not all(captions):
         captions = tuple(filter(None, captions))
     if not captions:
         raise no_caption("has a caption that caption_filter_list leaves empty")
-    for caption in captions:
-        token = control_token(caption)
-        if token is not None:
-            raise no_caption(f"has a caption with {token}, a control token of the tokenizer; remove it")
     return captions
 
 

@@ -337,7 +337,7 @@ def summarise_rejected(dataset: Dataset) -> Iterator[Problem]:
 
 def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:
     """One warning about samples that are much smaller than their training size."""
-    factors = [each.geometry.resized[0] / each.original_size[0] for each in dataset.samples]
+    factors = [sample.geometry.resized[0] / sample.original_size[0] for sample in dataset.samples]
     enlarged = sum(factor > NOTICEABLE_ENLARGEMENT for factor in factors)
     if not enlarged:
         return

@@ -365,12 +365,11 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
         left_out |= {name: ("not chosen", detail) for name in listing.files if name not in known}
     names = [name for name in listing.files if name not in left_out]
     facts = inspect_files(root, names, known, workers=context.caching.max_workers)
-    # A damaged file may have been moved to quarantine, so only undamaged ones are reported as gone.
-    lost = {name: known[name] for name in known.keys() - {*listing.files} if known[name].problem is None}
+    lost = _lost(known, listing)
     if context.defaults.ignore_missing_files:
         facts |= lost
     else:
-        left_out |= {name: ("gone", "was here in the last run and is gone") for name in known if name in lost}
+        left_out |= dict.fromkeys(lost, ("gone", "was here in the last run and is gone"))
     damaged = {name: fact for name, fact in facts.items() if fact.problem is not None}
     for name, fact in damaged.items():
         left_out[name] = "damaged" if fact.content else "unreadable", fact.problem or ""
@@ -382,6 +381,12 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
         rejected=tuple(Rejected(config.id, name, *why) for name, why in left_out.items()),
         indexed=known,
     )
+
+
+def _lost(known: Mapping[str, FileFacts], listing: Scan) -> dict[str, FileFacts]:
+    """The files that are gone; not those that were damaged, which may have been moved to quarantine."""
+    listed = frozenset(listing.files)
+    return {name: fact for name, fact in known.items() if name not in listed and fact.problem is None}
 
 
 def wanted_suffixes(config: DatasetConfig, context: DataContext) -> frozenset[str]:

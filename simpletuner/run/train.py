@@ -36,7 +36,7 @@ from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import feature_kinds, latent_storage, text_folder
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.report import REPORT_FILE
-from simpletuner.run.caches import CacheFiller, build_adapter, prepare_caches
+from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, prepare_caches
 from simpletuner.run.ledger import FULL, WITHOUT_UPLOADS, Ledger, strike
 from simpletuner.run.publish import publish_result, weight_note
 from simpletuner.run.records import keep_records
@@ -95,7 +95,7 @@ def _run(
     world.on_main(lambda: prepare_folder(plan))
     KERNELS.open(plan.output_dir, *([plan.resume.path.parent] if plan.resume else []), world=world)
     epoch = plan.resume.manifest.epoch if plan.resume else 1
-    caches = prepare_caches(plan, adapter, device, events, epoch=epoch, listing=budget.listing, world=world)
+    caches = prepare_caches(Encoding(plan, adapter, device, events), epoch, budget.listing, world)
     plan = caches.plan
 
     # Measured before the transformer is loaded: it needs memory, too.
