@@ -34,6 +34,7 @@ UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 no_caption = partial(LeftOutError, "no caption")
 
+CaptionTable = Mapping[str, tuple[str, ...]]  # by file name
 Edit = Callable[[str], Sequence[str]]  # a caption in, its replacements out
 
 # Control tokens of tokenizers: in a caption they would end the prompt or stand for a picture that does not exist.
@@ -63,7 +64,7 @@ class CaptionSource:
     config: DatasetConfig
     root: Path
     files: Mapping[str, str]
-    table: Mapping[str, tuple[str, ...]]
+    table: CaptionTable
     edits: tuple[Edit, ...] = ()
     facts: dict[str, FileFacts] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()
@@ -323,9 +324,7 @@ def read_caption_table(config: ParquetConfig, where: str, problems: list[Problem
     return {name: first_texts(row, *columns) for name, row in named.items()}
 
 
-def match_rows(
-    table: Mapping[str, tuple[str, ...]], pictures: Iterable[str]
-) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+def match_rows(table: CaptionTable, pictures: Iterable[str]) -> tuple[CaptionTable, list[str]]:
     """Captions by picture, and the names in the table without a picture.
 
     A table names a picture by its path below the dataset's folder or, if that is not found, by its bare name.
