@@ -48,21 +48,21 @@ def server(
     ] = None,
     mode: Annotated[
         Literal["unified", "trainer", "callback"],
-        typer.Option("--mode", help="trainer: the page; callback: only take events of runs elsewhere; unified: both."),
+        typer.Option(help="trainer: the page; callback: only take events of runs elsewhere; unified: both."),
     ] = "unified",
-    env: Annotated[str | None, typer.Option("--env", help="Start the run of config/NAME/config.json at once.")] = None,
+    env: Annotated[str | None, typer.Option(help="Start the run of config/NAME/config.json at once.")] = None,
     root: Annotated[
-        list[Path] | None, typer.Option("--root", help="A folder outside the project that the page may read and write.")
+        list[Path] | None, typer.Option(help="A folder outside the project that the page may read and write.")
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="File with the token to ask for; made if it does not exist.")
+        Path | None, typer.Option(help="File with the token to ask for; made if it does not exist.")
     ] = None,
     no_auth: Annotated[
         bool, typer.Option("--no-auth", help="Let everybody in who can reach the address, other users included.")
     ] = False,
     ssl: Annotated[bool, typer.Option("--ssl", help="Serve https with --ssl-key and --ssl-cert.")] = False,
-    ssl_key: Annotated[Path | None, typer.Option("--ssl-key", help="Private key, a PEM file.")] = None,
-    ssl_cert: Annotated[Path | None, typer.Option("--ssl-cert", help="Certificate, a PEM file.")] = None,
+    ssl_key: Annotated[Path | None, typer.Option(help="Private key, a PEM file.")] = None,
+    ssl_cert: Annotated[Path | None, typer.Option(help="Certificate, a PEM file.")] = None,
     ssl_no_verify: Annotated[
         bool, typer.Option("--ssl-no-verify", help="Runs send webhooks to addresses with any certificate.")
     ] = False,
@@ -130,8 +130,7 @@ def find_access(host: str, token_file: Path | None, *, no_auth: bool) -> Access:
     Raises:
         UserError: there is no usable token.
     """
-    from simpletuner.annexes.page.guard import Access
-    from simpletuner.annexes.page.visitor import page_token
+    from simpletuner.annexes.page.guard import Access, page_token
 
     if no_auth:
         typer.secho(OPEN_TO_ALL.format(host), fg="red", err=True)
@@ -174,12 +173,10 @@ def existing_folder(path: Path) -> Path:
 def announce(access: Access, listener: socket.socket, *, secure: bool) -> None:
     """Print the address of the page, with its token if it is needed; the token is shown nowhere else."""
     from simpletuner.annexes.page.guard import is_everywhere, is_own
-    from simpletuner.annexes.page.visitor import can_tell_users
 
     port = listener.getsockname()[1]
     name = "localhost" if is_own(access.host) else socket.gethostname() if is_everywhere(access.host) else access.host
-    needs_token = access.token is not None and not (is_own(access.host) and can_tell_users(listener))
-    query = f"/?token={access.token}" if needs_token else ""
+    query = f"/?token={access.token}" if access.needs_token(listener) else ""
     if not is_own(access.host):
         print(NO_ACCOUNTS.format("" if secure else PLAIN, port, port), file=sys.stderr)
     typer.echo(f"{'https' if secure else 'http'}://{f'[{name}]' if ':' in name else name}:{port}{query}")

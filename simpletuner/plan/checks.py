@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from simpletuner.annexes.trackers.trackers import check_names, check_trackers
 from simpletuner.config.json_files import check_unset
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate
@@ -21,6 +20,7 @@ from simpletuner.config.publishing import check_publishing, check_typed
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.sources import COMMAND_LINE
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
+from simpletuner.config.trackers import check_trackers
 from simpletuner.config.webhooks import check_webhooks
 from simpletuner.data.captions import control_token
 from simpletuner.errors import NoEffect, Problem, shorten
@@ -76,7 +76,7 @@ def findings(settings: Settings, purpose: Purpose) -> Iterator[Problem]:
     if purpose == "survey":
         return
     yield from family_problems(config, spec)
-    yield from spec.check(config, flavour)
+    yield from spec.checks.settings(config, flavour)
     yield from check_block_numbers(config, spec, source)
     if purpose != "draft":
         yield from check_flavour(config, spec, flavour)
@@ -201,8 +201,7 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
     yield from check_release(config)
     yield from check_speed(config.speed, config.precision, config.launch)
-    yield from check_trackers(config.tracking.report_to)
-    yield from check_names(config.tracking)
+    yield from check_trackers(config.tracking)
     yield from check_publishing(config.publish, config.tracking.tracker_project_name)
     if config.origins.get("publishing_config") == COMMAND_LINE:
         yield from check_typed(config.publish)
@@ -216,8 +215,8 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
 def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     """Limits that the family sets, and every key that has no effect on it, set or not."""
     length = config.text.tokenizer_max_length
-    if length is not None and length > spec.text_length_cap:
-        message = f"{length} is more than {spec.title} takes; {spec.text_length_cap} is used."
+    if length is not None and length > spec.words.longest:
+        message = f"{length} is more than {spec.title} takes; {spec.words.longest} is used."
         yield Problem("tokenizer_max_length", message, fatal=False)
     if config.validation.validation_decoding == "strips" and not spec.decodes_in_strips:
         message = f"'strips' has no effect: the VAE of {spec.title} takes few frames at a time; tiles take less memory."
@@ -301,7 +300,7 @@ def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list
     vae = source["vae"]
     if fault := vae_fault(vae.read_config() or {}):
         return [Problem(vae.key, f"the vae in {vae.location!r} {fault}.")]
-    return [*spec.check_checkpoint(flavour, source), *check_weights(spec, flavour, source)]
+    return [*spec.checks.checkpoint(flavour, source), *check_weights(spec, flavour, source)]
 
 
 def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:

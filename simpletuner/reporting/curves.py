@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any
 
 from simpletuner.config.schema import NOISE_LEVELS
@@ -17,11 +18,16 @@ POINTS = 1000  # more than a chart has pixels
 SMOOTHING_SHARE, SHORTEST_SPAN, LONGEST_SPAN = 0.05, 5, 200
 # A curve that travels this many times its range is noisy; a schedule goes up and down once or twice.
 NOISY_TRAVEL = 4
-# Columns that are not measurements.
-BOOKKEEPING = frozenset({"step", "time", "epoch"})
 WAITS = {"data_seconds": "for data", "weights_seconds": "for weights"}
-# The same waits as shares of a step; charts of them would repeat the curves.
-SHARES = ("compute_share", "data_share", "weights_share")
+MEASURED = {
+    "grad_norm": ("Gradient norm", "before clipping"),
+    "grad_absmax": ("Largest gradient", "before clipping"),
+    "seconds": ("Seconds per step", ""),
+    "peak_memory_gb": ("Peak memory", "GB, the highest so far"),
+}
+# Columns that have a chart of their own, are no measurements, or would repeat the waits as shares of a step.
+KNOWN = {"train_loss", "learning_rate", "mfu", *WAITS, *MEASURED, "step", "time", "epoch"}
+KNOWN |= {"compute_share", "data_share", "weights_share"}
 
 
 @dataclass(frozen=True)
@@ -74,23 +80,18 @@ def charts_of(metrics: Columns, *, with_mfu: bool = True) -> list[Chart]:
     Args:
         with_mfu: include model FLOP utilisation, which means little on a CPU.
     """
-    charts = [chart for chart in (_loss_chart(metrics), _learning_rate_chart(metrics)) if chart]
-    taken = {"train_loss", "learning_rate", "mfu", *WAITS, *SHARES, *evaluation_names(metrics)}
-    for key, title, note in (
-        ("grad_norm", "Gradient norm", "before clipping"),
-        ("grad_absmax", "Largest gradient", "before clipping"),
-        ("seconds", "Seconds per step", ""),
-        ("peak_memory_gb", "Peak memory", "GB, the highest so far"),
-    ):
-        taken.add(key)
+    charts = [*_loss_chart(metrics)]
+    if points := metrics.points("learning_rate"):
+        charts.append(Chart("Learning rate", [Series("learning rate", thin(points))]))
+    for key, (title, note) in MEASURED.items():
         if points := metrics.points(key):
             charts.append(Chart(title, [smoothed(title.lower(), points)], note, log=key != "peak_memory_gb"))
-    charts += [chart for chart in (_timestep_chart(metrics), _waiting_chart(metrics)) if chart]
+    charts += [*_timestep_chart(metrics), *_waiting_chart(metrics)]
     if with_mfu and (points := metrics.points("mfu")):
         note = "model FLOP utilisation: the model's arithmetic as a share of the measured matmul rate"
         charts.append(Chart("MFU", [smoothed("mfu", points)], note, minor=True))
     for key in metrics.names:
-        points = [] if key in taken | BOOKKEEPING else metrics.points(key)
+        points = [] if key in KNOWN or key.startswith(EVALUATED) else metrics.points(key)
         if len(points) > 1:
             charts.append(Chart(key, [smoothed(key, points)], log=all(value > 0 for _, value in points), minor=True))
     return charts
@@ -141,39 +142,32 @@ def thin_extremes(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
     kept: list[Point] = []
     for low, high in pairwise(edges):
         stretch = points[low:high]
-        extremes = {min(stretch, key=_value), max(stretch, key=_value)}
-        kept.extend(sorted(extremes))
+        kept.extend(sorted({min(stretch, key=itemgetter(1)), max(stretch, key=itemgetter(1))}))
     return kept
 
 
-def _loss_chart(metrics: Columns) -> Chart | None:
-    points = metrics.points("train_loss")
-    if not points:
-        return None
-    evaluations = [Series(key.removeprefix("loss/"), thin(metrics.points(key))) for key in evaluation_names(metrics)]
-    loss = smoothed("loss", points)
-    note = f"faint: each step; line: smoothed over about {smoothing_span(len(points))} steps" if loss.smooth else ""
-    return Chart("Loss", [loss, *evaluations], note, log=True)
+def _loss_chart(metrics: Columns) -> Iterator[Chart]:
+    if points := metrics.points("train_loss"):
+        loss = smoothed("loss", points)
+        span = smoothing_span(len(points))
+        note = f"faint: each step; line: smoothed over about {span} steps" if loss.smooth else ""
+        evaluations = (
+            Series(key.removeprefix("loss/"), thin(metrics.points(key))) for key in evaluation_names(metrics)
+        )
+        yield Chart("Loss", [loss, *evaluations], note, log=True)
 
 
-def _learning_rate_chart(metrics: Columns) -> Chart | None:
-    points = metrics.points("learning_rate")
-    return Chart("Learning rate", [Series("learning rate", thin(points))]) if points else None
+def _waiting_chart(metrics: Columns) -> Iterator[Chart]:
+    if series := [smoothed(name, points) for key, name in WAITS.items() if (points := metrics.points(key))]:
+        yield Chart("Seconds of waiting", series, "part of each step", log=True, minor=True)
 
 
-def _waiting_chart(metrics: Columns) -> Chart | None:
-    found = {name: points for key, name in WAITS.items() if (points := metrics.points(key))}
-    series = [smoothed(name, points) for name, points in found.items()]
-    return Chart("Seconds of waiting", series, "part of each step", log=True, minor=True) if series else None
-
-
-def _timestep_chart(metrics: Columns) -> Chart | None:
+def _timestep_chart(metrics: Columns) -> Iterator[Chart]:
     """How often each noise level was trained."""
-    if not metrics.timesteps:
-        return None
-    width = NOISE_LEVELS // BARS
-    bars = [(bar * width + width // 2, float(metrics.timesteps[bar])) for bar in range(BARS)]
-    return Chart("Timesteps", [Series("samples", bars)], "samples by noise level; 1000 is pure noise", bars=True)
+    if metrics.timesteps:
+        width = NOISE_LEVELS // BARS
+        bars = [(bar * width + width // 2, float(metrics.timesteps[bar])) for bar in range(BARS)]
+        yield Chart("Timesteps", [Series("samples", bars)], "samples by noise level; 1000 is pure noise", bars=True)
 
 
 def evaluation_names(metrics: Columns) -> list[str]:
@@ -185,5 +179,10 @@ def _compact(points: Sequence[Point]) -> list[list[float]]:
     return [[step, float(f"{value:.5g}")] for step, value in points]
 
 
-def _value(point: Point) -> float:
-    return point[1]
+def evaluation_points(metrics: Columns) -> list[Point]:
+    """(step, evaluation loss) where it was measured: of the trained weights if possible, the mean over the datasets."""
+    names = [name for name in sorted(evaluation_names(metrics)) if not name.endswith("/pooled")]
+    plain = [name for name in names if not name.endswith("/ema")] or names
+    curves = [dict(metrics.points(name)) for name in plain]
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    return [(step, sum(curve[step] for curve in curves) / len(curves)) for step in steps]

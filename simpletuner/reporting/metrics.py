@@ -67,6 +67,11 @@ class MediaRecord:
     def is_video(self) -> bool:
         return Path(self.path).suffix.lower() in VIDEO_MIME
 
+    @property
+    def row(self) -> tuple[str, int, int, int]:
+        """Of a grid: equal for previews of one prompt, index and size at all steps, with plain and averaged weights."""
+        return self.short_name, self.index, self.width, self.height
+
 
 MEDIA = TypeAdapter(MediaRecord)
 
@@ -158,10 +163,10 @@ class Columns:
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> Columns:
         """The columns of some rows."""
-        made = cls()
+        columns = cls()
         for row in rows:
-            made.add(row)
-        return made
+            columns.add(row)
+        return columns
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Take in a row; it adds to the one before it if both are of one step (losses, then an evaluation)."""

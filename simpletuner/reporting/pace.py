@@ -1,26 +1,15 @@
-"""Running averages of the steps, and numbers worded for people."""
+"""Running averages of the steps, a notice when they become slower, and numbers worded for people."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from bisect import insort
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
 
-from simpletuner.reporting.events import (
-    CACHING,
-    EVALUATED,
-    SAVING,
-    CheckpointSaved,
-    Evaluated,
-    Event,
-    MediaRendered,
-    Notice,
-    PhaseEnded,
-    PhaseStarted,
-    PreviewGrew,
-    Rounds,
-    StateChanged,
-    StepReport,
-    Uploaded,
-)
+from simpletuner.reporting import events
 from simpletuner.reporting.metrics import COMPUTE, DATA, WEIGHTS, shares
 
 # The loss depends strongly on the noise level that was drawn; an average over some fifty steps shows the trend.
@@ -29,6 +18,22 @@ LOSS_MEMORY = 0.98
 PACE_MEMORY = 0.9
 # Points kept of the smoothed loss, which is drawn only a few characters wide.
 LOSS_POINTS = 1000
+
+# Factors of the usual pace. The lower limit ends an episode, so that a pace around the upper one is reported once.
+SLOWER = 1.5
+RECOVERED = 1.2
+RECENT = 5  # steps whose median is compared; one slow step alone is no slowdown
+ENOUGH = 20  # steps of a shape before its usual pace is known
+# A gap between two steps of at least this many seconds and this many steps was a checkpoint, previews or an evaluation.
+LEAST_PAUSE, PAUSE = 0.1, 0.5
+AFTER_A_PAUSE = 2  # steps that are ignored after it
+
+WHOLE = "whole"
+REASONS = {
+    COMPUTE: "computing takes longer, so another program may use the device, or heat or power slow its clock",
+    WEIGHTS: "weights arrive later, so another program may use the host's memory or its bus to the device",
+    DATA: "data arrives later, so the disk with the caches or the processor may be busy",
+}
 
 
 class RunningMean:
@@ -40,9 +45,7 @@ class RunningMean:
 
     def __init__(self, memory: float) -> None:
         self.memory = memory
-        self.value = 0.0
-        self._weighted = 0.0
-        self._weight = 0.0
+        self.value = self._weighted = self._weight = 0.0
 
     def add(self, value: float) -> float:
         """Add a value and return the average."""
@@ -57,43 +60,43 @@ class Pace:
 
     Args:
         rounds: recurring work between the steps, by kind.
+
+    Attributes:
+        loss: smoothed.
+        step: the last finished one of the run.
     """
 
-    def __init__(self, total_steps: int, start_step: int, rounds: Mapping[str, Rounds] | None = None) -> None:
+    def __init__(self, total_steps: int, start_step: int, rounds: Mapping[str, events.Rounds] | None = None) -> None:
         self.total_steps = total_steps
-        self.start_step = start_step
-        self.last: StepReport | None = None
-        self.losses: list[float] = []
+        self.start_step = self.step = start_step
+        self.last: events.StepReport | None = None
+        self.loss, self.losses = 0.0, list[float]()
         self._rounds = rounds or {}
-        self._round_seconds = {kind: each.seconds for kind, each in self._rounds.items()}
-        self._within_step = 0.0
+        self._round_seconds = {kind: round_.seconds for kind, round_ in self._rounds.items()}
+        self._within_step = self._spent = 0.0
         self._loss_every = max(1, (total_steps - start_step) // LOSS_POINTS)
         self._loss = RunningMean(LOSS_MEMORY)
-        self._seconds = RunningMean(PACE_MEMORY)
-        self._data = RunningMean(PACE_MEMORY)
-        self._weights = RunningMean(PACE_MEMORY)
-        self._useful = RunningMean(PACE_MEMORY)
-        self._spent = 0.0
+        self._seconds, self._data, self._weights, self._useful = (RunningMean(PACE_MEMORY) for _ in range(4))
 
     @classmethod
-    def of(cls, running: StateChanged) -> Pace:
+    def of(cls, running: events.StateChanged) -> Pace:
         """The pace of a starting session."""
         return cls(running.total_steps, running.step, running.rounds)
 
-    def note(self, event: Event) -> None:
+    def note(self, event: events.Event) -> None:
         """Use an event that carries a duration; ignore others."""
         match event:
-            case StepReport():
+            case events.StepReport():
                 self._add(event)
-            case PhaseEnded() if event.complete:
+            case events.PhaseEnded() if event.complete:
                 self._round_seconds[event.phase.kind] = event.seconds
-                if event.phase.kind == CACHING:  # a step that waits for new crops is not representative
+                if event.phase.kind == events.CACHING:  # a step that waits for new crops is not representative
                     self._within_step += event.seconds
-            case CheckpointSaved():
-                self._round_seconds[SAVING] = event.seconds
+            case events.CheckpointSaved():
+                self._round_seconds[events.SAVING] = event.seconds
 
-    def _add(self, step: StepReport) -> None:
-        self.last = step
+    def _add(self, step: events.StepReport) -> None:
+        self.last, self.step = step, step.step
         self._spent += step.seconds
         caching, self._within_step = min(self._within_step, step.data_seconds), 0.0
         seconds = step.seconds - caching
@@ -101,14 +104,9 @@ class Pace:
         self._data.add(step.data_seconds - caching)
         self._weights.add(step.weights_seconds or 0.0)
         self._useful.add(seconds * (step.mfu or 0.0))
-        smoothed = self._loss.add(step.loss)
+        self.loss = self._loss.add(step.loss)
         if self.steps_done % self._loss_every == 0:
-            self.losses.append(smoothed)
-
-    @property
-    def loss(self) -> float:
-        """Smoothed loss."""
-        return self._loss.value
+            self.losses.append(self.loss)
 
     @property
     def seconds_per_step(self) -> float:
@@ -117,12 +115,7 @@ class Pace:
     @property
     def steps_done(self) -> int:
         """Steps of this session."""
-        return self.last.step - self.start_step if self.last else 0
-
-    @property
-    def step(self) -> int:
-        """The last finished step of the run."""
-        return self.last.step if self.last else self.start_step
+        return self.step - self.start_step
 
     @property
     def is_complete(self) -> bool:
@@ -163,8 +156,82 @@ class Pace:
         mean = self._spent / max(1, self.steps_done)
         return (
             f"Trained {amount(self.steps_done, 'steps')} in {clock(self._spent)} ({pace_text(mean)}), "
-            f"step {self.last.step} of {self.total_steps}, smoothed loss {self.loss:.4f}."
+            f"step {self.step} of {self.total_steps}, smoothed loss {self.loss:.4f}."
         )
+
+
+@dataclass
+class _ShapeHistory:
+    """Durations of the steps of one shape, whole and by part: all of them sorted, and the latest in order of time."""
+
+    ordered: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    recent: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def add(self, parts: dict[str, float]) -> None:
+        for name, value in parts.items():
+            insort(self.ordered[name], value)
+        self.recent.append(parts)
+
+    def usual(self, part: str) -> float:
+        """The upper median of all steps, without sorting them again as `statistics` would."""
+        return self.ordered[part][len(self.ordered[part]) // 2]
+
+    def lately(self, part: str) -> float:
+        return median(parts[part] for parts in self.recent)
+
+    def growth(self, part: str) -> float:
+        """By how many seconds a part of a step grew."""
+        return self.lately(part) - self.usual(part)
+
+
+class SlowSteps:
+    """Notices when steps become slower, and names the likely reason.
+
+    Only steps of the same shape are compared, since a larger bucket is slower by design.
+
+    Args:
+        now: the clock, read once after each step; tests pass their own.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._histories: defaultdict[Hashable, _ShapeHistory] = defaultdict(_ShapeHistory)
+        self._slow: set[Hashable] = set()
+        self._ended: float | None = None
+        self._skip = 0
+
+    def add(self, report: events.StepReport) -> str | None:
+        """Add a step; returns a notice when an episode of slow steps begins."""
+        if self._follows_a_pause(report.seconds):
+            return None
+        # Techniques run further passes in some steps only: those are slower by design, like larger shapes.
+        kind = report.shapes, report.passes
+        waits = {WEIGHTS: report.weights_seconds or 0.0, DATA: report.data_seconds}
+        parts = {COMPUTE: max(0.0, report.seconds - sum(waits.values())), **waits}
+        history = self._histories[kind]
+        history.add({WHOLE: sum(parts.values()), **parts})
+        recent, usual = history.lately(WHOLE), history.usual(WHOLE)
+        slowdown = recent / usual if usual and len(history.ordered[WHOLE]) >= ENOUGH else 1.0
+        if slowdown < RECOVERED:
+            self._slow.discard(kind)
+        if slowdown < SLOWER:
+            return None
+        begins = not self._slow
+        self._slow.add(kind)
+        reason = REASONS[max(parts, key=history.growth)]
+        said = f"{slowdown:.1f} times as long as usual ({pace_text(usual)}). Likely reason: {reason}."
+        return (
+            f"Steps became slower: the last {RECENT} of this shape took {pace_text(recent)}, {said}" if begins else None
+        )
+
+    def _follows_a_pause(self, seconds: float) -> bool:
+        """Whether other work ran just before; its after-effects (cold allocator, moved weights) slow a step or two."""
+        ended, self._ended = self._ended, self._now()
+        if ended is not None and self._ended - ended - seconds > max(LEAST_PAUSE, PAUSE * seconds):
+            self._skip = AFTER_A_PAUSE
+        skipped = self._skip > 0
+        self._skip = max(0, self._skip - 1)
+        return skipped
 
 
 def clock(seconds: float) -> str:
@@ -203,31 +270,30 @@ def shares_text(parts: dict[str, float]) -> str:
     return ", ".join(f"{WORDED[name]} {share * 100:.0f} %" for name, share in parts.items())
 
 
-def line_of(event: CheckpointSaved | Evaluated | MediaRendered | PreviewGrew | Uploaded | Notice) -> str:
+def line_of(event: events.Event) -> str:
     """What a display prints about an event; empty if a bar shows it already."""
     match event:
-        case CheckpointSaved():
+        case events.CheckpointSaved():
             gone = f" (removed {', '.join(path.name for path in event.removed)})" if event.removed else ""
             return f"Saved {event.path.name}{gone}"
-        case Evaluated():
-            losses = ", ".join(f"{name.removeprefix(EVALUATED)} {loss:.5g}" for name, loss in event.losses.items())
-            return f"Evaluation loss at step {event.step}: {losses}"
-        case Uploaded():
+        case events.Evaluated():
+            losses = (f"{name.removeprefix(events.EVALUATED)} {loss:.5g}" for name, loss in event.losses.items())
+            return f"Evaluation loss at step {event.step}: {', '.join(losses)}"
+        case events.Uploaded():
             return f"Uploaded {event.name}: {event.url}"
-        case Notice():
+        case events.Notice():
             return f"warning: {event.text}" if event.warning else event.text
-        case MediaRendered() | PreviewGrew():
-            return ""
+    return ""
 
 
-def ending(event: PhaseEnded) -> str:
+def ending(event: events.PhaseEnded) -> str:
     """`1,204 captions in 4:05`, or `stopped at 12/40 pictures (30 %)`."""
     if event.complete:
         return f"{amount(event.done, event.phase.unit)} in {clock(event.seconds)}"
     return f"stopped at {reached(event.phase, event.done)}"
 
 
-def reached(phase: PhaseStarted, done: int) -> str:
+def reached(phase: events.PhaseStarted, done: int) -> str:
     """`12/40 pictures (30 %)`"""
     if not phase.total:
         return amount(done, phase.unit)

@@ -21,23 +21,7 @@ from typing import Any, BinaryIO
 
 from simpletuner.atomic import writing_to
 from simpletuner.redaction import redact_texts
-from simpletuner.reporting.events import (
-    ENDED,
-    UPLOADING,
-    CheckpointSaved,
-    Evaluated,
-    Event,
-    MediaRendered,
-    Notice,
-    PhaseAdvanced,
-    PhaseEnded,
-    PhaseStarted,
-    PreviewGrew,
-    RunState,
-    StateChanged,
-    StepReport,
-    Uploaded,
-)
+from simpletuner.reporting import events
 from simpletuner.reporting.metrics import VIDEO_MIME, MediaRecord, parse_row
 from simpletuner.reporting.pace import Pace, ending, line_of
 
@@ -46,8 +30,8 @@ Payload = dict[str, Any]
 EVENTS_FILE = "events.jsonl"
 JOB_ID = "SIMPLETUNER_JOB_ID"
 # What a run as a whole is called in payloads, where it differs.
-STATUS: Mapping[RunState, str] = {"finished": "completed", "interrupted": "cancelled"}
-SEVERITY: Mapping[RunState, str] = {"finished": "success", "failed": "error", "interrupted": "warning"}
+STATUS: Mapping[events.RunState, str] = {"finished": "completed", "interrupted": "cancelled"}
+SEVERITY: Mapping[events.RunState, str] = {"finished": "success", "failed": "error", "interrupted": "warning"}
 
 
 @dataclass
@@ -65,62 +49,60 @@ class Payloads:
     now: Callable[[], float] = time.monotonic
     _pace: Pace | None = field(default=None, init=False)
     _sent: dict[object, float] = field(default_factory=dict, init=False)
-    _began: dict[PhaseStarted, float] = field(default_factory=dict, init=False)
+    _began: dict[events.PhaseStarted, float] = field(default_factory=dict, init=False)
 
-    def __call__(self, event: Event) -> list[Payload]:
+    def __call__(self, event: events.Event) -> list[Payload]:
         """The payloads of an event, in order; often none."""
         if self._pace is not None:
             self._pace.note(event)
-        elif isinstance(event, StateChanged) and event.state == "running":
+        elif isinstance(event, events.StateChanged) and event.state == "running":
             self._pace = Pace.of(event)
         common = {"job_id": self.job_id, "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds")}
         return [redact_texts(_finite({"severity": "info", **common, **payload})) for payload in self._payloads(event)]
 
-    def _payloads(self, event: Event) -> Iterator[Payload]:
+    def _payloads(self, event: events.Event) -> Iterator[Payload]:
         match event:
-            case PhaseStarted() | PhaseAdvanced() | PhaseEnded():
+            case events.PhaseStarted() | events.PhaseAdvanced() | events.PhaseEnded():
                 yield from self._phase(event)
-            case StepReport() if self._pace is not None:
-                if self._is_due(StepReport) or self._pace.is_complete:
+            case events.StepReport() if self._pace is not None:
+                if self._is_due(events.StepReport) or self._pace.is_complete:
                     yield {**_status("running", event.step), "progress": _steps(self._pace)}
-            case StateChanged():
+            case events.StateChanged():
                 yield from self._state(event)
-            case Evaluated():
+            case events.Evaluated():
                 losses = dict(event.losses)
                 yield {"type": "training.metric", "message": line_of(event), "data": {"step": event.step, **losses}}
-            case MediaRendered():
+            case events.MediaRendered():
                 message = f"Validation: {event.media.short_name}"
                 yield {"type": "training.validation", "message": message, **_shown(event.media)}
-            case PreviewGrew():
+            case events.PreviewGrew():
                 yield _sampled(event)
-            case CheckpointSaved():
-                checkpoint = {"path": event.path.name, "label": f"Step {event.step}", "is_final": self._is_last(event)}
+            case events.CheckpointSaved():
+                is_final = self._pace is not None and event.step >= self._pace.total_steps
+                checkpoint = {"path": event.path.name, "label": f"Step {event.step}", "is_final": is_final}
                 yield {"type": "training.checkpoint", "title": line_of(event), "checkpoint": checkpoint}
                 yield _lifecycle("checkpoint_save", "Saving a checkpoint", "completed", message=line_of(event))
-            case Uploaded():
+            case events.Uploaded():
                 status = _status("model_available", event.step)
                 yield {**status, "message": line_of(event), "data": {**status["data"], "url": event.url}}
-            case Notice():
+            case events.Notice():
                 severity = "warning" if event.warning else "info"
                 yield {"type": "notification", "severity": severity, "message": event.text}
 
     def _is_due(self, kind: object) -> bool:
-        """Whether progress of a kind may be told again; if so, it counts as told."""
+        """Whether progress of a kind may be reported again; if so, it counts as reported."""
         if self.now() - self._sent.get(kind, -math.inf) < self.every:
             return False
         self._sent[kind] = self.now()
         return True
 
-    def _is_last(self, event: CheckpointSaved) -> bool:
-        return self._pace is not None and event.step >= self._pace.total_steps
-
-    def _phase(self, event: PhaseStarted | PhaseAdvanced | PhaseEnded) -> Iterator[Payload]:
-        if isinstance(event, PhaseStarted):
+    def _phase(self, event: events.PhaseStarted | events.PhaseAdvanced | events.PhaseEnded) -> Iterator[Payload]:
+        if isinstance(event, events.PhaseStarted):
             self._began[event] = self.now()
-            if event.kind == UPLOADING:
+            if event.kind == events.UPLOADING:
                 yield {**_status("uploading_model", self._pace.step if self._pace else 0), "message": event.title}
             yield _phase_payload(event, 0, None, "running", event.title)
-        elif isinstance(event, PhaseEnded):
+        elif isinstance(event, events.PhaseEnded):
             del self._began[event.phase]
             self._sent.pop(event.phase, None)
             status, message = "completed" if event.complete else "failed", f"{event.phase.title}: {ending(event)}"
@@ -130,16 +112,15 @@ class Payloads:
             eta = spent / event.done * left if event.done and left >= 0 else None
             yield _phase_payload(event.phase, event.done, eta, "running", event.note or event.phase.title)
 
-    def _state(self, event: StateChanged) -> Iterator[Payload]:
-        state, message = event.state, event.message
-        severity = SEVERITY.get(state, "info")
+    def _state(self, event: events.StateChanged) -> Iterator[Payload]:
+        state, message, severity = event.state, event.message, SEVERITY.get(event.state, "info")
         progress = _steps(self._pace) if self._pace else _progress("Training", event.step, event.total_steps)
         status = _status(STATUS.get(state, state), event.step)
         yield {**status, "severity": severity, "message": message, "progress": progress}
-        if state in ENDED:
-            key, label = ("training_complete", "Done") if state == "finished" else ("training_abort", "Ended early")
-            how = "completed" if state == "finished" else "failed"
-            yield _lifecycle(key, label, how, severity=severity, message=message)
+        if state == "finished":
+            yield _lifecycle("training_complete", "Done", "completed", severity=severity, message=message)
+        elif state in events.ENDED:
+            yield _lifecycle("training_abort", "Ended early", "failed", severity=severity, message=message)
         if state == "failed":
             yield {"type": "error", "severity": severity, "title": "Error", "message": message}
 
@@ -150,13 +131,14 @@ def _status(status: str, step: int) -> Payload:
 
 def _steps(pace: Pace) -> Payload:
     """The progress of training, with its metrics."""
-    metrics: Payload = {}
-    if pace.last is not None:
-        metrics = {"loss": pace.last.loss, "epoch": pace.last.epoch, "smoothed_loss": pace.loss}
-        metrics |= {"seconds_per_step": pace.seconds_per_step, "memory_bytes": pace.last.memory_bytes}
-        metrics |= pace.last.metrics
-    eta = pace.remaining_seconds if pace.last else None
-    return {**_progress("Training", pace.step, pace.total_steps, eta), "metrics": metrics}
+    if pace.last is None:
+        return {**_progress("Training", pace.step, pace.total_steps), "metrics": {}}
+    metrics = {
+        **{"loss": pace.last.loss, "epoch": pace.last.epoch, "smoothed_loss": pace.loss},
+        **{"seconds_per_step": pace.seconds_per_step, "memory_bytes": pace.last.memory_bytes},
+        **pace.last.metrics,
+    }
+    return {**_progress("Training", pace.step, pace.total_steps, pace.remaining_seconds), "metrics": metrics}
 
 
 def _progress(label: str, current: int, total: int | None, eta: float | None = None) -> Payload:
@@ -165,7 +147,7 @@ def _progress(label: str, current: int, total: int | None, eta: float | None = N
     return {"label": label, "current": current, "total": total, "percent": percent, "eta_seconds": seconds}
 
 
-def _phase_payload(phase: PhaseStarted, done: int, eta: float | None, status: str, message: str) -> Payload:
+def _phase_payload(phase: events.PhaseStarted, done: int, eta: float | None, status: str, message: str) -> Payload:
     progress = _progress(phase.title, done, phase.total, eta)
     return _lifecycle(phase.stage or phase.kind, phase.title, status, progress=progress, message=message)
 
@@ -176,7 +158,7 @@ def _lifecycle(key: str, label: str, status: str, progress: Payload | None = Non
     return {"type": "lifecycle.stage", "title": title, "stage": stage, **common}
 
 
-def _sampled(event: PreviewGrew) -> Payload:
+def _sampled(event: events.PreviewGrew) -> Payload:
     label = f"{event.done}/{event.total}"
     message = f"Validation (step {label}): {event.media.short_name}"
     shown = _shown(event.media)
@@ -190,13 +172,10 @@ def _shown(media: MediaRecord) -> Payload:
     is_moving = media.is_video or suffix == ".gif"
     video = {"src": media.path, "mime_type": VIDEO_MIME.get(suffix, "image/gif")}
     data = {
-        "global_step": media.step,
-        "resolution": [media.width, media.height],
+        "global_step": media.step, "resolution": [media.width, media.height],
         "validation_type": "ema" if media.ema else "trained",
-        "prompt": media.prompt,
-        "name": media.short_name,
-        "index": media.index,
-    }
+        "prompt": media.prompt, "name": media.short_name, "index": media.index,
+    }  # fmt: skip
     return {
         "body": media.prompt, "data": data, "images": [] if is_moving else [media.path],
         "videos": [video] if is_moving else [],
@@ -223,7 +202,7 @@ class EventLog:
             file.truncate(file.tell() - len(torn))
         self._last = last_id(self.path)
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: events.Event) -> None:
         for payload in self._payloads(event):
             self._last += 1
             line = json.dumps({"id": self._last, **payload}, ensure_ascii=False, allow_nan=False).encode() + b"\n"
@@ -244,7 +223,12 @@ def last_id(path: Path) -> int:
 
 def _last_id(file: BinaryIO) -> int:
     file.seek(-min(TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)
-    return max((event["id"] for line in file if (event := parse_row(line, "id"))), default=0)
+    return max((event["id"] for event in _rows(file)), default=0)
+
+
+def _rows(file: BinaryIO) -> Iterator[Payload]:
+    """The events from here on, without torn lines."""
+    return filter(None, (parse_row(line, "id") for line in file))
 
 
 def offset_after(file: BinaryIO, number: int) -> int:
@@ -257,7 +241,7 @@ def offset_after(file: BinaryIO, number: int) -> int:
         file.seek(max(0, start - 1))
         if start:
             file.readline()
-        return next((event["id"] for line in file if (event := parse_row(line, "id"))), sys.maxsize)
+        return next((event["id"] for event in _rows(file)), sys.maxsize)
 
     if number > _last_id(file):
         return 0
@@ -270,4 +254,4 @@ def read_events(path: Path, after_id: int = 0) -> list[Payload]:
         return []
     with path.open("rb") as file:
         file.seek(offset_after(file, after_id))
-        return [event for line in file if (event := parse_row(line, "id")) and event["id"] > after_id]
+        return [event for event in _rows(file) if event["id"] > after_id]

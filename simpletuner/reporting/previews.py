@@ -102,10 +102,6 @@ class TrainingSample:
     edited_from: str = ""
 
 
-# A row is one prompt, index and size; previews of plain and averaged weights share it.
-_Key = tuple[str, int, int, int]
-
-
 def build_grid(
     records: Sequence[MediaRecord], output_dir: Path, link: Callable[[MediaRecord], str] | None = None
 ) -> PreviewGrid:
@@ -116,11 +112,10 @@ def build_grid(
         output_dir: their paths are relative to it.
         link: the address of a preview, for pages that are served and embed none.
     """
-    by_row: dict[_Key, list[MediaRecord]] = {}
+    by_row: dict[tuple[str, int, int, int], list[MediaRecord]] = {}
     for record in records:
-        by_row.setdefault((record.short_name, record.index, record.width, record.height), []).append(record)
-    ordered = sorted(by_row.values(), key=lambda row: grid_order(row[0]))
-    shown = ordered[:ROWS]
+        by_row.setdefault(record.row, []).append(record)
+    shown = sorted(by_row.values(), key=lambda row: grid_order(row[0]))[:ROWS]
     all_steps = sorted({record.step for row in shown for record in row})
     lines = sum(len({record.ema for record in row}) for row in shown)
     steps = choose_steps(all_steps, max(FEWEST_COLUMNS, CELLS // max(1, lines)))
@@ -136,21 +131,17 @@ def grid_order(record: MediaRecord) -> tuple[bool, bool]:
 
 
 def _build_row(records: Sequence[MediaRecord], steps: Sequence[int], source: Callable[[MediaRecord], str]) -> Row:
-    by_weights: dict[bool, dict[int, MediaRecord]] = {False: {}, True: {}}
-    for record in records:
-        by_weights[record.ema][record.step] = record
+    def cells(averaged: bool) -> list[Cell | None]:
+        by_step = {record.step: record for record in records if record.ema == averaged}
+        return [Cell(by_step[step], source(by_step[step])) if step in by_step else None for step in steps]
 
-    def cells(row: dict[int, MediaRecord]) -> list[Cell | None]:
-        return [Cell(row[step], source(row[step])) if step in row else None for step in steps]
-
-    averaged = cells(by_weights[True]) if by_weights[True] else ()
-    return Row(records[0].short_name, records[0].prompt, cells(by_weights[False]), averaged)
+    averaged = cells(True) if any(record.ema for record in records) else ()
+    return Row(records[0].short_name, records[0].prompt, cells(False), averaged)
 
 
 def thumbnail(picture: Image.Image, side: int = THUMBNAIL_SIDE) -> str:
     """A small copy of a training picture as a data URI."""
-    copy = picture.convert("RGB")
-    return _data_uri("image/webp", _webp(copy, side))
+    return _data_uri("image/webp", _webp(picture.convert("RGB"), side))
 
 
 def choose_steps(steps: Sequence[int], limit: int) -> list[int]:
@@ -173,30 +164,26 @@ def _source(record: MediaRecord, output_dir: Path, allowance: int) -> str:
         modified = path.stat().st_mtime_ns
     except OSError:
         return ""
-    if record.is_video:
-        return _pack_video(path, record.path, modified, allowance)
-    return _pack_picture(path, modified, allowance)
+    return _pack(path, record.path, modified, allowance)
 
 
 @lru_cache(maxsize=4 * CELLS)
-def _pack_picture(path: Path, modified: int, allowance: int) -> str:
-    """The file itself if it is small enough, else the largest reduced copy that is. `modified` is a cache key."""
-    content = path.read_bytes()
-    mime = MIME.get(path.suffix.lower())
-    if mime and len(content) <= allowance:
-        return _data_uri(mime, content)
+def _pack(path: Path, relative: str, modified: int, allowance: int) -> str:
+    """The file itself if it is small enough, else the largest reduced copy that is, or the address of a video.
+
+    `modified` is a cache key.
+    """
+    suffix = path.suffix.lower()
+    mime = (MIME | VIDEO_MIME).get(suffix)
+    if mime and path.stat().st_size <= allowance:
+        return _data_uri(mime, path.read_bytes())
+    if suffix in VIDEO_MIME:
+        return quote(relative)
     try:
-        with Image.open(io.BytesIO(content)) as picture:
+        with Image.open(path) as picture:
             return _data_uri("image/webp", _smaller_copy(picture.convert("RGB"), allowance))
     except (OSError, ValueError):
         return ""
-
-
-@lru_cache(maxsize=4 * CELLS)
-def _pack_video(path: Path, relative: str, modified: int, allowance: int) -> str:
-    if path.stat().st_size > allowance:
-        return quote(relative)
-    return _data_uri(VIDEO_MIME[path.suffix.lower()], path.read_bytes())
 
 
 def _smaller_copy(picture: Image.Image, allowance: int) -> bytes:
@@ -221,7 +208,7 @@ def _data_uri(mime: str, content: bytes) -> str:
     return f"data:{mime};base64,{base64.b64encode(content).decode('ascii')}"
 
 
-def pick(count: int, items: Sequence[Item]) -> list[Item]:
+def evenly_spaced(count: int, items: Sequence[Item]) -> list[Item]:
     """At most `count` items, evenly spaced."""
     count = min(count, len(items))
     return [items[index * len(items) // count] for index in range(count)]

@@ -11,19 +11,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from typing import Protocol, TextIO
+from typing import TextIO
 
-from simpletuner.reporting.events import (
-    ENDED,
-    SHOWN,
-    Event,
-    EventStream,
-    PhaseAdvanced,
-    PhaseEnded,
-    PhaseStarted,
-    StateChanged,
-    StepReport,
-)
+from simpletuner.reporting import events
 from simpletuner.reporting.pace import Pace, clock, ending, line_of, pace_text, reached, size_text
 
 # A log should stay readable: about this many lines per run, and at least one in this many seconds.
@@ -34,24 +24,57 @@ SHORTEST_PAUSE = 2.0
 LONGEST_PAUSE = 15.0
 
 
-class Display(Protocol):
-    """Shows events to people."""
+class Display:
+    """Shows events to people.
 
-    def __call__(self, event: Event) -> None: ...
+    Attributes:
+        pace: while training goes on.
+    """
+
+    pace: Pace | None = None
+
+    def __call__(self, event: events.Event) -> None:
+        if self.pace is not None:
+            self.pace.note(event)
+        if not isinstance(event, events.StateChanged):
+            self.show(event)
+            return
+        if event.state == "running":
+            self.pace = Pace.of(event)
+            self.begin(self.pace)
+        elif event.state in events.ENDED:
+            self.close()
+        if event.state in events.SHOWN:
+            self.say(event.message)
+
+    def show(self, event: events.Event) -> None:
+        """Show anything but the state of the run."""
+        raise NotImplementedError
+
+    def begin(self, pace: Pace) -> None:
+        """Training begins."""
+        raise NotImplementedError
+
+    def say(self, text: str) -> None:
+        """Print lines, unless they are empty."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Restore the terminal. May be called more than once."""
+        """Restore the terminal, and sum up the training. May be called more than once."""
+        if self.pace is not None:
+            self.say(self.pace.summary())
+            self.pace = None
 
 
 @contextmanager
-def shown_events(stream: TextIO | None = None) -> Iterator[EventStream]:
+def shown_events(stream: TextIO | None = None) -> Iterator[events.EventStream]:
     """A stream of events with a display, which restores the terminal at the end, also after an exception.
 
     Args:
         stream: where to write; None means standard output.
     """
     with closing(make_display(stream)) as display:
-        yield EventStream(display)
+        yield events.EventStream(display)
 
 
 def make_display(stream: TextIO | None = None) -> Display:
@@ -114,7 +137,7 @@ def silence(stream: TextIO) -> None:
     os.close(nowhere)
 
 
-class PlainDisplay:
+class PlainDisplay(Display):
     """Throttled lines on a stream.
 
     Args:
@@ -123,89 +146,62 @@ class PlainDisplay:
     """
 
     def __init__(self, stream: TextIO | LastingStream, now: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream
-        self._now = now
-        self._pace: Pace | None = None
-        self._every = 1
-        self._printed_at = 0.0
-        self._phases: dict[PhaseStarted, _PhaseLines] = {}
+        self._stream, self._now = stream, now
+        self._every, self._printed_at = 1, 0.0
+        self._printed: dict[events.PhaseStarted, tuple[float, int]] = {}  # when a phase had a line, and at which tenth
 
-    def __call__(self, event: Event) -> None:
-        if self._pace is not None:
-            self._pace.note(event)
+    def show(self, event: events.Event) -> None:
         match event:
-            case PhaseStarted():
-                self._phases[event] = _PhaseLines(event, self._now())
-            case PhaseAdvanced():
-                self._say(self._phases[event.phase].due(event, self._now()))
-            case PhaseEnded():
-                del self._phases[event.phase]
-                self._say(f"{event.phase.title}: {ending(event)}")
-            case StepReport():
-                if self._pace is not None:
-                    self._step(self._pace, event)
-            case StateChanged():
-                self._change(event)
+            case events.PhaseStarted():
+                self._printed[event] = self._now(), 0
+            case events.PhaseAdvanced():
+                self._advance(event)
+            case events.PhaseEnded():
+                del self._printed[event.phase]
+                self.say(f"{event.phase.title}: {ending(event)}")
+            case events.StepReport():
+                if self.pace is not None:
+                    self._step(self.pace, event)
             case _:
-                self._say(line_of(event))
+                self.say(line_of(event))
 
-    def close(self) -> None:
-        if self._pace is not None:
-            self._say(self._pace.summary())
-            self._pace = None
+    def begin(self, pace: Pace) -> None:
+        self._every = max(1, -(-(pace.total_steps - pace.step) // TRAINING_LINES))
+        self._printed_at = self._now()
+        note = f", continuing after step {pace.step}" if pace.step else ""
+        self.say(f"Training: {pace.total_steps} steps{note}")
 
-    def _change(self, event: StateChanged) -> None:
-        if event.state == "running":
-            self._pace = Pace.of(event)
-            self._every = max(1, -(-(event.total_steps - event.step) // TRAINING_LINES))
-            self._printed_at = self._now()
-            note = f", continuing after step {event.step}" if event.step else ""
-            self._say(f"Training: {event.total_steps} steps{note}")
-        elif event.state in ENDED:
-            self.close()
-        if event.state in SHOWN:
-            self._say(event.message)
+    def _advance(self, event: events.PhaseAdvanced) -> None:
+        """Print the progress of a phase if it is worth a line."""
+        (printed_at, printed_tenth), now, total = self._printed[event.phase], self._now(), event.phase.total
+        tenth = event.done * 10 // total if total else printed_tenth
+        if now - printed_at >= (SHORTEST_PAUSE if tenth != printed_tenth else LONGEST_PAUSE):
+            self._printed[event.phase] = now, tenth
+            note = f" ({event.note})" if event.note else ""
+            self.say(f"{event.phase.title}: {reached(event.phase, event.done)}{note}")
 
-    def _step(self, pace: Pace, event: StepReport) -> None:
+    def _step(self, pace: Pace, event: events.StepReport) -> None:
         due = event.step % self._every == 0 or event.step in (pace.start_step + 1, pace.total_steps)
         if due or self._now() - self._printed_at >= LONGEST_SILENCE:
             self._printed_at = self._now()
-            self._say(step_line(pace, event))
+            self.say(step_line(pace, event))
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         if text:
             self._stream.write(f"{text}\n")
             self._stream.flush()
 
 
-def step_line(pace: Pace, report: StepReport) -> str:
+def step_line(pace: Pace, report: events.StepReport) -> str:
     """`step 40/300  epoch 2  loss 0.2134  lr 1.0e-04  1.92 s/step  8:19 left  11.4 GiB  compute 99 %, …`"""
-    epochs = f"/{report.epochs}" if report.epochs else ""
     parts = [
         f"step {report.step}/{pace.total_steps}",
-        f"epoch {report.epoch}{epochs}",
+        f"epoch {report.epoch}" + (f"/{report.epochs}" if report.epochs else ""),
         f"loss {pace.loss:.4f}",
         f"lr {report.learning_rate:.2e}",
         pace_text(pace.seconds_per_step),
         f"{clock(pace.remaining_seconds)} left",
+        *([size_text(report.memory_bytes)] if report.memory_bytes is not None else []),
+        pace.speed,
     ]
-    if report.memory_bytes is not None:
-        parts.append(size_text(report.memory_bytes))
-    parts.append(pace.speed)
     return "  ".join(parts)
-
-
-class _PhaseLines:
-    """Decides when the progress of a phase is worth a line."""
-
-    def __init__(self, phase: PhaseStarted, now: float) -> None:
-        self._phase, self._printed_at, self._printed_tenth = phase, now, 0
-
-    def due(self, event: PhaseAdvanced, now: float) -> str:
-        """The line that is due now, or an empty one."""
-        total, pause = self._phase.total, now - self._printed_at
-        tenth = event.done * 10 // total if total else self._printed_tenth
-        if pause < SHORTEST_PAUSE or (tenth == self._printed_tenth and pause < LONGEST_PAUSE):
-            return ""
-        self._printed_at, self._printed_tenth = now, tenth
-        return f"{self._phase.title}: {reached(self._phase, event.done)}" + (f" ({event.note})" if event.note else "")

@@ -11,9 +11,9 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from simpletuner.atomic import open_atomically, write_atomically
-from simpletuner.reporting.curves import evaluation_names
+from simpletuner.reporting.curves import evaluation_names, evaluation_points
 from simpletuner.reporting.html import gallery, render
-from simpletuner.reporting.metrics import Columns, MediaRecord, Point
+from simpletuner.reporting.metrics import Columns, MediaRecord
 from simpletuner.reporting.previews import grid_order
 
 PAGE, PICTURE = "sheet.html", "sheet.png"
@@ -72,9 +72,9 @@ class Sheet:
     def _picture(self) -> Image.Image:
         """A row per prompt with its name above, a column per checkpoint; the middle frames of clips."""
         records = sorted(self.records, key=grid_order)
-        rows = list(dict.fromkeys((each.short_name, each.index, each.width, each.height) for each in records))
+        rows = list(dict.fromkeys(record.row for record in records))
         line = FONT_SIZE + MARGIN
-        height = max(CELL * each.height // max(each.width, each.height) for each in records)
+        height = max(CELL * record.height // max(record.width, record.height) for record in records)
         size = (CELL + MARGIN) * len(self.steps) + MARGIN, line + (height + line) * len(rows)
         sheet, font = Image.new("RGB", size, "white"), ImageFont.load_default(FONT_SIZE)
         draw = ImageDraw.Draw(sheet)
@@ -85,10 +85,9 @@ class Sheet:
             draw.text((left[step], MARGIN // 2), f"step {step:,}{mark}", "black", font)
         for row in rows:
             draw.text((MARGIN, top[row]), row[0], "black", font)
-        for each in records:
-            cell = ImageOps.contain(still(self.folder / each.path), (CELL, height))
-            row = each.short_name, each.index, each.width, each.height
-            sheet.paste(cell, (left[each.step], top[row] + line - MARGIN // 2))
+        for record in records:
+            cell = ImageOps.contain(still(self.folder / record.path), (CELL, height))
+            sheet.paste(cell, (left[record.step], top[record.row] + line - MARGIN // 2))
         return sheet
 
 
@@ -100,12 +99,3 @@ def still(path: Path) -> Image.Image:
     with av.open(str(path)) as clip:
         frames = list(clip.decode(video=0))
         return frames[len(frames) // 2].to_image()
-
-
-def evaluation_points(metrics: Columns) -> list[Point]:
-    """(step, evaluation loss) where it was measured: of the trained weights if possible, the mean over the datasets."""
-    names = [name for name in sorted(evaluation_names(metrics)) if not name.endswith("/pooled")]
-    plain = [name for name in names if not name.endswith("/ema")] or names
-    curves = [dict(metrics.points(name)) for name in plain]
-    steps = sorted(set.intersection(*map(set, curves))) if curves else []
-    return [(step, sum(curve[step] for curve in curves) / len(curves)) for step in steps]

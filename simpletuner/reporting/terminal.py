@@ -24,26 +24,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from simpletuner.reporting.events import (
-    ENDED,
-    SHOWN,
-    Event,
-    Notice,
-    PhaseAdvanced,
-    PhaseEnded,
-    PhaseStarted,
-    StateChanged,
-    StepReport,
-)
+from simpletuner.reporting import events
 from simpletuner.reporting.pace import Pace, clock, ending, line_of, pace_text, size_text
-from simpletuner.reporting.progress import LastingStream
+from simpletuner.reporting.progress import Display, LastingStream
 
 REFRESHES_PER_SECOND = 4
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """Bars for running phases and a panel for training; everything else scrolls above them.
 
     The display redirects `sys.stdout` and `sys.stderr`, so log lines and prints of libraries appear above it too.
@@ -61,51 +51,43 @@ class LiveDisplay:
             TextColumn("{task.fields[note]}", style="dim", markup=False),
             console=self._console,
         )
-        self._tasks: dict[PhaseStarted, TaskID] = {}
-        self._pace: Pace | None = None
+        self._tasks: dict[events.PhaseStarted, TaskID] = {}
         self._live: Live | None = None
 
-    def __call__(self, event: Event) -> None:
-        if self._pace is not None:
-            self._pace.note(event)
+    def show(self, event: events.Event) -> None:
         match event:
-            case PhaseStarted():
-                self._show()
+            case events.PhaseStarted():
+                self._open()
                 self._tasks[event] = self._bars.add_task(event.title, total=event.total, unit=event.unit, note="")
-            case PhaseAdvanced():
+            case events.PhaseAdvanced():
                 self._bars.update(self._tasks[event.phase], completed=event.done, note=event.note)
-            case PhaseEnded():
+            case events.PhaseEnded():
                 self._bars.remove_task(self._tasks.pop(event.phase))
                 mark = ("✓ ", "green") if event.complete else ("✗ ", "red")
                 self._print(Text.assemble(mark, event.phase.title, (f"  {ending(event)}", "dim")))
-            case StepReport():
+            case events.StepReport():
                 pass  # the panel follows the pace
-            case StateChanged():
-                self._change(event)
-            case Notice(urgent=True):
+            case events.Notice(urgent=True):
                 self._print(Text(line_of(event), style="red"))
             case _:
-                self._print(Text(line_of(event)))
+                self.say(line_of(event))
+
+    def begin(self, pace: Pace) -> None:
+        self._open()
+
+    def say(self, text: str) -> None:
+        self._print(Text(text))
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        if self._pace is not None:
-            mark = ("✓ ", "green") if self._pace.is_complete else ("■ ", "yellow")
-            self._print(Text.assemble(mark, self._pace.summary()))
-            self._pace = None
+        if self.pace is not None:
+            mark = ("✓ ", "green") if self.pace.is_complete else ("■ ", "yellow")
+            self._print(Text.assemble(mark, self.pace.summary()))
+            self.pace = None
 
-    def _change(self, event: StateChanged) -> None:
-        if event.state == "running":
-            self._pace = Pace.of(event)
-            self._show()
-        elif event.state in ENDED:
-            self.close()
-        if event.state in SHOWN:
-            self._print(Text(event.message))
-
-    def _show(self) -> None:
+    def _open(self) -> None:
         """Start the display, unless it runs; the terminal is left alone until there is something to show."""
         if self._live is not None:
             return
@@ -126,8 +108,8 @@ class LiveDisplay:
 
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = [self._bars] if self._bars.tasks else []
-        if self._pace is not None:
-            parts.append(training_panel(self._pace))
+        if self.pace is not None:
+            parts.append(training_panel(self.pace))
         return Group(*parts)
 
 

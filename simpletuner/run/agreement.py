@@ -63,13 +63,13 @@ def source_digest() -> str:
 def differences(described: list[tuple[str, Mapping[str, str]]]) -> list[Problem]:
     """What differs from the first process, and in which one."""
     _, first = described[0]
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for rank, (host, other) in enumerate(described):
-        for key in first.keys() | other.keys():
-            values = first.get(key, "absent"), other.get(key, "absent")
-            if values[0] != values[1]:
-                found.setdefault((key, *values), []).append(f"{rank} on {host}")
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for rank, (host, values) in enumerate(described):
+        for key in first.keys() | values.keys():
+            expected, actual = first.get(key, "absent"), values.get(key, "absent")
+            if actual != expected:
+                places.setdefault((key, expected, actual), []).append(f"{rank} on {host}")
     return [
-        Problem(key, f"is {here} in the first process, but {there} in process {shorten(where, 4)}.")
-        for (key, here, there), where in sorted(found.items())
+        Problem(key, f"is {expected} in the first process, but {actual} in process {shorten(where, 4)}.")
+        for (key, expected, actual), where in sorted(places.items())
     ]

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
+import psutil
 from pydantic import Field, TypeAdapter, ValidationError
 
 from simpletuner.errors import UserError
@@ -72,7 +73,7 @@ class Owner:
         """Whether the process has ended; only meaningful on its own host."""
         if self.boot != boot_id():
             return True
-        return not is_alive(self.pid) or self.started != start_of(self.pid)
+        return not psutil.pid_exists(self.pid) or self.started != start_of(self.pid)
 
     @property
     def counts_elsewhere(self) -> bool:
@@ -120,8 +121,8 @@ def refresh(path: Path, owner: Owner, over: threading.Event) -> None:
         with suppress(OSError, UserError), path.open("r+b") as file:  # the next time, perhaps
             hold(file)
             if not owner.holds(path):
-                found = read_owner(path, file.read())
-                print(f"{path} was taken over by {found}, because this process was silent.", file=sys.stderr)
+                winner = read_owner(path, file.read())
+                print(f"{path} was taken over by {winner}, because this process was silent.", file=sys.stderr)
                 os._exit(1)
             file.seek(0)
             file.write(replace(owner, beat=f"{beat:08}").content)
@@ -194,9 +195,7 @@ def refuse_if_it_counts(path: Path, seen: bytes) -> None:
     while time.monotonic() < deadline:
         time.sleep(min(1.0, ABANDONED_SECONDS / 10))
         if path.read_bytes() != seen:  # opened each time: network file systems then ask their server
-            raise UserError(
-                f"output_dir: {path.parent} is in use by {owner}. Wait for its end, or choose another output_dir."
-            )
+            raise in_use(path, owner, "Wait for its end, or choose another output_dir.")
 
 
 def refuse_if_in_use(path: Path, owner: Owner) -> None:
@@ -206,14 +205,15 @@ def refuse_if_in_use(path: Path, owner: Owner) -> None:
         UserError: the owner is alive, or on another machine.
     """
     if owner.host != socket.gethostname():
-        raise UserError(
-            f"output_dir: {path.parent} is in use by {owner}. Whether that run is still going cannot be seen from "
-            f"this machine. If it has ended, delete {path} and start again; otherwise choose another output_dir."
-        )
+        advice = f"If it has ended, delete {path} and start again; otherwise choose another output_dir."
+        raise in_use(path, owner, f"Whether that run is still going cannot be seen from this machine. {advice}")
     if not owner.is_gone:
-        raise UserError(
-            f"output_dir: {path.parent} is in use by {owner}. Wait for its end, stop it, or choose another output_dir."
-        )
+        raise in_use(path, owner, "Wait for its end, stop it, or choose another output_dir.")
+
+
+def in_use(path: Path, owner: Owner, advice: str) -> UserError:
+    """The error of whoever wants a folder that another run holds, or may hold."""
+    return UserError(f"output_dir: {path.parent} is in use by {owner}. {advice}")
 
 
 def read_owner(path: Path, content: bytes) -> Owner:
@@ -258,16 +258,3 @@ def start_of(pid: int) -> str:
         return ""
     # The 3rd and 22nd of proc(5); the 2nd, the program's name in brackets, may hold spaces.
     return "" if fields[0] == "Z" else fields[19]
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process with this pid exists on this machine; assumed where the system cannot be asked."""
-    if os.name != "posix":
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # it belongs to another user
-    return True

@@ -9,13 +9,15 @@ weights and state, and released gradients update during the backward pass.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from simpletuner.budget.budget import Budget, gigabytes
+from simpletuner.budget.budget import Budget
+from simpletuner.budget.device import gigabytes
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.sharding import local
@@ -55,17 +57,16 @@ def rehearse(
     Raises:
         UserError: the device ran out of memory.
     """
-    planned = max(batches, key=_size)
-    width, height = planned.size
-    samples = planned.samples
+    planned = max(batches, key=lambda batch: len(batch.samples) * batch.samples[0].frames * math.prod(batch.size))
+    samples, (width, height) = planned.samples, planned.size
     frames = f", {samples[0].frames} frames" if samples[0].frames > 1 else ""
     title = f"the largest micro-step ({len(samples)} x {width}x{height}{frames})"
     # With FSDP2 whole gradients are perhaps kept, and only the last micro-step frees them.
     last = assembly.settings.accumulation - 1 if assembly.is_sharded else 0
 
     def micro_steps() -> None:
-        for place in sorted({0, last}):
-            rehearse_micro_step(assembly, read(planned), micro_step=place)
+        for micro_step in sorted({0, last}):
+            rehearse_micro_step(assembly, read(planned), micro_step=micro_step)
 
     with unchanged(assembly):
         yield _measure(assembly, budget, title, "training", micro_steps)
@@ -81,14 +82,8 @@ def rehearse_micro_step(assembly: Assembly, batch: Batch, global_step: int = 0, 
     return losses.on_host()[0]
 
 
-def _size(planned: PlannedBatch) -> int:
-    """The number of pixels in a batch."""
-    width, height = planned.size
-    return len(planned.samples) * planned.samples[0].frames * width * height
-
-
 def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Callable[[], object]) -> Rehearsal:
-    expected = max((each.device for each in budget.phases if each.name.startswith(phase)), default=0.0)
+    expected = max((part.device for part in budget.phases if part.name.startswith(phase)), default=0.0)
     on_gpu = assembly.accelerator.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -106,7 +101,7 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
         return Rehearsal(title, expected, None)
     peak = float(torch.cuda.max_memory_allocated())
     if phase == "training":  # after the backward pass, with its gradients
-        peak = max(peak, torch.cuda.memory_allocated() + budget.setup.update_bytes * _numbers(assembly))
+        peak = max(peak, torch.cuda.memory_allocated() + budget.model.update_bytes * _numbers(assembly))
     peak += coming_state(assembly, budget)
     torch.cuda.reset_peak_memory_stats()
     return Rehearsal(title, expected, peak)
@@ -115,14 +110,14 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
 def coming_state(assembly: Assembly, budget: Budget) -> float:
     """Bytes that the optimizer will allocate in its first step; 0 for a resumed run, whose state is loaded, and for
     state in host memory."""
-    if assembly.optimizer.state or budget.setup.state_on_host:
+    if assembly.optimizer.state or budget.model.state_on_host:
         return 0.0
-    return budget.setup.state_bytes * _numbers(assembly)
+    return budget.model.state_bytes * _numbers(assembly)
 
 
 def _numbers(assembly: Assembly) -> int:
     """How many numbers the optimizer updates in this process."""
-    return sum(local(each).numel() for group in assembly.optimizer.param_groups for each in group["params"])
+    return sum(local(weight).numel() for group in assembly.optimizer.param_groups for weight in group["params"])
 
 
 @contextmanager

@@ -9,46 +9,31 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from functools import partial
+from contextlib import ExitStack, closing, contextmanager
 
 import torch
-from accelerate import Accelerator
 
-from simpletuner.annexes.publishing.card import CARD_FOLDER
-from simpletuner.annexes.publishing.upload import Destination
-from simpletuner.annexes.publishing.uploads import Uploads, repeat_command
-from simpletuner.annexes.replay.autopsy import Doing, autopsied
 from simpletuner.atomic import sweep_files, sweep_folders
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.measure import device_rates
-from simpletuner.caching.read import BatchReader
-from simpletuner.config.optimizers import peak_learning_rate
 from simpletuner.config.precision import transformer_dtype, vae_dtype
-from simpletuner.data.loader import BatchLoader
 from simpletuner.distributed.requests import STOPPING, expect_requests, stop_on_interrupt
 from simpletuner.distributed.world import World, usable_cores
 from simpletuner.errors import Interrupted, full_text
-from simpletuner.memory.precision import DTYPES
-from simpletuner.memory.products import check_device
+from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.kernels import KERNELS
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import feature_kinds, latent_storage, text_folder
+from simpletuner.plan.entries import latent_storage, text_folder
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
-from simpletuner.reporting.report import REPORT_FILE
-from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, prepare_caches
-from simpletuner.run.ledger import FULL, WITHOUT_UPLOADS, Ledger, strike
+from simpletuner.run.caches import Encoding, build_adapter, prepare_caches
+from simpletuner.run.companions import Companion, Ledger, strike
 from simpletuner.run.publish import publish_result, weight_note
-from simpletuner.run.records import keep_records
+from simpletuner.run.records import Recorded, RunRecord
 from simpletuner.run.rehearsal import rehearse
-from simpletuner.run.watchers import Session, build_callbacks, build_uploads, build_validation
-from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
-from simpletuner.training.checkpoints import load_checkpoint
-from simpletuner.training.ema import Ema
+from simpletuner.run.session import Session, build_callbacks, build_validation
+from simpletuner.training.assemble import make_accelerator
 from simpletuner.training.loop import train
 from simpletuner.training.manifest import FOLDER_NAME, PIPELINE_FOLDER
-from simpletuner.training.noise import with_noise
-from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.runner import PREVIEW_FOLDERS
 
 # With one of these, cuBLAS gives the same bits each time, at a cost of memory or speed.
@@ -58,137 +43,109 @@ ABANDONED = 3600.0
 
 
 def run_plan(
-    plan: Plan,
-    budget: Budget,
-    events: EventStream,
-    *,
-    rehearsed: bool | None = None,
-    destinations: Sequence[Destination] = (),
-    world: World = World(),
-) -> None:
+    plan: Plan, budget: Budget, events: EventStream, companions: Sequence[Companion] = (), world: World = World(),
+    *, rehearsed: bool | None = None,
+) -> None:  # fmt: skip
     """Run a plan, or resume it where an earlier session stopped, and publish the verified result.
 
     Args:
         budget: the plan's estimate of memory and time.
-        rehearsed: whether to try the most memory-hungry moments first; None does so on a GPU.
-        destinations: where the result is uploaded to; they are prepared.
+        companions: what accompanies the run in this process.
         world: the processes that train together.
+        rehearsed: whether to try the most memory-hungry moments first; None does so on a GPU.
 
     Raises:
         UserError: something the user can fix; checkpoints are kept.
         Interrupted: Ctrl-C; a checkpoint of the last step is on disk.
     """
-    with announced_end(events, plan.length.total_steps, world):
-        _run(plan, budget, events, rehearsed, destinations, world)
+    with announced_end(plan, events, world), ExitStack() as held:
+        prepare_machine(plan)
+        accelerator = make_accelerator()
+        device = accelerator.device
+        check_device(plan.config.precision, device)
+        adapter = build_adapter(plan)
+        world.on_main(lambda: prepare_folder(plan))
+        KERNELS.open(plan.output_dir, *([plan.resume.path.parent] if plan.resume else []), world=world)
+        epoch = plan.resume.manifest.epoch if plan.resume else 1
+        caches = prepare_caches(Encoding(plan, adapter, device, events), epoch, budget.listing, world)
+        # Measured before the transformer is loaded: it needs memory, too.
+        dtype = DTYPES[transformer_dtype(plan.config.precision)]
+        rates = world.main_only(lambda: device_rates(plan.output_dir, device, dtype))
 
-
-def _run(
-    plan: Plan, budget: Budget, events: EventStream, rehearsed: bool | None, destinations: Sequence[Destination],
-    world: World,
-) -> None:  # fmt: skip
-    prepare_machine(plan)
-    accelerator = make_accelerator()
-    device, config, doing = accelerator.device, plan.config, Doing()
-    check_device(config.precision, device)
-    events.subscribe(doing)
-    adapter = build_adapter(plan)
-    world.on_main(lambda: prepare_folder(plan))
-    KERNELS.open(plan.output_dir, *([plan.resume.path.parent] if plan.resume else []), world=world)
-    epoch = plan.resume.manifest.epoch if plan.resume else 1
-    caches = prepare_caches(Encoding(plan, adapter, device, events), epoch, budget.listing, world)
-    plan = caches.plan
-
-    # Measured before the transformer is loaded: it needs memory, too.
-    dtype = DTYPES[transformer_dtype(config.precision)]
-    rates = world.main_only(lambda: device_rates(plan.output_dir, device, dtype))
-    assembly, ema, reader, loader, state = load(plan, caches, accelerator, events, world)
-    if plan.resume:
-        events.say(f"Continuing from {plan.resume.path.name}")
-
-    with closing(loader):
-        record = keep_records(plan, events, state.global_step, world)
-        uploads = build_uploads(plan, destinations, events)
-        session = Session(plan, caches.catalogue, reader, loader, ema, record, events, rates, budget, uploads, world)
-        validation = build_validation(session, state)
-        callbacks = build_callbacks(session, validation)
+        session = Session.open(caches, accelerator, world)
+        plan, state, loader = session.plan, session.state, session.loader
+        if plan.resume:
+            events.say(f"Continuing from {plan.resume.path.name}")
+        held.enter_context(closing(loader))
+        recorded = world.on_main(lambda: begin_records(plan, events, companions, state.global_step))
+        validation = build_validation(session, recorded)
+        callbacks = build_callbacks(session, validation, recorded, budget, rates, companions)
         if rehearsed or (rehearsed is None and device.type == "cuda"):
             with events.phase("Rehearsing the largest moments", stage="init_prepare_models"):
-                for tried in rehearse(assembly, loader.sampler.batches(loader.epoch), reader, validation, budget):
+                batches = loader.sampler.batches(loader.epoch)
+                for tried in rehearse(session.assembly, batches, session.reader, validation, budget):
                     events.say(str(tried))
-        total_steps = plan.length.total_steps
-        with (
-            autopsied(session, assembly, state, doing),
-            stop_on_interrupt(
-                events.stop, lambda: events.publish(StateChanged("stopping", state.global_step, total_steps, STOPPING))
-            ),
-        ):
-            train(assembly, loader, state, callbacks, events.stop)
-        ledger = Ledger(state.global_step, state.epoch, FULL if destinations else WITHOUT_UPLOADS)
+        with ExitStack() as around:
+            for companion in companions:
+                around.enter_context(companion.around(session, budget))
+            around.enter_context(stop_on_interrupt(events.stop, lambda: announce_stop(session)))
+            train(session.assembly, loader, state, callbacks, events.stop)
+
+        ledger = Ledger(state.global_step, state.epoch, (*(task for one in companions for task in one.tasks), "end"))
         world.main_only(lambda: ledger.write(plan.output_dir))
-        note = weight_note(plan, state)
-        result = publish_result(plan, assembly, ema, note, lambda: reader(loader.sampler.batches(loader.epoch)[0]))
-        world.main_only(lambda: _end(plan, events, uploads, ledger, result))
+        result = publish_result(plan, session.assembly, session.ema, weight_note(plan, state), session.first_batch)
+        world.main_only(lambda: end(plan, events, companions, ledger, result))
 
 
-def finish_run(plan: Plan, ledger: Ledger, destinations: Sequence[Destination], events: EventStream) -> None:
-    """Do what a session that was killed after the last step has left to do.
-
-    Args:
-        destinations: where the result is uploaded to; they are prepared.
-    """
-    with announced_end(events, plan.length.total_steps, World()):
+def finish_run(plan: Plan, ledger: Ledger, events: EventStream, companions: Sequence[Companion]) -> None:
+    """Do what a session that was killed after the last step has left to do."""
+    with announced_end(plan, events, World()):
         sweep_strays(plan)
-        keep_records(plan, events, ledger.step, World())
-        _end(plan, events, build_uploads(plan, destinations, events), ledger, f"Results: {plan.output_dir}")
+        begin_records(plan, events, companions, ledger.step)
+        end(plan, events, companions, ledger, f"Results: {plan.output_dir}")
 
 
-def _end(plan: Plan, events: EventStream, uploads: Uploads, ledger: Ledger, result: str) -> None:
-    """Everything after the result is on disk."""
-    if "card" in ledger.tasks:
-        uploads.finish(ledger)
-    lines = "\n".join(end_lines(plan, result, uploads))
-    events.publish(StateChanged("finished", ledger.step, plan.length.total_steps, lines))
+def begin_records(plan: Plan, events: EventStream, companions: Sequence[Companion], step: int) -> Recorded:
+    """Begin to record what follows a step, first in the record itself, which companions read.
+
+    Raises:
+        UserError: the record cannot be written.
+    """
+    record = RunRecord(plan.output_dir, step)
+    events.subscribe(record)
+    for companion in companions:
+        companion.begin(plan, step)
+    return record.recorded
+
+
+def announce_stop(session: Session) -> None:
+    """Publish that the run stops after the current step."""
+    state, total_steps = session.state, session.plan.length.total_steps
+    session.events.publish(StateChanged("stopping", state.global_step, total_steps, STOPPING))
+
+
+def end(plan: Plan, events: EventStream, companions: Sequence[Companion], ledger: Ledger, result: str) -> None:
+    """Everything after the result is on disk; the last lines name it, the next commands, and what companions made."""
+    lines = [
+        result,
+        f'Look at it: simpletuner sample {shlex.quote(str(plan.output_dir))} --prompt "..."',
+        "To train longer, start the same command with a larger max_train_steps.",
+        *(line for companion in companions for line in companion.finish(ledger)),
+    ]
+    events.publish(StateChanged("finished", ledger.step, plan.length.total_steps, "\n".join(lines)))
     strike(plan.output_dir, "end")
 
 
-def load(
-    plan: Plan, caches: CacheFiller, accelerator: Accelerator, events: EventStream, world: World
-) -> tuple[Assembly, Ema | None, BatchReader, BatchLoader, TrainState]:
-    """Everything that takes part in training, in the state in which this session starts."""
-    config = plan.config
-    with events.phase("Loading the transformer", stage="init_load_base_model"):
-        techniques = [technique.build() for technique in plan.techniques]
-        assembly = assemble(config, training_spec(plan), caches.encoding.adapter, techniques, accelerator, world)
-    ema = Ema(assembly.parameters, config.ema, accelerator.device) if config.ema.use_ema else None
-    dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
-    encoding = caches.encoding
-    reader = BatchReader(caches.catalogue, dropout, plan.seed, encoding.restore, encoding.encode, features)
-    loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, caches.follow, pin=True)
-    state = begin(plan, assembly, loader, ema)
-    loader.complete, loader.count = partial(with_noise, assembly), state.global_step * assembly.settings.accumulation
-    return assembly, ema, reader, loader, state
-
-
 @contextmanager
-def announced_end(events: EventStream, total_steps: int, world: World) -> Iterator[None]:
+def announced_end(plan: Plan, events: EventStream, world: World) -> Iterator[None]:
     """Publish if the run fails or is interrupted, so that all records are closed and say so."""
     try:
         yield
     except BaseException as error:
         how: RunState = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
         message = world.first_failure(error) or full_text(error)
-        events.publish(StateChanged(how, events.step, total_steps, message))
+        events.publish(StateChanged(how, events.step, plan.length.total_steps, message))
         raise
-
-
-def end_lines(plan: Plan, result: str, uploads: Uploads) -> Iterator[str]:
-    """The last lines of a finished run: the result, the report, the next commands."""
-    yield result
-    yield f"Report: {plan.output_dir / REPORT_FILE}"
-    yield f'Look at it: simpletuner sample {shlex.quote(str(plan.output_dir))} --prompt "..."'
-    yield "To train longer, start the same command with a larger max_train_steps."
-    if uploads.failed and uploads.destinations:
-        yield f"Not everything was uploaded; the next command tries again: {repeat_command(plan.output_dir)}"
 
 
 def prepare_folder(plan: Plan) -> None:
@@ -200,30 +157,15 @@ def prepare_folder(plan: Plan) -> None:
 
 def sweep_strays(plan: Plan) -> None:
     """Remove temporary files of killed runs; in caches only old ones, since other runs may use the same cache."""
-    names = re.compile(rf"{FOLDER_NAME.pattern}|{PIPELINE_FOLDER}|{CARD_FOLDER}|unverified")
+    names = re.compile(rf"{FOLDER_NAME.pattern}|{PIPELINE_FOLDER}|unverified")
     for folder in (plan.output_dir, plan.output_dir / "ema"):
         sweep_files(folder)
         sweep_folders(folder, names)
     for below in PREVIEW_FOLDERS:
         sweep_files(plan.output_dir / below)
-    caches = {text_folder(plan), *(text_folder(plan, each) for each in plan.datasets)}
-    for folder in caches | {each.latent_dir for each in plan.datasets}:
+    caches = {text_folder(plan), *(text_folder(plan, data) for data in plan.datasets)}
+    for folder in caches | {data.latent_dir for data in plan.datasets}:
         sweep_files(folder, deep=True, older_than=ABANDONED)
-
-
-def begin(plan: Plan, assembly: Assembly, loader: BatchLoader, ema: Ema | None) -> TrainState:
-    """The state in which this session starts: a checkpoint, step 0, or `init_lora_step` of the LoRA it starts from."""
-    if plan.resume is not None:
-        return load_checkpoint(plan.resume, assembly, loader, ema, same_data=plan.same_data)
-    lora = plan.config.lora
-    return TrainState(global_step=lora.init_lora_step if lora.init_lora else 0)
-
-
-def training_spec(plan: Plan) -> TrainingSpec:
-    """The plan's decisions that training depends on."""
-    offsets = {each.id: offset for each in plan.trained if (offset := each.config.timestep_sampling_offset)}
-    rate = peak_learning_rate(plan.config)
-    return TrainingSpec(plan.lora_targets, plan.seed, plan.length.total_steps, rate, offsets)
 
 
 def prepare_machine(plan: Plan) -> None:

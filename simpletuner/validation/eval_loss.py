@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,16 +21,13 @@ from simpletuner.config.schema import EvaluationConfig
 from simpletuner.data.context import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import Batch
-from simpletuner.diffusion.flow import make_noisy, sample_noise
-from simpletuner.diffusion.loss import diffusion_loss
+from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise
 from simpletuner.diffusion.seeds import generator_for
 from simpletuner.distributed.sharing import Keep, share_work
 from simpletuner.reporting.events import EVALUATED, EVALUATION, Evaluated, EventStream, StepReport
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.runner import Placed, own_share, quiet, weights_to_use
-
-POOLED = "pooled"
 
 
 @dataclass
@@ -58,17 +55,14 @@ class EvaluationLoss:
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         if self.lacking and state.global_step > 0:
-            self._evaluate_if_due(assembly, state)
+            self.on_step_end(assembly, state)
 
-    def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        self._evaluate_if_due(assembly, state)
+    def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport | None = None) -> None:
+        if self.is_due(state.global_step):
+            self.events.publish(Evaluated(state.global_step, self.evaluate(assembly, state.global_step)))
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
         """If due, the last step was evaluated in `on_step_end`."""
-
-    def _evaluate_if_due(self, assembly: Assembly, state: TrainState) -> None:
-        if self.is_due(state.global_step):
-            self.events.publish(Evaluated(state.global_step, self.evaluate(assembly, state.global_step)))
 
     def is_due(self, step: int) -> bool:
         """Whether the interval in steps or the one in epochs ends with this step."""
@@ -87,12 +81,11 @@ class EvaluationLoss:
         weights = weights_to_use(self.ema, self.ema_validation)
         samples = [(use_ema, sample) for use_ema in weights for dataset in self.datasets.values() for sample in dataset]
         losses: dict[int, Tensor] = {}
+        title, total = f"Evaluating at step {step}", len(samples) * self.config.eval_timesteps
         share_work(
             assembly.world,
             self.events,
-            lambda events: events.phase(
-                f"Evaluating at step {step}", len(samples) * self.config.eval_timesteps, "timesteps", EVALUATION
-            ),
+            lambda events: events.phase(title, total, "timesteps", EVALUATION),
             partial(self._measure, assembly, own_share(assembly, samples)),
             losses.__setitem__,
             in_lockstep=assembly.is_sharded,
@@ -100,11 +93,7 @@ class EvaluationLoss:
         return self._means([losses[place].to(assembly.accelerator.device) for place in range(len(samples))])
 
     def _measure(
-        self,
-        assembly: Assembly,
-        samples: Placed[tuple[bool, Sample]],
-        bar: ProgressBar,
-        keep: Keep[Tensor],
+        self, assembly: Assembly, samples: Placed[tuple[bool, Sample]], bar: ProgressBar, keep: Keep[Tensor]
     ) -> None:
         """Pass on the losses of samples, with the moving average or without."""
         with quiet(assembly):
@@ -123,10 +112,13 @@ class EvaluationLoss:
         weights, remaining = weights_to_use(self.ema, self.ema_validation), iter(losses)
         for use_ema in weights:
             suffix = "/ema" if use_ema and len(weights) > 1 else ""
-            found = {name: _mean(itertools.islice(remaining, len(each))) for name, each in self.datasets.items()}
-            means |= {f"{EVALUATED}{name}{suffix}": mean for name, mean in found.items()}
+            by_dataset = {
+                name: torch.cat(list(itertools.islice(remaining, len(samples)))).mean().item()
+                for name, samples in self.datasets.items()
+            }
+            means |= {f"{EVALUATED}{name}{suffix}": mean for name, mean in by_dataset.items()}
             if self.config.eval_dataset_pooling:
-                means[f"{EVALUATED}{POOLED}{suffix}"] = fmean(found.values())
+                means[f"{EVALUATED}pooled{suffix}"] = fmean(by_dataset.values())
         return means
 
     def _losses(self, assembly: Assembly, sample: Sample) -> Iterator[Tensor]:
@@ -142,10 +134,6 @@ class EvaluationLoss:
         """The number of complete intervals of `epochs` epochs by the end of a step."""
         # The tolerance keeps rounding from moving the end of an interval to the next step.
         return math.floor(step / (self.steps_per_epoch * epochs) + 1e-9)
-
-
-def _mean(losses: Iterable[Tensor]) -> float:
-    return torch.cat(list(losses)).mean().item()
 
 
 def even_sigmas(count: int) -> list[float]:

@@ -49,20 +49,15 @@ def collect_prompts(config: ValidationConfig, problems: list[Problem]) -> list[V
     """All prompts of the run, with unique names: unconditional, libraries, then the primary one."""
     if config.validation_disable:
         return []
-    library: list[tuple[str, str, float | None]] = []
-    if config.validation_prompt_library:
-        library.extend((nickname, prompt, None) for nickname, prompt in BUILT_IN.items())
+    built_in = BUILT_IN if config.validation_prompt_library else {}
+    library: list[tuple[str, str, float | None]] = [(nickname, prompt, None) for nickname, prompt in built_in.items()]
     if config.user_prompt_library:
-        library.extend(read_library(Path(config.user_prompt_library).expanduser(), problems))
-    prompts: list[ValidationPrompt] = []
-    if not config.validation_disable_unconditional:
-        prompts.append(ValidationPrompt(UNCONDITIONAL, UNCONDITIONAL, ""))
+        library += read_library(Path(config.user_prompt_library).expanduser(), problems)
+    plain = [] if config.validation_disable_unconditional else [ValidationPrompt(UNCONDITIONAL, UNCONDITIONAL, "")]
     taken = {UNCONDITIONAL, PRIMARY}  # reserved: a library's prompt of that name is renamed
-    for nickname, prompt, strength in library:
-        prompts.append(ValidationPrompt(unique(file_safe(nickname), taken), nickname, prompt, strength))
-    if config.validation_prompt:
-        prompts.append(ValidationPrompt(PRIMARY, PRIMARY, config.validation_prompt))
-    return prompts
+    named = [ValidationPrompt(unique(file_safe(entry[0]), taken), *entry) for entry in library]
+    primary = [ValidationPrompt(PRIMARY, PRIMARY, config.validation_prompt)] if config.validation_prompt else []
+    return [*plain, *named, *primary]
 
 
 def read_library(path: Path, problems: list[Problem]) -> list[tuple[str, str, float | None]]:
@@ -98,8 +93,9 @@ def read_library(path: Path, problems: list[Problem]) -> list[tuple[str, str, fl
 
 def file_safe(name: str) -> str:
     """A nickname as part of a file name, with letters, marks and digits of any script, dots, dashes and underscores."""
-    kept = "".join(each if each in "._-" or unicodedata.category(each)[0] in "LMN" else " " for each in name)
-    return _cut(re.sub(r"_*\s+_*", "_", kept.strip())).strip("._") or "prompt"
+    kept = "".join(char if char in "._-" or unicodedata.category(char)[0] in "LMN" else " " for char in name)
+    whole = re.sub(r"_*\s+_*", "_", kept.strip())
+    return whole.encode()[:LONGEST_NAME].decode(errors="ignore").strip("._") or "prompt"  # cut between characters
 
 
 def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool, problems: list[Problem]) -> list[Size]:
@@ -115,23 +111,15 @@ def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool, problem
             message = f"{shown!r} is smaller than {SMALLEST_SIDE} px; sizes are pixels, not megapixels."
             problems.append(Problem(key, f"{message} (i_know_what_i_am_doing allows it.)"))
             continue
-        snapped = (_snap(width, spec.size_multiple), _snap(height, spec.size_multiple))
+        multiple = spec.size_multiple
+        snapped = max(multiple, round(width / multiple) * multiple), max(multiple, round(height / multiple) * multiple)
         if snapped != (width, height):
-            message = f"{shown} is not a multiple of {spec.size_multiple} px; {snapped[0]}x{snapped[1]} is rendered."
+            message = f"{shown} is not a multiple of {multiple} px; {snapped[0]}x{snapped[1]} is rendered."
             problems.append(Problem(key, message, fatal=False))
         if max(snapped) > spec.largest_side:
             problems.append(Problem(key, f"{shown} is larger than {spec.largest_side} px, the model's limit."))
         fitting.append(snapped)
     return fitting
-
-
-def _snap(length: int, multiple: int) -> int:
-    return max(multiple, round(length / multiple) * multiple)
-
-
-def _cut(name: str) -> str:
-    """The name cut to `LONGEST_NAME`, never within a character."""
-    return name.encode()[:LONGEST_NAME].decode(errors="ignore")
 
 
 def unique(name: str, taken: set[str]) -> str:

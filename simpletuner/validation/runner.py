@@ -12,7 +12,7 @@ import gc
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,6 @@ from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.values import Size
 from simpletuner.data.context import ProgressBar
 from simpletuner.diffusion.batch import TextEmbeds
-from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.distributed.sharing import Keep, share_work
 from simpletuner.memory.offload.attach import offload_layers
@@ -86,7 +85,7 @@ class Renderer:
     def open(self, adapter: FamilyAdapter, transformer: nn.Module, device: torch.device) -> PreviewPipeline:
         """The pipeline around a transformer, with its VAE placed and decoding as configured."""
         if self._pipeline is None:
-            self._pipeline = adapter.load_preview_pipeline(transformer, device, sampling_shift(self.config))
+            self._pipeline = adapter.load_preview_pipeline(transformer, device, self.config.sampling_shift)
             decode_in(self.config.validation.validation_decoding, self._pipeline.vae, adapter.spec.vae_stride)
             place_vae(self._pipeline.vae, transformer, self.config.offload, device)
         return self._pipeline
@@ -103,27 +102,26 @@ class Renderer:
 
     def request(self, subject: Subject, size: Size, seed: int) -> PreviewRequest:
         """The preview request of a subject at a size."""
-        validation = self.config.validation
+        validation: Any = self.config.validation  # the plan has filled in the family's defaults
         on_gpu = validation.validation_seed_source == "gpu" and torch.cuda.is_available()
         return PreviewRequest(
             embeds=subject.embeds(size),
             negative=subject.negative(size),
             width=size[0],
             height=size[1],
-            num_inference_steps=_given(validation.validation_num_inference_steps),
-            guidance_scale=float(_given(validation.validation_guidance)),
+            num_inference_steps=validation.validation_num_inference_steps,
+            guidance_scale=float(validation.validation_guidance),
             seed=seed,
             seed_device=torch.device("cuda" if on_gpu else "cpu"),
             source=subject.source(size) if subject.source else None,
-            num_frames=1 if self.frame_rate is None else _given(validation.validation_num_video_frames),
+            num_frames=1 if self.frame_rate is None else validation.validation_num_video_frames,
         )
 
     @property
     def suffix(self) -> str:
         """File suffix of previews."""
-        return (
-            ".mp4" if self.frame_rate is not None else f".{FORMATS[self.config.validation.validation_image_format][1]}"
-        )
+        kind = FORMATS[self.config.validation.validation_image_format][1]
+        return f".{kind}" if self.frame_rate is None else ".mp4"
 
     def dimensions(self, frames: list[Image]) -> str:
         """The actual size for file names, and for clips the actual number of frames (`768x512@61`)."""
@@ -179,23 +177,22 @@ def take_turns(transformer: nn.Module, vae: nn.Module, device: torch.device) -> 
         setattr(vae, name, alone)
 
 
-def _given(value: float | None) -> Any:
-    if value is None:
-        raise RuntimeError("the plan fills in the family's defaults before a run starts")
-    return value
-
-
 @dataclass(frozen=True)
 class Shot:
-    """A subject at one size, from one seed, with one set of weights and further LoRAs."""
+    """A subject at one size, from one seed, with one set of weights and further LoRAs.
 
+    Attributes:
+        benchmark: of the untrained model, in `benchmarks/base_model`.
+    """
+
+    step: int
     subject: Subject
-    width: int
-    height: int
+    size: Size
     index: int
     seed: int
     ema: bool
     adapters: AdapterRun
+    benchmark: bool
 
     @property
     def name(self) -> str:
@@ -206,13 +203,13 @@ class Shot:
     @property
     def loras(self) -> Loras:
         """The further LoRAs, with the prompt's own strength if it has one."""
-        own = self.subject.prompt.adapter_strength
-        return [(path, strength if own is None else own) for path, strength in self.adapters.loras]
+        wanted = self.subject.prompt.adapter_strength
+        return [(path, strength if wanted is None else wanted) for path, strength in self.adapters.loras]
 
-    def record(self, step: int, path: str = "") -> MediaRecord:
+    def record(self, path: str = "") -> MediaRecord:
         """Its record."""
         prompt = self.subject.prompt.prompt
-        return MediaRecord(step, self.name, prompt, path, self.width, self.height, self.seed, self.ema, self.index)
+        return MediaRecord(self.step, self.name, prompt, path, *self.size, self.seed, self.ema, self.index)
 
 
 @dataclass
@@ -249,10 +246,8 @@ class ValidationRunner:
         validation = self.config.validation
         if state.global_step == 0 and not validation.disable_benchmark:
             self.render(assembly, state, benchmark=True)
-        elif validation.validation_on_startup:
-            self.recorded = ()
-            self.render(assembly, state)
-        elif self.lacking:
+        elif validation.validation_on_startup or self.lacking:
+            self.recorded = () if validation.validation_on_startup else self.recorded
             self.render(assembly, state)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
@@ -282,7 +277,7 @@ class ValidationRunner:
         """
         step, world = state.global_step, assembly.world
         recorded = {replace(record, path="") for record in self.recorded}
-        shots = [shot for shot in self._shots(step, benchmark) if shot.record(step) not in recorded]
+        shots = [shot for shot in self._shots(step, benchmark) if shot.record() not in recorded]
         if not shots or self._rendered_at == step:
             return
         world.main_only(lambda: discard_unfinished(self.output_dir))
@@ -294,7 +289,7 @@ class ValidationRunner:
                 world,
                 self.events,
                 lambda events: events.phase(title, len(shots), unit, PREVIEWS, stage=stage),
-                partial(self._render_all, assembly, step, benchmark, own_share(assembly, shots)),
+                partial(self._render_all, assembly, own_share(assembly, shots)),
                 lambda place, record: self.events.publish(MediaRendered(record)),
                 in_lockstep=assembly.is_sharded,
             )
@@ -302,75 +297,66 @@ class ValidationRunner:
         finally:
             self.renderer.release()
 
+    def _shots(self, step: int, benchmark: bool) -> Iterator[Shot]:
+        """All previews of one round."""
+        weights = [False] if benchmark else weights_to_use(self.ema, self.config.ema.ema_validation)
+        indices = range(self.config.validation.num_validation_images)
+        for use_ema, adapters, subject, size, index in itertools.product(
+            weights, self.adapters, self.subjects, self.sizes, indices
+        ):
+            yield Shot(step, subject, size, index, self._seed(step, index), use_ema, adapters, benchmark)
+
     def _render_all(
-        self,
-        assembly: Assembly,
-        step: int,
-        benchmark: bool,
-        shots: Placed[Shot],
-        bar: ProgressBar,
-        keep: Keep[MediaRecord],
-    ) -> None:
-        """Render shots and emit their records."""
+        self, assembly: Assembly, shots: Placed[Shot], bar: ProgressBar, keep: Keep[MediaRecord]
+    ) -> None:  # fmt: skip
+        """Render shots and pass on their records."""
+        transformer = assembly.accelerator.unwrap_model(assembly.transformer)
+        dtype = DTYPES[trained_precision(self.config.optimizer, self.config.precision)]
         with quiet(assembly):
             stop_if_result_not_finite(assembly, self.ema)
             # Grouped, because switching to the average and back copies all weights.
             for (use_ema, loras), group in itertools.groupby(shots, key=lambda item: (item[1].ema, item[1].loras)):
                 averaged = self.ema.applied() if use_ema and self.ema else nullcontext()
-                with averaged, self._applied(assembly, loras):
+                with averaged, applied_loras(transformer, loras, dtype, assembly.accelerator.device):
                     for place, shot in group:
-                        keep(place, self._render(assembly, shot, step, benchmark, bar))
+                        keep(place, self._render(assembly, shot, bar))
                         bar.advance(1, shot.name)
 
     def rehearse(self, assembly: Assembly) -> None:
         """Render the first subject at the largest size in `REHEARSED_STEPS`, and discard the result."""
-        width, height = max(self.sizes, key=lambda size: size[0] * size[1])
+        size = max(self.sizes, key=lambda size: size[0] * size[1])
         with quiet(assembly):
-            request = self.renderer.request(self.subjects[0], (width, height), self._seed(0, 0))
+            request = self.renderer.request(self.subjects[0], size, self._seed(0, 0))
             self._pipeline(assembly).render(replace(request, num_inference_steps=REHEARSED_STEPS))
         self.renderer.release()
 
-    def _shots(self, step: int, benchmark: bool) -> Iterator[Shot]:
-        """All previews of one round."""
-        for use_ema in [False] if benchmark else weights_to_use(self.ema, self.config.ema.ema_validation):
-            for adapters, subject in itertools.product(self.adapters, self.subjects):
-                for width, height in self.sizes:
-                    for index in range(self.config.validation.num_validation_images):
-                        yield Shot(subject, width, height, index, self._seed(step, index), use_ema, adapters)
-
-    def _applied(self, assembly: Assembly, loras: Loras) -> AbstractContextManager[None]:
-        transformer = assembly.accelerator.unwrap_model(assembly.transformer)
-        dtype = DTYPES[trained_precision(self.config.optimizer, self.config.precision)]
-        return applied_loras(transformer, loras, dtype, assembly.accelerator.device)
-
-    def _render(self, assembly: Assembly, shot: Shot, step: int, benchmark: bool, bar: ProgressBar) -> MediaRecord:
+    def _render(self, assembly: Assembly, shot: Shot, bar: ProgressBar) -> MediaRecord:
         """Sample one preview and write it."""
-        request = self.renderer.request(shot.subject, (shot.width, shot.height), shot.seed)
+        request = self.renderer.request(shot.subject, shot.size, shot.seed)
         request = replace(request, between_steps=lambda: bar.advance(0, shot.name))
         if self.config.validation.validation_preview and assembly.world.is_main:
-            request = replace(request, watch=self._growing(assembly, shot, step, request))
+            request = replace(request, watch=self._growing(assembly, shot, request))
         frames = self._pipeline(assembly).render(request)
-        path = self._path(shot, step, frames, benchmark)
+        path = self._path(shot, frames)
         if assembly.world.is_main or not assembly.is_sharded:
             self.renderer.write(frames, path)
-        record = shot.record(step, path.relative_to(self.output_dir).as_posix())
+        record = shot.record(path.relative_to(self.output_dir).as_posix())
         return replace(record, width=frames[0].width, height=frames[0].height)
 
-    def _growing(self, assembly: Assembly, shot: Shot, step: int, request: PreviewRequest) -> GrowingPreview:
+    def _growing(self, assembly: Assembly, shot: Shot, request: PreviewRequest) -> GrowingPreview:
         """The writer of a preview while it is sampled."""
         if self._colours is None:
             self._colours = ColourMap.fit(self._pipeline(assembly).encoder, assembly.adapter.spec)
         every, total = self.config.validation.validation_preview_steps, request.num_inference_steps
         seconds = request.num_frames / (self.frame_rate or 1)
-        media, publish = shot.record(step), self.events.publish
-        return GrowingPreview(self._colours, every, total, media, seconds, self.output_dir, publish)
+        return GrowingPreview(self._colours, every, total, shot.record(), seconds, self.output_dir, self.events.publish)
 
-    def _path(self, shot: Shot, step: int, frames: list[Image], benchmark: bool) -> Path:
+    def _path(self, shot: Shot, frames: list[Image]) -> Path:
         dimensions, suffix = self.renderer.dimensions(frames), self.renderer.suffix
-        if benchmark:
+        if shot.benchmark:
             number = f"_{shot.index}" if shot.index or self.frame_rate is not None else ""
             return self.output_dir / BENCHMARK_FOLDER / f"{shot.name}_{dimensions}{number}{suffix}"
-        name = f"step_{step}_{shot.name}_{shot.index}_{dimensions}{'_ema' if shot.ema else ''}{suffix}"
+        name = f"step_{shot.step}_{shot.name}_{shot.index}_{dimensions}{'_ema' if shot.ema else ''}{suffix}"
         return self.output_dir / IMAGE_FOLDER / name
 
     def _seed(self, step: int, index: int) -> int:

@@ -6,13 +6,13 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
-from simpletuner.annexes.trackers.trackers import GuardedTracker, build_trackers, check_trackers, has_wandb_login
+from simpletuner.annexes.trackers.trackers import GuardedTracker, TrackedRun, open_trackers
 from simpletuner.config.schema import TrackingConfig
+from simpletuner.config.trackers import check_trackers, has_wandb_login
 from simpletuner.reporting.events import MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepReport
 from simpletuner.reporting.metrics import MediaRecord
 
@@ -36,8 +36,12 @@ def preview(folder: Path, step: int) -> MediaRecord:
     return MediaRecord(step, "glimmer", "a purple star", path, 32, 32, 1)
 
 
+def run_in(folder: Path, start: int = 0) -> TrackedRun:
+    return TrackedRun("p", "r", {"learning_rate": 1e-4}, folder, folder / "logs", start)
+
+
 def messages(report_to: str) -> list[str]:
-    return [str(problem) for problem in check_trackers(report_to) if problem.fatal]
+    return [str(problem) for problem in check_trackers(TrackingConfig(report_to=report_to)) if problem.fatal]
 
 
 def test_what_report_to_may_say() -> None:
@@ -50,18 +54,19 @@ def test_what_report_to_may_say() -> None:
 
 
 def test_a_missing_login_is_a_warning_and_no_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    problems = check_trackers("wandb")
+    problems = list(check_trackers(TrackingConfig(report_to="wandb")))
     assert [problem.fatal for problem in problems] == [False]
     assert "wandb login" in problems[0].message
     with caplog.at_level(logging.WARNING, logger="simpletuner"):
-        assert build_trackers(TrackingConfig(report_to="wandb"), tmp_path, tmp_path / "logs") == []
+        assert list(open_trackers("wandb", run_in(tmp_path))) == []
     assert "training goes on without it" in caplog.text
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("simpletuner.annexes.trackers.trackers.find_spec", lambda name: None)
-    assert "simpletuner[tensorboard]" in check_trackers("tensorboard")[0].message
-    assert build_trackers(TrackingConfig(report_to="all"), tmp_path, tmp_path) == []
+    monkeypatch.setattr("simpletuner.config.trackers.find_spec", lambda name: None)
+    [problem] = check_trackers(TrackingConfig(report_to="tensorboard"))
+    assert "simpletuner[tensorboard]" in problem.message
+    assert list(open_trackers("all", run_in(tmp_path))) == []
 
 
 def test_where_a_wandb_login_may_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +102,7 @@ def test_wandb_offline_for_real(
     output, logs = tmp_path / "out", tmp_path / "logs"
     settings = {"learning_rate": 1e-4, "webhook_config": {"webhook_url": "https://example.org/geheim"}}
     for start in (0, 2):
-        [tracker] = build_trackers(TrackingConfig(report_to="wandb"), output, logs, start)
-        tracker.start(settings)
+        [tracker] = open_trackers("wandb", TrackedRun("p", "r", settings, output, logs, start))
         tell(tracker, output, start + 1, start + 2)
     assert "stopped working" not in caplog.text
     run_id = json.loads((output / "wandb_run.json").read_text())["id"]
@@ -116,10 +120,8 @@ def test_tensorboard_event_file(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = TrackingConfig(report_to="tensorboard", tracker_project_name="p", tracker_run_name="r")
     for start, last in ((0, 5), (3, 6)):
-        [tracker] = build_trackers(config, tmp_path, tmp_path / "logs", start)
-        tracker.start({"learning_rate": 1e-4})
+        [tracker] = open_trackers("tensorboard", run_in(tmp_path, start))
         tell(tracker, tmp_path, start + 1, last)
     events = EventAccumulator(str(tmp_path / "logs" / "p" / "r"))
     events.Reload()
@@ -136,9 +138,6 @@ class BrokenTracker:
     def __init__(self) -> None:
         self.calls: list[int] = []
 
-    def start(self, run_config: Mapping[str, Any]) -> None:
-        self.config = run_config
-
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self.calls.append(step)
         raise ConnectionError("no route; api_key=abcdef123456\nsecond line")
@@ -152,14 +151,12 @@ class BrokenTracker:
 
 def test_a_failing_tracker_is_named_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     broken = BrokenTracker()
-    tracker = GuardedTracker("broken", lambda: broken)
     with caplog.at_level(logging.WARNING, logger="simpletuner"):
-        tracker.start({"hub_token": "abc"})
+        tracker = GuardedTracker("broken", lambda: broken)
         for step in (1, 2, 3):
             tracker(step_done(step))
         tracker(StateChanged("finished", 3, 3))
     assert broken.calls == [1]
-    assert broken.config == {"hub_token": "[hidden]"}
     assert len(caplog.records) == 1
     assert "broken stopped working; training goes on without it. (ConnectionError: no route" in caplog.text
     assert "abcdef" not in caplog.text
@@ -170,7 +167,6 @@ def test_a_tracker_that_cannot_be_built_is_left_out(caplog: pytest.LogCaptureFix
         raise ImportError("broken installation")
 
     tracker = GuardedTracker("broken", build)
-    tracker.start({})
     tracker(step_done(1))
     assert "broken installation" in caplog.text
 
@@ -180,4 +176,4 @@ def test_ctrl_c_inside_a_tracker_is_not_swallowed() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        GuardedTracker("x", build).start({})
+        GuardedTracker("x", build)

@@ -33,8 +33,7 @@ from simpletuner.errors import Interrupted
 from simpletuner.plan.entries import evaluated
 from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, Event, EventStream, MediaRendered, PhaseAdvanced
 from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, prepare_caches
-from simpletuner.run.train import training_spec
-from simpletuner.run.watchers import build_subjects
+from simpletuner.run.session import build_subjects, training_spec
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState

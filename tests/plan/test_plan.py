@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.plan.resume import decide_seed
-from simpletuner.run.ledger import Ledger
+from simpletuner.run.companions import Ledger
 from simpletuner.training.manifest import Checkpoint, Identity, Manifest
 from tests.complaints import complaint, warnings
 from tests.workspace import DATASETS, Workspace

@@ -170,10 +170,11 @@ def test_settings_are_hidden_by_name_and_by_content() -> None:
 
 
 def test_reporting_imports_without_torch() -> None:
-    modules = "curves environment events html log metrics pace previews progress report terminal trackers"
+    names = "curves environment events html log metrics pace previews progress report terminal"
+    modules = ["simpletuner.config.trackers", *(f"simpletuner.reporting.{name}" for name in names.split())]
     code = (
         "import importlib, sys\n"
-        f"for name in {modules.split()!r}: importlib.import_module('simpletuner.reporting.' + name)\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
         "heavy = {'torch', 'wandb', 'tensorboard', 'numpy', 'diffusers', 'transformers'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(heavy)) or 0)"
     )

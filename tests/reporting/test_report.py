@@ -189,12 +189,12 @@ def test_large_pictures_are_packed_as_smaller_copies_and_only_once(
 ) -> None:
     monkeypatch.setattr(previews, "BUDGET", 100_000)
     records = [picture(tmp_path, step, side=400, noise=True) for step in (0, 10)]
-    previews._pack_picture.cache_clear()
+    previews._pack.cache_clear()
     for _ in range(2):
         grid = build_grid(records, tmp_path)
     sources = [cell.source for cell in grid.rows[0].plain if cell]
     assert all(source.startswith("data:image/webp") and len(source) < 70_000 for source in sources)
-    assert previews._pack_picture.cache_info().misses == 2
+    assert previews._pack.cache_info().misses == 2
 
 
 def test_files_that_are_gone_or_broken_leave_a_hole(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simpletuner.reporting.events import StepReport
-from simpletuner.reporting.slowness import ENOUGH, RECENT, SlowSteps
+from simpletuner.reporting.pace import ENOUGH, RECENT, SlowSteps
 
 SMALL, LARGE = ((1, 16, 1, 8, 8),), ((1, 16, 1, 16, 16),)
 

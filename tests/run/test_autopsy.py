@@ -18,7 +18,7 @@ from simpletuner.caching.fill import write_entry
 from simpletuner.caching.read import CacheStore
 from simpletuner.config.sources import parse_settings
 from simpletuner.reporting.events import EventStream
-from simpletuner.run import train as run_train
+from simpletuner.run.session import Session
 from simpletuner.training import step
 from tests import processes
 from tests.workspace import DATASETS, Workspace
@@ -176,7 +176,7 @@ def test_a_gpu_that_does_not_answer_hides_no_error_of_a_phase(monkeypatch: pytes
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(autopsy, "peak_memory", refuse)
-    with pytest.raises(ValueError, match="the cause"), EventStream(autopsy.Doing()).phase("Rendering"):
+    with pytest.raises(ValueError, match="the cause"), EventStream(autopsy.Autopsy()).phase("Rendering"):
         raise ValueError("the cause")
 
 
@@ -202,14 +202,14 @@ def test_a_file_damaged_after_the_plan_and_then_a_module(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(workspace.path("output/cache"))
-    original = run_train.load
+    original = Session.open
 
     def damage(*given: Any) -> Any:
         for path in workspace.path("datasets/pictures").glob("*.png"):
             path.write_bytes(path.read_bytes()[:100])
         return original(*given)
 
-    monkeypatch.setattr(run_train, "load", damage)
+    monkeypatch.setattr(Session, "open", damage)
     whole = {path: path.read_bytes() for path in workspace.path("datasets/pictures").iterdir()}
     assert workspace.train("vae_cache_ondemand=true") == 2
     folder, failure = only_failure(workspace)
@@ -220,11 +220,11 @@ def test_a_file_damaged_after_the_plan_and_then_a_module(
 
     def break_a_module(*given: Any) -> Any:
         parts = original(*given)
-        layer = parts[0].transformer.get_submodule("visual_transformer_blocks.1.feed_forward")
+        layer = parts.assembly.transformer.get_submodule("visual_transformer_blocks.1.feed_forward")
         layer.register_forward_hook(lambda module, inputs, output: output * float("nan"))
         return parts
 
-    monkeypatch.setattr(run_train, "load", break_a_module)
+    monkeypatch.setattr(Session, "open", break_a_module)
     assert workspace.train() == 1
     assert workspace.path("output/failures/step-1-2").is_dir(), "beside the other"
     assert "whose output is not finite is visual_transformer_blocks.1.feed_forward." in capsys.readouterr().err

@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from simpletuner.annexes.fitting.ready import ready_plan
+from simpletuner.annexes.publishing.report import published_result
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.sources import parse_settings
 from simpletuner.errors import NonFiniteError
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
-from simpletuner.run.publish import find_result, publish_result
+from simpletuner.run.publish import publish_result
 from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, STEP_NOTE
 from simpletuner.training.trained import FullModel, Publication
@@ -89,11 +90,11 @@ def test_only_the_result_of_the_last_step_is_reported(tmp_path: Path, t2i_checkp
     lora = lora_of(make_assembly(t2i_checkpoint))
     with workspace.inside():
         plan, _ = ready_plan(*parse_settings([]))
-        assert find_result(plan, 4) is None
+        assert published_result(plan, 4) is None
         lora.write(plan.output_dir, note={STEP_NOTE: "2"})
-        assert find_result(plan, 4) is None, "a stale file is no result"
+        assert published_result(plan, 4) is None, "a stale file is no result"
         lora.write(plan.output_dir, note={STEP_NOTE: "4"})
-        found = find_result(plan, 4)
+        found = published_result(plan, 4)
         assert found is not None
         assert found.path == LORA_FILE
 

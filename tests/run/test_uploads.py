@@ -21,7 +21,7 @@ from simpletuner.config.publishing import PublishConfig
 from simpletuner.headers import METADATA, read_header
 from simpletuner.reporting.events import CheckpointSaved, EventStream, PhaseStarted, Uploaded
 from simpletuner.reporting.payloads import EVENTS_FILE, read_events
-from simpletuner.run.ledger import FULL, Ledger
+from simpletuner.run.companions import Ledger
 from simpletuner.training.manifest import LORA_FILE, Identity, Manifest, describe_files, prune, write_manifest
 from simpletuner.training.state import TrainState
 from tests.hub import GUEST, OWNER, READ, FakeHub, Repository, used_hub
@@ -236,9 +236,16 @@ def test_uploads_in_the_background_hold_nothing_up_and_lose_nothing(tmp_path: Pa
     events = EventStream(said.append)
     publish = PublishConfig(push_to_hub=True, push_checkpoints_to_hub=True, push_to_hub_background=True)
     uploads = Uploads(
-        publish, tmp_path, "run", [cast(Any, place)], events, lambda step, epoch: described.append(step), waits=(0.0,)
+        publish,
+        tmp_path,
+        "run",
+        [cast(Any, place)],
+        events,
+        lambda plan, step, epoch: described.append(step),
+        waits=(0.0,),
     )
-    events.subscribe(uploads)
+    plan: Any = SimpleNamespace()
+    uploads.begin(plan, 0)
     assembly: Any = SimpleNamespace(settings=SimpleNamespace(total_steps=9))
     for step in (1, 2):
         folder = tmp_path / f"checkpoint-{step}"
@@ -250,7 +257,7 @@ def test_uploads_in_the_background_hold_nothing_up_and_lose_nothing(tmp_path: Pa
         assert prune(tmp_path, 1, rolling=False, in_use=uploads.in_use) == [], "none that waits is deleted"
     assert place.seen == []
     place.gate.set()
-    uploads.finish(Ledger(9, 1, FULL))
+    uploads.finish(Ledger(9, 1, ("card", "uploads", "end")))
     assert [name for name, _ in place.seen] == ["checkpoint-1", "checkpoint-1", "checkpoint-2", "step 9"]
     assert all(there for _, there in place.seen)
     assert described == [1, 2, 9]
@@ -304,7 +311,7 @@ def test_a_run_without_uploads_says_nothing_of_them(
         raise OSError("no card today")
 
     with monkeypatch.context() as patch:
-        patch.setattr("simpletuner.run.watchers.describe_run", fail)
+        patch.setattr("simpletuner.annexes.publishing.model_card.describe_run", fail)
         assert workspace.train("max_train_steps=1") == 0
     shown = capsys.readouterr().out
     assert "warning: Writing the model card failed (OSError: no card today)." in shown

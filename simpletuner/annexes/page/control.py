@@ -9,7 +9,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,8 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from simpletuner.annexes.page.files import values_in
-from simpletuner.annexes.page.plans import Unsaved
+from simpletuner.annexes.page.files import Configuration
+from simpletuner.annexes.page.plans import PROGRAM
 from simpletuner.annexes.page.project import CONFIG_NAME, EXAMPLE, Project, Refusal, chosen_by
 from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
 from simpletuner.atomic import write_json
@@ -49,7 +48,7 @@ class Runs:
 
     def all(self) -> list[Run]:
         """Every run: those at work first, then the newest."""
-        folders = {self.project.run: ""} if self.project.run else {**found_below(self.project), **self._configured()}
+        folders = {self.project.run: ""} if self.project.run else self._recorded() | self._configured()
         runs = [self._at(folder) for folder in folders]
         for run in runs:
             run.written_by = folders[run.folder]
@@ -72,15 +71,20 @@ class Runs:
     def _at(self, folder: Path) -> Run:
         return self._runs.setdefault(folder, Run(run_id(folder), folder, self.project.run is None))
 
+    def _recorded(self) -> dict[Path, str]:
+        """Folders with the files of a run, near the top of the project."""
+        walked = islice((each for root in (self.project.folder, *self.project.roots) for each in walk(root)), FOLDERS)
+        return {folder: "" for folder, files in walked if {METRICS_FILE, LOCK_FILE, CONSOLE_FILE} & files}
+
     def _configured(self) -> dict[Path, str]:
         """The output folders of all configs; those of packaged examples only if they exist."""
-        found = {}
+        folders = {}
         for name in (*(EXAMPLE + each for each in example_names()), *self.project.config_names()):
             with suppress(UserError, OSError):
                 folder = self.project.inside(output_dir_of(self.project.config_file(name)))
                 if folder.is_dir() or not name.startswith(EXAMPLE):
-                    found[folder] = name
-        return found
+                    folders[folder] = name
+        return folders
 
     def start(self, name: str, settings: Mapping[str, Any]) -> Run:
         """Start training with a config as a process of its own, which outlives this one.
@@ -95,15 +99,17 @@ class Runs:
         if self.project.run is not None:
             raise Refusal(403, "This page belongs to a run; start others with `simpletuner server`.")
         file = self._existing(name)
-        judgement, outside, _ = Unsaved.saved(self.project, name, settings).judge(self.project)
+        judgement, outside, _ = Configuration.saved(self.project, name, settings).judge()
         if fatal := [*outside, *(problem for problem in judgement.problems if problem.fatal)]:
             raise Refusal(422, fatal)
         run = self._at(self.project.inside(judgement.config.run.output_dir))
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
         with self._lock:
             refuse_if_busy(run)
             after = last_id(run.folder / EVENTS_FILE)
             write_json(run.folder / STARTED_FILE, {"config": name, "settings": dict(settings), "after": after})
-            run.child = self._spawn(run.folder, command_line(name, file, settings))
+            options = [f"--{key}={text}" for key, text in texts.items()]
+            run.child = self._spawn(run.folder, ["train", chosen_by(name, file), *options])
         threading.Thread(target=run.child.wait, daemon=True).start()  # no zombie stays
         return run
 
@@ -131,11 +137,11 @@ class Runs:
             console.write(redact(f"{PROMPT}{shlex.join(arguments)}\n").encode())
             console.flush()
             return subprocess.Popen(
-                [sys.executable, "-m", "simpletuner", *arguments], cwd=self.project.folder, env=environment,
-                stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
+                [*PROGRAM, *arguments], cwd=self.project.folder, env=environment, stdin=subprocess.DEVNULL,
+                stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
-    def renew(self, run: Run, name: str) -> Path:
+    def renew(self, run: Run, name: str) -> str:
         """Write config/NAME/config.json: the config of a run, starting from its LoRA, into a folder of its own.
 
         Raises:
@@ -148,10 +154,10 @@ class Runs:
         file = self.project.config_file(name)
         if file.exists():
             raise Refusal(409, f"There is a config {name!r} already.")
-        source = self._existing(run.config)
-        given = {"data_backend_config": str(source.with_name(DATASET_FILE)), **values_in(source), **run.settings}
+        datasets = {"data_backend_config": str(self._existing(run.config).with_name(DATASET_FILE))}
+        given = datasets | Configuration.saved(self.project, run.config, run.settings).values
         write_json(file, {**given, "init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"})
-        return file
+        return name
 
 
 def ask(run: Run, request: Request) -> None:
@@ -187,12 +193,13 @@ def send(pid: int, *numbers: signal.Signals) -> None:
     Raises:
         Refusal: 403 if it belongs to another user.
     """
-    with suppress(ProcessLookupError):
+    try:
         for number in numbers:
-            try:
-                os.kill(pid, number)
-            except PermissionError:
-                raise Refusal(403, f"Process {pid} belongs to another user.") from None
+            os.kill(pid, number)
+    except ProcessLookupError:
+        return
+    except PermissionError:
+        raise Refusal(403, f"Process {pid} belongs to another user.") from None
 
 
 def refuse_if_busy(run: Run) -> None:
@@ -212,12 +219,6 @@ def refuse_if_busy(run: Run) -> None:
         raise Refusal(409, f"output_dir: {run.folder} is in use by a run that is starting.")
 
 
-def command_line(name: str, file: Path, settings: Mapping[str, Any]) -> list[str]:
-    """The arguments of `simpletuner` that train with a config and further settings."""
-    texts = {key: each if isinstance(each, str) else json.dumps(each) for key, each in settings.items()}
-    return ["train", chosen_by(name, file), *(f"--{key}={text}" for key, text in texts.items())]
-
-
 def output_dir_of(file: Path) -> str:
     """Where a config writes to, whatever else is wrong with it.
 
@@ -226,12 +227,6 @@ def output_dir_of(file: Path) -> str:
     """
     given = canonical(read_config_file(file, []), []).get("output_dir")
     return str(given or all_options()["output_dir"].default)
-
-
-def found_below(project: Project) -> dict[Path, str]:
-    """Folders with the files of a run, near the top of a project."""
-    walked = islice((each for root in (project.folder, *project.roots) for each in walk(root)), FOLDERS)
-    return {folder: "" for folder, files in walked if {METRICS_FILE, LOCK_FILE, CONSOLE_FILE} & files}
 
 
 def walk(root: Path) -> Iterator[tuple[Path, set[str]]]:

@@ -1,4 +1,4 @@
-"""Routes of configs and dataset files, inside the project's folders only.
+"""Configs, dataset files and the folders of datasets, inside the project only.
 
 GET answers with an ETag. PUT wants it back in If-Match and is refused with 412 if the file has changed meanwhile; the
 answer then holds what the file says now. A file that does not exist yet is created by a PUT without If-Match.
@@ -12,120 +12,209 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
-from simpletuner.annexes.page.folders import without_outside
-from simpletuner.annexes.page.project import EXAMPLE, Project, Refusal, problems_json, project_of, read_object
+from simpletuner.annexes.page.project import EXAMPLE, Project, Refusal, problems_json, project_of, wanted
 from simpletuner.atomic import write_json
 from simpletuner.config.datasets import read_datasets
 from simpletuner.config.json_files import json_kind, read_json
 from simpletuner.config.schema import main_name
-from simpletuner.config.sources import EXAMPLES, dataset_file, example_names
+from simpletuner.config.sources import (
+    DATASET_FILE,
+    EXAMPLES,
+    EXTRA_ARGUMENTS,
+    dataset_file,
+    example_names,
+    parse_arguments,
+    read_env_file,
+    read_env_layer,
+)
+from simpletuner.data.clips import CLIP_SUFFIXES
+from simpletuner.data.discovery import CAPTION_SUFFIX
+from simpletuner.data.media import PICTURE_SUFFIXES
 from simpletuner.errors import Problem
-from simpletuner.plan.draft import Draft
+from simpletuner.plan.draft import Draft, Judgement
 from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact
 
 SECRET = {"secret": "set"}
 CHANGED = "has changed since it was opened. Nothing was saved: compare, then save again."
+MOST_NAMES = 5000  # of a folder; the page shows that there are more
+KINDS = {
+    **dict.fromkeys(PICTURE_SUFFIXES, "images"),
+    **dict.fromkeys(CLIP_SUFFIXES, "videos"),
+    CAPTION_SUFFIX: "captions",
+}
 # Between the comparison of a file with If-Match and its replacement, no other request may replace it.
 _saving = threading.Lock()
 
 
-def routes() -> list[Route]:
-    """Routes under /api/configs, and /api/datasets/plan."""
-    return [
-        Route("/api/configs/", configs),
-        Route("/api/configs/examples", examples),
-        Route("/api/configs/{name:path}", config),
-        Route("/api/configs/{name:path}", put_config, methods=["PUT"]),
-        Route("/api/datasets/plan", datasets),
-        Route("/api/datasets/plan", put_datasets, methods=["PUT"]),
-    ]
+@dataclass(frozen=True)
+class Configuration:
+    """Settings as a config file or the page has them.
+
+    Attributes:
+        file: where they are, or will be saved.
+        values: by main name.
+        entries: of the dataset file; None if the page did not send them.
+    """
+
+    project: Project
+    name: str
+    file: Path
+    values: dict[str, Any]
+    entries: list[Any] | None = None
+
+    @classmethod
+    def saved(cls, project: Project, name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> Configuration:
+        """What the files of a config say, with some settings changed."""
+        file = project.config_file(name)
+        values = {main_name(key): value for key, value in settings_in(file).items()}
+        return cls(project, name, file, {**values, **changes})
+
+    @classmethod
+    def sent(cls, project: Project, body: Mapping[str, Any]) -> Configuration:
+        """What a request holds, with the secrets that only the files know.
+
+        Raises:
+            Refusal: it is not of the right kind.
+        """
+        saved = cls.saved(project, str(body.get("config") or "config"))
+        sent = replace(saved, values=unmasked(wanted(body, "values", dict), saved.values))
+        if body.get("datasets") is None:
+            return sent
+        return replace(sent, entries=unmasked(wanted(body, "datasets", list), sent.saved_entries, "datasets"))
+
+    @property
+    def datasets(self) -> Path:
+        """The dataset file, wherever it is and whether or not it exists."""
+        given = self.values.get("data_backend_config")
+        return self.project.folder / dataset_file(given if isinstance(given, str) else None, self.file.parent, [])
+
+    @property
+    def saved_entries(self) -> Any:
+        """What the dataset file holds; None if it may not be shown, or is not readable."""
+        with suppress(Refusal):
+            return read(self.project.inside(self.datasets, packaged=True))
+        return None
+
+    @property
+    def environment(self) -> Path:
+        """The config.env beside the file."""
+        return self.file.with_name("config.env")
+
+    def judge(self) -> tuple[Judgement, list[Problem], list[Problem]]:
+        """What training would make of the settings, paths that the page may not touch, and problems of the datasets
+        that the page sent.
+
+        What lies outside the project is not looked at, and no folder of a dataset is looked into.
+        """
+        values, outside = self.project.without_outside(self.values)
+        if self.environment.is_file():
+            extra = read_env_file(self.environment, []).get(EXTRA_ARGUMENTS, "")
+            beside = [*read_env_layer(self.environment, []).values, *parse_arguments([], [], extra).settings]
+            outside += self.project.without_outside(dict(beside))[1]
+        judgement, problems = Draft(self.file).judge(values), list[Problem]()
+        names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
+        with TemporaryDirectory() as folder:
+            path = self.write_datasets(Path(folder))
+            is_allowed = self.entries is not None or not [*self.project.check_path("data_backend_config", str(path))]
+            datasets = read_datasets(path, problems, placeholders=names) if is_allowed else []
+            problems = [replace(each, where=each.where.replace(f"{folder}/", "")) for each in problems]
+        outside += self.project.check_dataset_paths(datasets)
+        return judgement, outside, [] if self.entries is None else problems
+
+    def write_datasets(self, folder: Path) -> Path:
+        """The file of the datasets, written into a folder if the page sent them."""
+        if self.entries is None:
+            return self.datasets
+        write_json(folder / DATASET_FILE, self.entries)
+        return folder / DATASET_FILE
+
+    def write(self, folder: Path) -> list[str]:
+        """Write them into an empty folder; returns the arguments that make a command use them."""
+        write_json(folder / "config.json", self.values)
+        if self.environment.is_file():
+            shutil.copy(self.environment, folder)
+        return [f"config_path={folder / 'config.json'}", f"data_backend_config={self.write_datasets(folder)}"]
 
 
 def configs(request: Request) -> Response:
     """The configs of the project; one that cannot be opened has a `problem`."""
-    project = project_of(request)
-    return JSONResponse([config_entry(project, name) for name in project.config_names()])
-
-
-def config_entry(project: Project, name: str) -> dict[str, Any]:
-    """A config in the list of all."""
-    try:
-        path = project.config_file(name)
-        settings_in(path)
-    except Refusal as refusal:
-        return {"name": name, "path": None, "problem": redact(str(refusal))}
-    return {"name": name, "path": shown(project, path), "problem": None}
+    project, entries = project_of(request), list[dict[str, str | None]]()
+    for name in project.config_names():
+        try:
+            path = project.config_file(name)
+            settings_in(path)
+            entries.append({"name": name, "path": shown(project, path), "problem": None})
+        except Refusal as refusal:
+            entries.append({"name": name, "path": None, "problem": redact(str(refusal))})
+    return JSONResponse(entries)
 
 
 def examples(request: Request) -> Response:
     """The packaged configs, which can be read and run but not saved."""
     keys = ("model_family", "model_flavour", "model_type")
-    found = {name: settings_in(EXAMPLES / name / "config.json") for name in example_names()}
-    return JSONResponse([{"name": EXAMPLE + name, **{key: found[name].get(key) for key in keys}} for name in found])
+    named = {EXAMPLE + name: settings_in(EXAMPLES / name / "config.json") for name in example_names()}
+    return JSONResponse([{"name": name, **{key: values.get(key) for key in keys}} for name, values in named.items()])
 
 
 def config(request: Request) -> Response:
     """The settings and datasets of a config, as written."""
-    project, name = project_of(request), request.path_params["name"]
-    path = project.config_file(name)
-    if not path.is_file():
-        raise Refusal(404, f"There is no config {name!r} yet.")
-    return JSONResponse(config_json(project, name, path), headers={"ETag": etag(path)})
+    saved = Configuration.saved(project_of(request), request.path_params["name"])
+    if not saved.file.is_file():
+        raise Refusal(404, f"There is no config {saved.name!r} yet.")
+    return JSONResponse(config_json(saved), headers={"ETag": etag(saved.file)})
 
 
-async def put_config(request: Request) -> Response:
+def put_config(request: Request, body: dict[str, Any]) -> Response:
     """Save settings; what is wrong with them is answered, and does not keep a draft from being saved."""
     project, name = project_of(request), request.path_params["name"]
-    path, values = writable(project, project.config_file(name)), (await read_object(request)).get("values")
-    if not isinstance(values, dict):
-        raise Refusal(400, [Problem("values", f"must be an object, not {json_kind(values)}.")])
-    expected = request.headers.get("if-match")
-    change, answer = partial(with_values, values), partial(config_json, project, name, path)
-    return await run_in_threadpool(replace_file, path, expected, change, answer)
+    path, change = writable(project, project.config_file(name)), partial(with_values, wanted(body, "values", dict))
+    return replace_file(request, path, change, lambda: config_json(Configuration.saved(project, name)))
 
 
 def datasets(request: Request) -> Response:
     """The entries of a config's dataset file, and what is wrong with them; `?config=NAME`."""
-    project = project_of(request)
-    path, settings = datasets_of(project, request.query_params.get("config", "config"))
-    tag = {"ETag": etag(path)} if path.is_file() else {}
-    return JSONResponse(datasets_json(project, readable(project, path), settings), headers=tag)
+    saved = Configuration.saved(project_of(request), request.query_params.get("config", "config"))
+    content = datasets_json(saved)
+    return JSONResponse(content, headers={"ETag": etag(saved.datasets)} if saved.datasets.is_file() else None)
 
 
-async def put_datasets(request: Request) -> Response:
+def put_datasets(request: Request, body: dict[str, Any]) -> Response:
     """Save the entries of a config's dataset file."""
-    project, entries = project_of(request), (await read_object(request)).get("entries")
-    path, settings = datasets_of(project, request.query_params.get("config", "config"))
-    if not isinstance(entries, list):
-        raise Refusal(400, [Problem("entries", f"must be a list, not {json_kind(entries)}.")])
-    expected = request.headers.get("if-match")
-    change, answer = partial(unmasked, entries), partial(datasets_json, project, path, settings)
-    return await run_in_threadpool(replace_file, writable(project, path), expected, change, answer)
+    saved = Configuration.saved(project_of(request), request.query_params.get("config", "config"))
+    path, change = writable(saved.project, saved.datasets), partial(unmasked, wanted(body, "entries", list))
+    return replace_file(request, path, change, lambda: datasets_json(saved))
 
 
-def replace_file(path: Path, expected: str | None, change: Callable[[Any], Any], answer: Callable[[], Any]) -> Response:
+def replace_file(
+    request: Request, path: Path, change: Callable[[Any], Any], answer: Callable[[], dict[str, Any]]
+) -> Response:
     """Replace the content of a JSON file by what `change` makes of it (of None if there is no file).
 
-    The answer is 412 if its ETag is not the expected one.
+    The answer is 412 if its ETag is not the one that the request expects.
 
     Raises:
         Refusal: 422 if the file is not JSON; it is kept then.
     """
     with _saving:
         current = etag(path) if path.is_file() else None
-        if current != expected:
+        if current != request.headers.get("if-match"):
             content = {**answer(), "problems": problems_json([Problem("", f"{path.name} {CHANGED}")])}
             return JSONResponse(content, 412, {"ETag": current} if current else None)
         write_json(path, change(read(path) if current else None))
@@ -150,22 +239,13 @@ def read(path: Path) -> Any:
     return content
 
 
-def readable(project: Project, path: Path) -> Path:
-    """The file itself, if it may be shown: packaged, or inside the project.
-
-    Raises:
-        Refusal: 403 if it is elsewhere.
-    """
-    return project.inside(path, packaged=True)
-
-
 def writable(project: Project, path: Path) -> Path:
     """The file itself, if it may be written.
 
     Raises:
         Refusal: 403 if it is packaged, outside the project, or another kind of file.
     """
-    if readable(project, path).is_relative_to(EXAMPLES):
+    if project.inside(path, packaged=True).is_relative_to(EXAMPLES):
         raise Refusal(403, "This belongs to a packaged example; `simpletuner examples copy` makes one to change.")
     if path.suffix != ".json":
         raise Refusal(403, f"{path.name!r} is not written: configs and dataset files end in .json.")
@@ -177,56 +257,31 @@ def shown(project: Project, path: Path) -> str:
     return str(path.relative_to(project.folder)) if path.is_relative_to(project.folder) else str(path)
 
 
-def config_json(project: Project, name: str, path: Path) -> dict[str, Any]:
+def config_json(saved: Configuration) -> dict[str, Any]:
     """A config as the page reads it."""
-    file, values = datasets_of(project, name)
-    allowed, outside = without_outside(project, values)
+    allowed, outside = saved.project.without_outside(saved.values)
     return {
-        "name": name,
-        "path": shown(project, path),
-        "values": masked(values),
-        "datasets": masked(entries_in(project, file)),
-        "dataset_path": shown(project, file),
-        "problems": problems_json([*outside, *Draft(path, allowed).judgement.problems]),
+        "name": saved.name,
+        "path": shown(saved.project, saved.file),
+        "values": masked(saved.values),
+        "datasets": masked(saved.saved_entries),
+        "dataset_path": shown(saved.project, saved.datasets),
+        "problems": problems_json([*outside, *Draft(saved.file, allowed).judgement.problems]),
     }
 
 
-def datasets_of(project: Project, name: str) -> tuple[Path, dict[str, Any]]:
-    """The dataset file of a config, wherever it is, and the config's settings by their main names."""
-    path = project.config_file(name)
-    values = values_in(path)
-    return dataset_path(project, path, values), values
-
-
-def dataset_path(project: Project, config: Path, values: Mapping[str, Any]) -> Path:
-    """The dataset file of the settings of a config, wherever it is."""
-    given = values.get("data_backend_config")
-    return project.folder / dataset_file(given if isinstance(given, str) else None, config.parent, [])
-
-
-def entries_in(project: Project, path: Path) -> Any:
-    """What a dataset file holds; None if it may not be shown, or is not readable."""
-    with suppress(Refusal):
-        return read(readable(project, path))
-    return None
-
-
-def datasets_json(project: Project, path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+def datasets_json(saved: Configuration) -> dict[str, Any]:
     """A dataset file as the page reads it; a problem's key begins with `FILE: ID`."""
-    problems: list[Problem] = []
-    read_datasets(path, problems, placeholders={key: str(settings.get(key)) for key in ("model_family", "output_dir")})
+    path, problems = saved.project.inside(saved.datasets, packaged=True), list[Problem]()
+    names = {key: str(saved.values.get(key)) for key in ("model_family", "output_dir")}
+    read_datasets(path, problems, placeholders=names)
     entries = masked(read(path)) if path.is_file() else []
-    return {"path": shown(project, path), "entries": entries, "problems": problems_json(problems)}
+    return {"path": shown(saved.project, path), "entries": entries, "problems": problems_json(problems)}
 
 
 def settings_in(path: Path) -> dict[str, Any]:
     """The settings in a config file as it spells them; none if there is no file."""
     return unwrapped(read(path)) if path.is_file() else {}
-
-
-def values_in(path: Path) -> dict[str, Any]:
-    """The settings in a config file by their main names; none if there is no file."""
-    return {main_name(key): value for key, value in settings_in(path).items()}
 
 
 def unwrapped(content: Any) -> dict[str, Any]:
@@ -282,13 +337,37 @@ def unmasked(value: Any, old: Any, key: str = "") -> Any:
         known = old if isinstance(old, dict) else {}
         return {name: unmasked(inner, known.get(name), name) for name, inner in value.items()}
     if isinstance(value, list):
-        return [unmasked(inner, counterpart(inner, place, old), key) for place, inner in enumerate(value)]
+        return [unmasked(inner, counterpart(inner, index, old), key) for index, inner in enumerate(value)]
     return value
 
 
-def counterpart(entry: Any, place: int, old: Any) -> Any:
-    """The entry of an old list with the same id, else at the same place; None if there is none."""
+def counterpart(entry: Any, index: int, old: Any) -> Any:
+    """The entry of an old list with the same id, else at the same index; None if there is none."""
     entries = old if isinstance(old, list) else []
     if isinstance(entry, dict) and "id" in entry:
         return next((each for each in entries if isinstance(each, dict) and each.get("id") == entry["id"]), None)
-    return entries[place] if place < len(entries) else None
+    return entries[index] if index < len(entries) else None
+
+
+def browse(request: Request) -> Response:
+    """The folders in a folder, and how many pictures, clips and captions lie in it; `?path=` of an allowed folder."""
+    project = project_of(request)
+    folder = project.inside(request.query_params.get("path", "."))
+    if not folder.is_dir():
+        raise Refusal(404, f"{str(folder)!r} is not a folder.")
+    try:
+        with os.scandir(folder) as scan:
+            entries = list(islice(scan, MOST_NAMES + 1))
+    except OSError as error:
+        raise Refusal(403, f"{str(folder)!r} cannot be read: {error.strerror}.") from None
+    visible = [entry for entry in entries[:MOST_NAMES] if not entry.name.startswith(".")]
+    roots = (project.folder, *project.roots)
+    content = {
+        "path": str(folder),
+        "parent": None if folder in roots else str(folder.parent),
+        "roots": [str(root) for root in roots],
+        "folders": sorted(entry.name for entry in visible if entry.is_dir()),
+        "files": Counter(KINDS.get(Path(entry.name).suffix.lower(), "others") for entry in visible if entry.is_file()),
+        "complete": len(entries) <= MOST_NAMES,
+    }
+    return JSONResponse(content)

@@ -1,87 +1,32 @@
-"""The form of the page: every option as a field with a place, a label and conditions. Free of torch."""
+"""The form of the page: every option as a field, and what its choices are: models and the GPUs of this machine."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from inspect import isfunction
 from typing import Any
 
+import psutil
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from simpletuner.annexes.page.project import Refusal, project_of
+from simpletuner.budget.device import ask_driver, host_memory
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
-from simpletuner.config.option import Option, describe
-from simpletuner.config.schema import all_options
-from simpletuner.models.registry import FAMILIES
+from simpletuner.config.option import Group, Option, describe
+from simpletuner.config.schema import all_options, sections
+from simpletuner.config.sections import DATASETS, SECTIONS, TABS
+from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.spec import FamilySpec
 from simpletuner.redaction import SECRET_NAME
+from simpletuner.reporting.html import render
 
+Field = dict[str, Any]
 # The type of a field by the function that parses its values, and by what the reference page calls them.
 TYPES = {
     "parse_flag": "bool", "parse_integer": "int", "parse_number": "float", "parse_path": "path", "parse_list": "list",
     "parse_texts": "list", "parse_sizes": "sizes", "parse_text": "text", "parse_gigabytes": "text", "text": "text",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of a tab.
-
-    Attributes:
-        id: `tab/section`, also the anchor on the page.
-        groups: the sections of the reference page whose options it shows, in this order.
-    """
-
-    id: str
-    label: str
-    groups: tuple[str, ...] = ()
-
-    @property
-    def tab(self) -> str:
-        return self.id.partition("/")[0]
-
-
-DATASETS = "dataset/training_data"  # the section of the dataset file and its cards
-TABS = (
-    "Basic", "Hardware", "Model", "Training", "Dataset", "Validation", "Publishing", "Checkpoints", "Environment",
-)  # fmt: skip
-SECTIONS = (
-    Section("basic/model", "Model"),
-    Section("basic/run", "Run", ("Run and paths",)),
-    Section("basic/schedule", "Schedule", ("Schedule",)),
-    Section("hardware/memory", "Offload", ("Offload",)),
-    Section("hardware/precision", "Precision and compute", ("Precision and compute", "Speed")),
-    Section("hardware/accelerate", "Launch and compile", ("Launch and compile",)),
-    Section("model/lora_config", "LoRA", ("LoRA",)),
-    Section("model/checkpoint", "Checkpoint", ("Model",)),
-    Section("model/text", "Text", ("Text", "Kandinsky 5", "Sana Video")),
-    Section("training/optimizer", "Optimizer", ("Optimizer",)),
-    Section(
-        "training/loss_functions",
-        "Loss functions",
-        ("Loss", "CREPA", "Scheduled sampling", "LayerSync", "Masked loss", "Preservation"),
-    ),
-    Section("training/flow_matching", "Flow matching", ("Flow matching",)),
-    Section("training/regularisation", "EMA and TREAD", ("EMA", "TREAD")),
-    Section(DATASETS, "Datasets"),
-    Section("dataset/defaults", "Defaults of all datasets", ("Dataset defaults",)),
-    Section("dataset/caching", "Caching", ("Caching",)),
-    Section("validation/validation", "Previews", ("Validation",)),
-    Section("validation/validation_adapters", "Other LoRAs in previews", ("Validation adapters",)),
-    Section("validation/evaluation", "Evaluation", ("Evaluation",)),
-    Section("publishing/publishing_controls", "Publishing", ("Publishing",)),
-    Section("publishing/tracking", "Tracking", ("Tracking",)),
-    Section("publishing/webhooks", "Webhooks", ("Webhooks",)),
-    Section("checkpoints/saving", "Saving", ("Checkpoints",)),
-    Section("environment/paths", "Folders and safety"),
-)
-SECTION_OF_GROUP = {group: section.id for section in SECTIONS for group in section.groups}
-SECTION_OF_KEY = {
-    **dict.fromkeys(("model_family", "model_flavour", "model_type"), "basic/model"),
-    **dict.fromkeys(
-        ("logging_dir", "cache_dir", "cache_dir_text", "cache_dir_vae", "i_know_what_i_am_doing"), "environment/paths"
-    ),
-    "data_backend_config": DATASETS,
-}
-PLACES = [(section.id, group) for section in SECTIONS for group in ("", *section.groups)]
 DATASET_KEYS = (
     "id", "instance_data_dir", "dataset_type", "type", "caption_strategy", "instance_prompt", "resolution",
     "resolution_type", "repeats", "probability", "crop", "crop_aspect", "conditioning_data", "video.num_frames",
@@ -94,95 +39,132 @@ WORDS = """
 SPELLINGS = {word.lower(): word for word in WORDS.split()} | {
     "num": "Number of", "dir": "Folder", "eval": "Evaluation", "qlen": "Queue Length", "crepa": "",
 }  # fmt: skip
+GPU_QUERY = ("--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits")
 
 
-@dataclass(frozen=True)
-class Field:
-    """An option as the page shows it.
+def page(request: Request) -> Response:
+    """The page with every tab; inside a run it shows the run only."""
+    return rendered("annexes/page/page.html.jinja", in_run=project_of(request).run is not None)
 
-    Attributes:
-        default: of the family.
-        default_note: what the default is, if it depends on something else.
-        requires: what must be set for it to have an effect.
-        group: the heading it stands under.
-        common: whether it is shown at once, not below "More".
+
+def tab(request: Request) -> Response:
+    """The form of one tab alone."""
+    name = request.path_params["tab"]
+    if name not in TABS:
+        raise Refusal(404, f"{name!r} is not one of: {', '.join(TABS)}.")
+    return rendered("annexes/page/tab.html.jinja", tab=name)
+
+
+def rendered(template: str, **values: object) -> Response:
+    """A template that shows fields."""
+    shown = {"tabs": tabs(), "sections": SECTIONS, "fields": fields(), "dataset_fields": dataset_fields()}
+    return HTMLResponse(render(template, **shown, **values))
+
+
+def field_tabs(request: Request) -> Response:
+    """The tabs and their sections."""
+    return JSONResponse(tabs())
+
+
+def field_metadata(request: Request) -> Response:
+    """Every field, with the defaults and choices of `?family=`."""
+    family = request.query_params.get("family")
+    return JSONResponse(fields(spec_named(family).name if family else None))
+
+
+def models(request: Request) -> Response:
+    """The model families with the names of their flavours."""
+    keys = ("name", "title", "media", "license")
+    named = ({key: vars(spec)[key] for key in keys} | {"flavours": spec.flavour_names} for spec in FAMILIES.values())
+    return JSONResponse([*named])
+
+
+def family_flavours(request: Request) -> Response:
+    """The published checkpoints of a family, the default first."""
+    keys = ("name", "repository", "task", "needs")
+    spec = spec_named(request.path_params["family"])
+    return JSONResponse([{key: vars(flavour)[key] for key in keys} for flavour in spec.flavours])
+
+
+def spec_named(family: str) -> FamilySpec:
+    """A family by its name, however it is written.
+
+    Raises:
+        Refusal: 404 if there is none.
     """
+    spec = FAMILIES.get(canonical_family_name(family))
+    if spec is None:
+        raise Refusal(404, f"{family!r} is not one of: {', '.join(FAMILIES)}.")
+    return spec
 
-    name: str
-    label: str
-    type: str
-    default: Any
-    default_note: str
-    choices: tuple[str, ...]
-    limits: dict[str, float]
-    tab: str
-    section: str
-    group: str
-    help: str
-    requires: tuple[str, ...]
-    secret: bool
-    aliases: tuple[str, ...]
-    common: bool
 
-    @property
-    def place(self) -> int:
-        """Where its group stands among all."""
-        return PLACES.index((self.section, self.group))
+def gpus(request: Request) -> Response:
+    """Every NVIDIA GPU with its memory in bytes, None where it does not tell; an empty list without a driver."""
+    lines = ask_driver(*GPU_QUERY)  # a broken driver is reported when a run starts
+    return JSONResponse([gpu_json(*map(str.strip, line.split(","))) for line in lines])
+
+
+def gpu_json(index: str, name: str, *mebibytes: str) -> dict[str, Any]:
+    """A line of nvidia-smi."""
+    total, free = (int(size) * 2**20 if size.isdecimal() else None for size in mebibytes)
+    return {"index": int(index), "name": name, "total": total, "free": free}
+
+
+def memory(request: Request) -> Response:
+    """The machine's memory in bytes."""
+    return JSONResponse({"total": host_memory(), "free": psutil.virtual_memory().available})
+
+
+def tabs() -> list[dict[str, Any]]:
+    """The tabs with their sections; "Run" has none of the form's."""
+    parts = {tab: [{"id": each.id, "label": each.label} for each in SECTIONS if each.tab == tab] for tab in TABS}
+    return [{"id": tab, "label": tab.capitalize(), "sections": parts.get(tab, [])} for tab in (*TABS, "run")]
 
 
 @functools.cache
 def fields(family: str | None = None) -> tuple[Field, ...]:
-    """Every option, in the order of the page, with the defaults of a family.
-
-    Raises:
-        KeyError: there is no such family.
-    """
+    """Every option, in the order of the page, with the defaults of a family."""
     spec = FAMILIES[family] if family else None
-    shown = [_field(option, spec, SECTION_OF_KEY.get(option.name)) for option in all_options().values()]
-    moved = list(SECTION_OF_KEY)
-    return tuple(sorted(shown, key=lambda field: (field.place, moved.index(field.name) if not field.group else 0)))
+    grouped, options, shown = sections(), all_options(), list[Field]()
+    moved = {key for section in SECTIONS for key in section.keys}
+    for section in SECTIONS:
+        shown += [_field(options[key], spec, section.id, "") for key in section.keys]
+        for group in section.groups:
+            shown += [_field(each, spec, section.id, group) for each in grouped[group] if each.name not in moved]
+    return tuple(shown)
 
 
 @functools.cache
 def dataset_fields() -> tuple[Field, ...]:
     """The keys of a dataset that its card shows, those of clips as `video.KEY`; the others are edited as JSON."""
-    clips = {f"video.{name}": field for name, field in VideoConfig.model_fields.items()}
-    known = {**DatasetConfig.model_fields, **clips}
-    return tuple(
-        _field(describe(key, VideoConfig if key in clips else DatasetConfig, known[key]), None, DATASETS)
-        for key in DATASET_KEYS
-    )
+    options = []
+    for key in DATASET_KEYS:
+        group: type[Group] = VideoConfig if key.startswith("video.") else DatasetConfig
+        options.append(describe(key, group, group.model_fields[key.removeprefix("video.")]))
+    return tuple(_field(option, None, DATASETS, "") for option in options)
 
 
-def tabs() -> list[dict[str, Any]]:
-    """The tabs with their sections; "Run" has none of the form's."""
-    parts = {label: [each for each in SECTIONS if each.tab == label.lower()] for label in (*TABS, "Run")}
-    return [
-        {"id": label.lower(), "label": label, "sections": [{"id": each.id, "label": each.label} for each in own]}
-        for label, own in parts.items()
-    ]
-
-
-def _field(option: Option, spec: FamilySpec | None, moved_to: str | None) -> Field:
-    section = moved_to or SECTION_OF_GROUP[option.section]
+def _field(option: Option, spec: FamilySpec | None, section: str, group: str) -> Field:
+    """An option as the page reads it; `group` is the heading it stands under."""
     by_family = {**spec.defaults, **spec.fixed} if spec else {}
-    return Field(
-        name=option.name,
-        label=label_of(option),
-        type=_type(option),
-        default=by_family.get(option.name, option.default),
-        default_note=option.default_note,
-        choices=_choices(option, spec),
-        limits=option.limits,
-        tab=section.partition("/")[0],
-        section=section,
-        group="" if moved_to else option.section,
-        help=option.help,
-        requires=tuple(option.relations["Requires"]),
-        secret=option.may_hold_secret or bool(SECRET_NAME.search(option.name)),
-        aliases=option.aliases,
-        common=option.common,
-    )
+    choices = _choices(option, spec)
+    return {
+        "name": option.name,
+        "label": label_of(option),
+        "type": "choice" if choices else _type(option),
+        "default": by_family.get(option.name, option.default),
+        "default_note": option.default_note,
+        "choices": choices,
+        "limits": option.limits,
+        "tab": section.partition("/")[0],
+        "section": section,
+        "group": group,
+        "help": option.help,
+        "requires": option.relations["Requires"],
+        "secret": option.may_hold_secret or bool(SECRET_NAME.search(option.name)),
+        "aliases": option.aliases,
+        "common": option.common,
+    }
 
 
 def _choices(option: Option, spec: FamilySpec | None) -> tuple[str, ...]:
@@ -195,8 +177,6 @@ def _choices(option: Option, spec: FamilySpec | None) -> tuple[str, ...]:
 
 
 def _type(option: Option) -> str:
-    if _choices(option, None):
-        return "choice"
     names = [*(parser.__name__ for parser in option.parsers if isfunction(parser)), option.form]
     return next((TYPES[name] for name in names if name in TYPES), "json")
 

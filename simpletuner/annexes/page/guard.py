@@ -1,35 +1,39 @@
-"""Who may use the page, and how much they may send: what every request passes before any route. Free of torch.
+"""Who may use the page: what every request passes before any route. Free of torch.
 
 The page has no accounts: it is for the user who started it. On this machine's own address the system says whose a
-connection is; where it does not, and on any other address, a request needs a token. It must also name this machine
-(`Host`, against DNS rebinding) and not come from another site (`Origin`, `Sec-Fetch-Site`). Bodies are JSON, of limited
-size, and must arrive in limited time.
+connection is: Linux lists the sockets of a machine with their users. Forwarded ports belong to whoever forwards them:
+`ssh -L` to the user who logged in, the relays of WSL and of most containers to root. Where the system does not say, and
+on any other address, a request needs a token. It must also name this machine (`Host`, against DNS rebinding) and not
+come from another site (`Origin`, `Sec-Fetch-Site`). Bodies are JSON of limited size.
 """
 
 from __future__ import annotations
 
-import asyncio
-import ipaddress
+import os
+import re
 import secrets
-from collections.abc import Callable, Mapping
+import socket
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
-from urllib.parse import parse_qs, urlsplit
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import cookie_parser
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from simpletuner.annexes.page.live import BUTTONS
-from simpletuner.annexes.page.project import Refusal
+from simpletuner.annexes.page.project import LARGEST_BODY, Refusal, too_large
+from simpletuner.errors import UserError
 from simpletuner.redaction import hidden_for_now
+from simpletuner.run.lock import create
 
+End = tuple[str, int]
 SAFE = frozenset({"GET", "HEAD"})
-LARGEST_BODY = 2 * 2**20
-BODY_SECONDS = 20.0  # a request has to be complete by then
 OWN_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
-# The page of a run has its buttons; it neither edits nor starts anything.
-ALLOWED_IN_RUN = frozenset(f"/api/training{path}" for path in BUTTONS)
 POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; object-src 'none'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -51,11 +55,10 @@ NEEDS_TOKEN = (
 )
 # Not a redirect: a browser that came from another site would follow one without the new cookie.
 WELCOME = '<!DOCTYPE html><meta http-equiv="refresh" content="0; url=/"><title>simpletuner</title>'
-
-
-def nobody() -> bool:
-    """The answer where a server does not know whose a connection is."""
-    return False
+TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+ROOT, NOBODY = 0, 65534  # a container sees every user that it does not know as nobody
+VARIABLE = "SIMPLETUNER_PAGE_TOKEN"
+TOKEN = re.compile(r"[\w.~-]{16,}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Access:
         host: the address that the server listens on.
         token: what everybody must know whose connection is not seen to be the server's own user's; None lets all in.
         source: the file or variable that holds the token.
-        in_run: the page is part of a run.
+        in_run: the page is part of a run; it has its buttons, but neither edits nor starts anything.
     """
 
     host: str = "127.0.0.1"
@@ -74,39 +77,35 @@ class Access:
     source: str = ""
     in_run: bool = False
 
-    def check(
-        self, method: str, path: str, headers: Mapping[str, str], is_own_user: Callable[[], bool] = nobody
-    ) -> None:
+    def check(self, request: Request) -> None:
         """Raise unless a request may be answered.
-
-        Args:
-            is_own_user: whether the user of this process made the connection; on its own address that is enough.
 
         Raises:
             Refusal: 401, 403, 413 or 415.
         """
+        headers, is_own_user = request.headers, request.scope.get("state", {}).get(OWN_USER, lambda: False)
         if not self.knows(headers.get("host", "")):
             raise Refusal(403, f"This page is not {headers.get('host', '')!r}; open it as localhost or {self.host}.")
-        if not (self.token is None or self.has_token(headers) or (is_own(self.host) and is_own_user())):
+        if not (self.token is None or self.has_token(request) or (is_own(self.host) and is_own_user())):
             # Strangers on the network need not know the user's name and folders.
             place = self.source if is_own(self.host) else "the address that the server printed"
             raise Refusal(401, NEEDS_TOKEN.format(place))
-        if is_foreign(method, headers):
+        if is_foreign(request):
             raise Refusal(403, "The request comes from another site.")
-        if method not in SAFE:
-            self.check_change(path, headers)
+        if request.method not in SAFE:
+            self.check_change(request)
 
-    def check_change(self, path: str, headers: Mapping[str, str]) -> None:
+    def check_change(self, request: Request) -> None:
         """Raise unless a request that changes something may be answered.
 
         Raises:
             Refusal: 403, 413 or 415.
         """
-        if self.in_run and path not in ALLOWED_IN_RUN:
+        if self.in_run and request.scope["path"] not in BUTTONS:
             raise Refusal(403, "This page belongs to a run; `simpletuner server` edits and starts.")
-        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "The request must be sent as Content-Type: application/json.")
-        length = headers.get("content-length", "0")
+        length = request.headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > LARGEST_BODY:
             raise too_large()
 
@@ -115,14 +114,28 @@ class Access:
         name = host.lower() if host.endswith("]") else host.lower().rpartition(":")[0] or host.lower()
         return name in OWN_NAMES | {self.host.lower(), f"[{self.host.lower()}]"} or is_everywhere(self.host)
 
-    def has_token(self, headers: Mapping[str, str]) -> bool:
+    def has_token(self, request: Request) -> bool:
         """Whether a request brings the token as a cookie, X-API-Key or bearer token."""
-        bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        return any(map(self.is_token, (headers.get("x-api-key", ""), bearer, *cookies(headers))))
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        return any(map(self.is_token, (request.headers.get("x-api-key", ""), bearer, *request.cookies.values())))
+
+    def needs_token(self, listener: socket.socket) -> bool:
+        """Whether even the server's own user needs the token."""
+        return self.token is not None and not (is_own(self.host) and can_tell_users(listener))
 
     def is_token(self, text: str) -> bool:
         """Whether a text is the token, in constant time."""
         return self.token is not None and secrets.compare_digest(text.encode(), self.token.encode())
+
+    def first_visit(self, request: Request) -> Response | None:
+        """The answer to the printed address, which keeps its token as a cookie; None for all others."""
+        scope, given = request.scope, request.query_params.get("token", "")
+        if scope["path"] != "/" or not self.is_token(given):
+            return None
+        name = f"simpletuner-{(scope.get('server') or ('', 0))[1]}"  # browsers send cookies to all ports of a machine
+        response = HTMLResponse(WELCOME)
+        response.set_cookie(name, given, httponly=True, samesite="strict", secure=scope["scheme"] == "https")
+        return response
 
 
 class Guard:
@@ -143,71 +156,26 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
-        app: ASGIApp = self.first_visit(scope) or self.app
-        if app is self.app:
+        request = Request(scope)
+        app: ASGIApp | None = self.access.first_visit(request)
+        if app is None:
             try:
-                is_own_user = scope.get("state", {}).get(OWN_USER, nobody)
-                self.access.check(scope["method"], scope["path"], Headers(scope=scope), is_own_user)
+                self.access.check(request)
+                app = self.app
             except Refusal as refusal:
                 app = refusal.answer()
         with hidden_for_now():
-            await app(scope, limited(receive), send_secured)
-
-    def first_visit(self, scope: Scope) -> Response | None:
-        """The answer to the printed address, which keeps its token as a cookie; None for all others."""
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        if scope["path"] != "/" or not self.access.is_token(given):
-            return None
-        response, secure = HTMLResponse(WELCOME), scope["scheme"] == "https"
-        response.set_cookie(cookie_name(scope), given, httponly=True, samesite="strict", secure=secure)
-        return response
+            await app(scope, receive, send_secured)
 
 
-def limited(receive: Receive) -> Receive:
-    """`receive` that gives up on bodies that are too large, announced or not, or too slow."""
-    size, complete, deadline = 0, False, asyncio.get_running_loop().time() + BODY_SECONDS
-
-    async def receive_limited() -> Message:
-        nonlocal size, complete
-        if complete:
-            return await receive()  # the end of the connection
-        try:
-            async with asyncio.timeout_at(deadline):
-                message = await receive()
-        except TimeoutError:
-            raise Refusal(408, f"The request took longer than {BODY_SECONDS:g} s to arrive.") from None
-        size += len(message.get("body", b""))
-        complete = not message.get("more_body", False)
-        if size > LARGEST_BODY:
-            raise too_large()
-        return message
-
-    return receive_limited
-
-
-def too_large() -> Refusal:
-    """What a larger body is answered with."""
-    return Refusal(413, f"The request is larger than {LARGEST_BODY // 2**20} MB.")
-
-
-def is_foreign(method: str, headers: Mapping[str, str]) -> bool:
+def is_foreign(request: Request) -> bool:
     """Whether another site makes a browser send this request; a link to the page is fine."""
+    headers = request.headers
     origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
-    if method in SAFE and headers.get("sec-fetch-dest") == "document":
+    if request.method in SAFE and headers.get("sec-fetch-dest") == "document":
         return False
     same = origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
     return not same or site not in ("same-origin", "none")
-
-
-def cookies(headers: Mapping[str, str]) -> list[str]:
-    """The values of the cookies that may hold a token; other servers on this machine have some, too."""
-    found = cookie_parser(headers.get("cookie", ""))
-    return [value for name, value in found.items() if name.startswith("simpletuner-")]
-
-
-def cookie_name(scope: Scope) -> str:
-    """The name of this server's cookie; browsers send cookies to all ports of a machine."""
-    return f"simpletuner-{(scope.get('server') or ('', 0))[1]}"
 
 
 def is_everywhere(host: str) -> bool:
@@ -218,6 +186,79 @@ def is_everywhere(host: str) -> bool:
 def is_own(host: str) -> bool:
     """Whether only this machine can reach a server on this address."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_own_user(client: End, server: End) -> bool:
+    """Whether the client's end of a connection belongs to the user of this process, or to root; False if unknown."""
+    user = socket_user(client, server)
+    return user is not None and user in {ROOT, os.geteuid()} - {NOBODY}
+
+
+def can_tell_users(listener: socket.socket) -> bool:
+    """Whether the users of connections to a listening socket can be read here, tried with a connection to it."""
+    end = listener.getsockname()[:2]
+    with suppress(OSError), socket.create_connection(end, timeout=5) as trial:
+        return is_own_user(trial.getsockname()[:2], end)
+    return False
+
+
+def socket_user(client: End, server: End) -> int | None:
+    """The user of the socket that connects `client` to `server`; None if this machine lists no such socket."""
+    local, remote = spellings(*client), spellings(*server)
+    for table in TABLES:
+        with suppress(OSError):  # another system, or one that hides the table
+            for line in table.read_text(encoding="ascii").splitlines()[1:]:
+                columns = line.split()
+                # A socket that its process has closed is listed for a while, without an inode and as root's.
+                if columns[1] in local and columns[2] in remote and columns[9] != "0":
+                    return int(columns[7])
+    return None
+
+
+def spellings(host: str, port: int) -> set[str]:
+    """An address as the tables write it: words of the machine's byte order in hex; IPv4 also inside IPv6."""
+    address: IPv4Address | IPv6Address = ip_address(host.partition("%")[0])
+    plain = (isinstance(address, IPv6Address) and address.ipv4_mapped) or address
+    packed = [plain.packed, *([IPv6Address(f"::ffff:{plain}").packed] if isinstance(plain, IPv4Address) else [])]
+    step = -1 if sys.byteorder == "little" else 1
+    return {
+        "".join(form[start : start + 4][::step].hex() for start in range(0, len(form), 4)).upper() + f":{port:04X}"
+        for form in packed
+    }
+
+
+def page_token(file: Path | None) -> tuple[str, str]:
+    """The token of this user's pages and where it is kept: the file, else the variable, else a file in the home folder.
+
+    A file that does not exist is made, so the token and the cookies of browsers outlive a server.
+
+    Raises:
+        UserError: it is too short, others can read it, or it cannot be kept.
+    """
+    if file is None and VARIABLE in os.environ:
+        token, source = os.environ[VARIABLE], VARIABLE
+    else:
+        token, source = _kept_token(file)
+    if not TOKEN.fullmatch(token):
+        raise UserError(f"{source} must hold a token of at least 16 letters, digits or any of . _ ~ -")
+    return token, source
+
+
+def _kept_token(file: Path | None) -> tuple[str, str]:
+    try:
+        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        path = file or state / "simpletuner" / "page-token"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            # Another server may do so now: the first counts.
+            create(path, secrets.token_urlsafe(32).encode(), mode=0o600)
+        mode, text = path.stat().st_mode, path.read_text(encoding="utf-8", errors="replace").strip()
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        hint = f"name a file with --token-file, or set {VARIABLE}"
+        raise UserError(f"the token of the page cannot be kept ({error}); {hint}.") from None
+    if os.name == "posix" and mode & 0o077:
+        raise UserError(f"others can read the token in {path} (mode {mode & 0o777:04o}): chmod 600 {path}")
+    return text, str(path)

@@ -1,125 +1,48 @@
-"""What other commands say, each in a process of its own: the plan of unsaved settings, the files of the datasets."""
+"""What training would make of settings, saved or not: their problems, their plan, and the files of their datasets."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from simpletuner.annexes.page.files import dataset_path, entries_in, unmasked, values_in
-from simpletuner.annexes.page.folders import check_dataset_paths, check_path, without_outside
+from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.project import (
     SANDBOX,
-    Project,
     Refusal,
     chosen_by,
     problems_json,
     project_of,
     read_object,
 )
-from simpletuner.atomic import write_json
-from simpletuner.config.datasets import read_datasets
-from simpletuner.config.json_files import json_kind
-from simpletuner.config.sources import DATASET_FILE, EXTRA_ARGUMENTS, parse_arguments, read_env_file, read_env_layer
-from simpletuner.errors import Problem
-from simpletuner.plan.draft import Draft, Judgement
-from simpletuner.redaction import redact
+from simpletuner.redaction import redact, redact_settings
 
 GONE = 499  # what nginx answers to a client that has left; nobody reads it
 LOOK = 0.25  # seconds between two looks whether the client still waits
-ENVIRONMENT = "config.env"
+PROGRAM = (sys.executable, "-m", "simpletuner")
 
 
-@dataclass(frozen=True)
-class Unsaved:
-    """Settings as the page has them.
-
-    Attributes:
-        file: where they will be saved.
-        values: by canonical key.
-        entries: of the dataset file; None if the page did not send them.
-        datasets: the dataset file, whether or not it exists.
-    """
-
-    file: Path
-    values: dict[str, Any]
-    entries: list[Any] | None
-    datasets: Path
-
-    @classmethod
-    def saved(cls, project: Project, name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> Unsaved:
-        """What the files of a config say, with some settings changed."""
-        file = project.config_file(name)
-        values = {**values_in(file), **changes}
-        return cls(file, values, None, dataset_path(project, file, values))
-
-    @classmethod
-    def of(cls, project: Project, body: Mapping[str, Any]) -> Unsaved:
-        """What a request holds, with the secrets that only the files know.
-
-        Raises:
-            Refusal: it is not of the right kind.
-        """
-        file = project.config_file(str(body.get("config") or "config"))
-        values, entries = body.get("values"), body.get("datasets")
-        if not isinstance(values, dict) or not isinstance(entries, list | None):
-            message = f"must be an object and datasets a list, not {json_kind(values)} and {json_kind(entries)}."
-            raise Refusal(400, [Problem("values", message)])
-        known = values_in(file)
-        values = {key: unmasked(value, known.get(key), key) for key, value in values.items()}
-        path = dataset_path(project, file, values)
-        if entries is not None:
-            entries = unmasked(entries, entries_in(project, path), "datasets")
-        return cls(file, values, entries, path)
-
-    def judge(self, project: Project) -> tuple[Judgement, list[Problem], list[Problem]]:
-        """What training would make of the settings, paths that the page may not touch, and problems of the datasets.
-
-        What lies outside the project is not looked at, and no folder of a dataset is looked into.
-        """
-        values, outside = without_outside(project, self.values)
-        if self.environment.is_file():
-            extra = read_env_file(self.environment, []).get(EXTRA_ARGUMENTS, "")
-            beside = [*read_env_layer(self.environment, []).values, *parse_arguments([], [], extra).settings]
-            outside += without_outside(project, dict(beside))[1]
-        judgement, problems = Draft(self.file).judge(values), list[Problem]()
-        names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
-        with TemporaryDirectory() as folder:
-            path = self.datasets
-            if self.entries is not None:
-                path = Path(folder) / DATASET_FILE
-                write_json(path, self.entries)
-            is_allowed = self.entries is not None or not [*check_path(project, "data_backend_config", str(path))]
-            entries = read_datasets(path, problems, placeholders=names) if is_allowed else []
-            problems = [replace(each, where=each.where.replace(f"{folder}/", "")) for each in problems]
-        return judgement, [*outside, *check_dataset_paths(project, entries)], problems
-
-    @property
-    def environment(self) -> Path:
-        """The config.env beside the file."""
-        return self.file.with_name(ENVIRONMENT)
-
-    def write(self, folder: Path) -> list[str]:
-        """Write them into an empty folder; returns the arguments that make a command use them."""
-        write_json(folder / "config.json", self.values)
-        if self.environment.is_file():
-            shutil.copy(self.environment, folder)
-        datasets = self.datasets
-        if self.entries is not None:
-            datasets = folder / DATASET_FILE
-            write_json(datasets, self.entries)
-        return [f"config_path={folder / 'config.json'}", f"data_backend_config={datasets}"]
+def validate(request: Request, body: dict[str, Any]) -> Response:
+    """The problems, the effective values, and the keys without effect that are not errors: those must be changed."""
+    judgement, outside, of_datasets = Configuration.sent(project_of(request), body).judge()
+    wrong = {problem.where for problem in judgement.problems if problem.fatal}
+    content = {
+        "problems": problems_json([*outside, *judgement.problems, *of_datasets]),
+        "effective": redact_settings(judgement.config.flat()),
+        "family": judgement.spec.name,
+        "flavour": judgement.flavour.name,
+        "flavours": list(judgement.spec.flavour_names),
+        "greyed": {key: reason for key, reason in judgement.without_effect.items() if key not in wrong},
+    }
+    return JSONResponse(content)
 
 
 async def plan_unsaved(request: Request) -> Response:
@@ -130,18 +53,18 @@ async def plan_unsaved(request: Request) -> Response:
     waits: the page asks again after every change.
     """
     body, project = await read_object(request), project_of(request)
-    unsaved = await run_in_threadpool(Unsaved.of, project, body)
-    _, outside, _ = await run_in_threadpool(unsaved.judge, project)
+    unsaved = await run_in_threadpool(Configuration.sent, project, body)
+    _, outside, _ = await run_in_threadpool(unsaved.judge)
     if outside:
         return JSONResponse({"ok": False, "problems": problems_json(outside)})
-    with TemporaryDirectory(prefix="simpletuner-plan-") as name:
-        command = [sys.executable, "-m", "simpletuner", "plan", "--json", *unsaved.write(Path(name))]
+    with TemporaryDirectory(prefix="simpletuner-plan-") as folder:
+        command = [*PROGRAM, "plan", "--json", *unsaved.write(Path(folder))]
         if body.get("fetch") is not True:
             command.append("--cached")
         if body.get("device_memory_gb") is not None:
             command.append(f"plan_device_memory_gb={body['device_memory_gb']}")
-        printed = await run_while_wanted(request, command, project.folder)
-    return Response(status_code=GONE) if printed is None else JSONResponse(document_in(*printed, name))
+        output, messages = await run_while_wanted(request, command, project.folder)
+    return JSONResponse(document_in(output, messages, folder))
 
 
 async def show_datasets(request: Request) -> Response:
@@ -151,30 +74,31 @@ async def show_datasets(request: Request) -> Response:
         Refusal: 422 if it leads out of the project, or with what the command said if it made no page.
     """
     project, name = project_of(request), request.query_params.get("config", "config")
-    chosen = chosen_by(name, project.config_file(name))
-    _, outside, _ = await run_in_threadpool(Unsaved.saved(project, name).judge, project)
+    _, outside, _ = await run_in_threadpool(Configuration.saved(project, name).judge)
     if outside:
         raise Refusal(422, outside)
     with TemporaryDirectory(prefix="simpletuner-dataset-") as folder:
-        page = Path(folder) / "dataset.html"
-        command = [sys.executable, "-m", "simpletuner", "dataset", "--cached", f"--out={page}", chosen]
-        printed = await run_while_wanted(request, command, project.folder)
-        if printed is None:
-            return Response(status_code=GONE)
+        page, config = Path(folder) / "dataset.html", chosen_by(name, project.config_file(name))
+        command = [*PROGRAM, "dataset", "--cached", f"--out={page}", config]
+        _, messages = await run_while_wanted(request, command, project.folder)
         if not page.is_file():
-            raise Refusal(422, redact(printed[1].strip()))
+            raise Refusal(422, redact(messages.strip()))
         return HTMLResponse(page.read_bytes(), headers=SANDBOX)
 
 
-async def run_while_wanted(request: Request, command: Sequence[str], folder: Path) -> tuple[str, str] | None:
-    """What a command prints, and its messages; None if the client leaves, which ends the command."""
+async def run_while_wanted(request: Request, command: Sequence[str], folder: Path) -> tuple[str, str]:
+    """What a command prints, and its messages.
+
+    Raises:
+        Refusal: the client has left, which ends the command.
+    """
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(*command, cwd=folder, stdout=pipe, stderr=pipe)
     reading = asyncio.create_task(child.communicate())
     try:
         while not (await asyncio.wait([reading], timeout=LOOK))[0]:
             if await request.is_disconnected():
-                return None
+                raise Refusal(GONE, "The client has left.")
         output, messages = reading.result()
         return output.decode(errors="replace"), messages.decode(errors="replace")
     finally:

@@ -13,20 +13,19 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
-from simpletuner.annexes.page.story import Story, Tail, follow, near_end
 from simpletuner.config.json_files import read_json
 from simpletuner.distributed.requests import FOLDER as REQUESTS
 from simpletuner.errors import UserError
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
-from simpletuner.reporting.metrics import METRICS_FILE, Columns
+from simpletuner.reporting.metrics import METRICS_FILE, Columns, parse_row
 from simpletuner.reporting.pace import clock
 from simpletuner.reporting.payloads import EVENTS_FILE, read_events
 from simpletuner.run.lock import LOCK_FILE, Owner, read_owner
@@ -36,8 +35,11 @@ Status = Literal["idle", "starting", "running", "completed", "error", "cancelled
 CONSOLE_FILE = "console.log"
 PROMPT = "$ simpletuner "  # begins the line of console.log that names the command of a session
 STARTED_FILE = "started.json"  # what the page started last: which config, with which settings, after which event
-END = 1 << 16  # bytes
+PART = 1 << 18  # bytes read at a time; no line is longer
+CONSOLE_PART = 1 << 16
 RECENT = 200
+NOTICES = 100
+STEP_STATUS, MESSAGE = b'"type": "training.status"', b'"message"'
 INTERRUPTED = ("Interrupted.", "KeyboardInterrupt")  # ends the console; the second, while Python itself was starting
 BUTTONS = ("start", "continue", "new", "stop", "cancel", "save", "preview", "stop_at_epoch_end")
 ACTIVE = ("starting", "running")
@@ -47,13 +49,74 @@ ENDED: Mapping[str, Status] = {"completed": "completed", "failed": "error", "can
 SILENCE = 900.0
 
 
+@dataclass(eq=False)
+class Tail:
+    """The lines that are appended to a file, each once, and never more than a part of them in memory.
+
+    Attributes:
+        number: the key of a whole number that their JSON objects have.
+        begin: where to begin in a file, also in one that replaces it or was cut.
+        renew: called before such a file is read.
+        damage: a complete line that is no such object; empty if there is none.
+    """
+
+    path: Path
+    number: str
+    begin: Callable[[BinaryIO], int] = lambda file: 0
+    renew: Callable[[], None] = lambda: None
+    damage: str = field(default="", init=False)
+    _file: int = field(default=0, init=False)
+    _offset: int = field(default=0, init=False)
+
+    def lines(self) -> list[bytes]:
+        """The next complete lines; none at the end of the file."""
+        if not self.path.is_file():  # to open a pipe would wait for its writer
+            if self._file:
+                self._restart(0, 0)
+            return []
+        with self.path.open("rb") as file:
+            now = os.fstat(file.fileno())
+            if now.st_ino != self._file or now.st_size < self._offset:
+                self._restart(now.st_ino, self.begin(file))
+            file.seek(self._offset)
+            part = file.read(PART)
+        end = part.rfind(b"\n") + 1 or (PART if len(part) == PART else 0)
+        self._offset += end
+        return part[:end].splitlines(keepends=True)
+
+    def _restart(self, file: int, offset: int) -> None:
+        self._file, self._offset, self.damage = file, offset, ""
+        self.renew()
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The objects in all new lines."""
+        while lines := self.lines():
+            yield from filter(None, map(self.parse, lines))
+
+    def parse(self, line: bytes) -> dict[str, Any] | None:
+        """The object in a line."""
+        row = parse_row(line, self.number)
+        if row is None:
+            self.reject(line)
+        return row
+
+    def reject(self, line: bytes) -> None:
+        """Note that a line cannot be used; the first one is reported."""
+        self.damage = self.damage or damage_of(self.path, line)
+
+
+def damage_of(path: Path, line: bytes) -> str:
+    """A sentence about a line that cannot be used."""
+    text = redact(line.decode(errors="replace").strip())
+    return f"{path.name} has a line that cannot be used: {text:.200}"
+
+
 class Record:
     """The metrics of a run, as of now; only what is new is read."""
 
-    def __init__(self, path: Path) -> None:
-        self._lock = threading.Lock()
-        self._tail = Tail(path, "step", renew=self._begin)
-        self._columns = Columns()
+    def __init__(self, folder: Path) -> None:
+        self._lock, self._columns = threading.Lock(), Columns()
+        self._tail = Tail(folder / METRICS_FILE, "step", renew=self._begin)
 
     def _begin(self) -> None:
         self._columns = Columns()
@@ -67,7 +130,123 @@ class Record:
 
 
 # The columns of 100,000 steps take some 15 MB; those of runs that nobody looks at are dropped.
-record_in = lru_cache(maxsize=3)(lambda folder: Record(folder / METRICS_FILE))
+record_in = lru_cache(maxsize=3)(Record)
+
+
+def last_step(path: Path) -> tuple[dict[str, Any], str]:
+    """The metrics of the last step in a record, and which line from there on cannot be used."""
+    metrics, damage = dict[str, Any](), ""
+    for line in reversed(ending(path, PART)):
+        row = parse_row(line)
+        if row and metrics and row["step"] != metrics["step"]:
+            break
+        metrics = (row or {}) | metrics
+        damage = damage_of(path, line) if row is None and line.endswith(b"\n") else damage
+    return metrics, damage
+
+
+def ending(path: Path, size: int) -> list[bytes]:
+    """The last whole lines of a file, and one that was begun; none if there is no file."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - size)
+        file.seek(start)
+        return file.read().splitlines(keepends=True)[1 if start else 0 :]
+
+
+@dataclass
+class Story:
+    """What the events of a run's newest session told.
+
+    Attributes:
+        id: of the last event.
+        status: of the last `training.status` with progress; empty before the first.
+        progress: of the steps, with the metrics that were last told.
+        stages: by key, the newest of each.
+        notices: the texts of warnings.
+        growing: unfinished previews by prompt, weights and index.
+    """
+
+    job_id: str = ""
+    id: int = 0
+    status: str = ""
+    message: str = ""
+    progress: dict[str, Any] = field(default_factory=dict)
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+    growing: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)
+
+    def begin(self, job_id: str = "", progress: Mapping[str, Any] | None = None) -> None:
+        """Forget everything."""
+        vars(self).update(vars(Story(job_id, progress=dict(progress or {}))))
+
+    def copy(self) -> Story:
+        """The story so far, for a thread that uses it while another one adds to it."""
+        return replace(self, stages=dict(self.stages), growing=dict(self.growing))
+
+    def follow(self, tail: Tail) -> None:
+        """Take in the new events of a log."""
+        while lines := tail.lines():
+            for line, after in zip(lines, [*lines[1:], b""], strict=True):
+                # Of steps, which are nearly all events of a long run, only the last counts; the others are not parsed.
+                if not (is_step(line) and is_step(after)) and (event := tail.parse(line)):
+                    try:
+                        self.add(event)
+                    except Exception:  # noqa: BLE001 - whatever an object that is no event raises
+                        tail.reject(line)
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Take in the next event. What the page counts with is a number, or an exception is raised."""
+        if event["job_id"] != self.job_id:
+            self.begin(str(event["job_id"]), self.progress)
+        self.id = event["id"]
+        match event["type"]:
+            case "training.status" if "progress" in event:
+                self.status = str(event["data"]["status"])
+                self.progress = self.progress | progress_of(event["progress"])  # some come without metrics
+                self.message = str(event.get("message", self.message))
+            case "lifecycle.stage":
+                stage = {name: str(event["stage"][name]) for name in ("key", "label", "status")}
+                done = event["stage"]["progress"]
+                self.stages[stage["key"] or stage["label"]] = {
+                    **stage, "progress": done and progress_of(done), "message": str(event.get("message", ""))
+                }  # fmt: skip
+                if stage["status"] != "running":
+                    self.growing.clear()  # also of previews that were cut short
+            case "validation.image":
+                self.growing[shot_of(event)] = growing_preview(event)
+            case "training.validation":
+                self.growing.pop(shot_of(event), None)
+        # How a run ended is in its message; other events only repeat it.
+        if event["type"] == "notification" and event["severity"] == "warning":
+            self.notices = [*self.notices, str(event["message"])][-NOTICES:]
+
+
+def is_step(line: bytes) -> bool:
+    """Whether a line holds progress of the steps and nothing else."""
+    return STEP_STATUS in line and MESSAGE not in line
+
+
+def progress_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The progress in an event."""
+    numbers = {name: given[name] and given[name] + 0 for name in ("total", "percent", "eta_seconds")}
+    metrics = {"metrics": dict(given["metrics"])} if "metrics" in given else {}
+    return {**given, "current": given["current"] + 0, **numbers, **metrics}
+
+
+def growing_preview(event: Mapping[str, Any]) -> dict[str, Any]:
+    """The unfinished preview of an event."""
+    data, path = event["data"], (event["images"] or [event["videos"][0]["src"]])[0]
+    width, height = map(int, data["resolution"])
+    named = {name: str(data[name]) for name in ("name", "step_label")}
+    return {**named, "path": str(path), "width": width, "height": height}
+
+
+def shot_of(event: Mapping[str, Any]) -> tuple[str, str, int]:
+    """Which preview an event is about."""
+    data = event["data"]
+    return str(data["name"]), str(data["validation_type"]), int(data["index"])
 
 
 @dataclass(eq=False)
@@ -88,25 +267,14 @@ class Run:
     child: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._story, self._last = Story(), dict[str, Any]()
+        self._lock, self._story = threading.Lock(), Story()
         self._events = Tail(self.folder / EVENTS_FILE, "id", renew=self._story.begin)
-        self._rows = Tail(self.folder / METRICS_FILE, "step", near_end, self._last.clear)
 
-    def read(self) -> tuple[Story, dict[str, Any]]:
-        """What the events tell, and the metrics of the last step, as of now."""
+    def read(self) -> Story:
+        """What the events tell, as of now."""
         with self._lock:
-            follow(self._events, self._story)
-            for row in self._rows.rows():
-                if row["step"] != self._last.get("step"):
-                    self._last.clear()
-                self._last.update(row)
-            return self._story.copy(), dict(self._last)
-
-    @property
-    def damage(self) -> str:
-        """A line of its record or events that cannot be used, as of the last look; empty if there is none."""
-        return self._events.damage or self._rows.damage
+            self._story.follow(self._events)
+            return self._story.copy()
 
     @property
     def metrics(self) -> Columns:
@@ -116,19 +284,19 @@ class Run:
     @property
     def recent(self) -> list[dict[str, Any]]:
         """The newest events."""
-        return read_events(self.folder / EVENTS_FILE, self.read()[0].id - RECENT)
+        return read_events(self.folder / EVENTS_FILE, self.read().id - RECENT)
 
     @property
     def name(self) -> str:
         """The name of the folder; what is not UTF-8 in it is replaced."""
-        return shown(self.folder.name)
+        return as_text(self.folder.name)
 
     @property
     def started(self) -> Mapping[str, Any]:
         """What the page started last: `config`, `settings`, and `after`, the last event before; else empty."""
         path = self.folder / STARTED_FILE
-        found = read_json(path, []) if path.is_file() else None
-        return found if isinstance(found, dict) else {}
+        content = read_json(path, []) if path.is_file() else None
+        return content if isinstance(content, dict) else {}
 
     @property
     def config(self) -> str:
@@ -138,8 +306,8 @@ class Run:
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings that it is started with besides the config."""
-        found = self.started.get("settings")
-        return found if isinstance(found, dict) else {}
+        settings = self.started.get("settings")
+        return settings if isinstance(settings, dict) else {}
 
     @property
     def owner(self) -> Owner | None:
@@ -176,28 +344,21 @@ class Run:
     @property
     def console(self) -> str:
         """The end of console.log, without secrets and overwritten progress bars."""
-        path = self.folder / CONSOLE_FILE
-        if not path.is_file():
-            return ""
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - END))
-            lines = file.read().decode(errors="replace").split("\n")[1 if size > END else 0 :]
+        lines = b"".join(ending(self.folder / CONSOLE_FILE, CONSOLE_PART)).decode(errors="replace").split("\n")
         return redact("\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines))
 
     def judge(self) -> tuple[Status, str, Story]:
         """The state of the run, a sentence about it, and what its newest session has told."""
         # Before its events: a run that ends meanwhile was alive, or has told how it ended.
         owner, is_alive = self.owner, self.pid is not None
-        story, last = self.read()
+        story = self.read()
         # Which session spoke is seen from the number of the last event before it; clocks may be set meanwhile.
         is_silent, before = story.id == self.started.get("after"), owner.after if owner else -1
         if is_silent or story.id <= before:
             story = Story(progress=story.progress)
-        state, message = self._judge(owner, is_alive, story, last.get("step", 0), self.console if is_silent else "")
-        return state, message, story
+        return *self._judge(owner, is_alive, story, self.console if is_silent else ""), story
 
-    def _judge(self, owner: Owner | None, is_alive: bool, story: Story, step: int, console: str) -> tuple[Status, str]:
+    def _judge(self, owner: Owner | None, is_alive: bool, story: Story, console: str) -> tuple[Status, str]:
         is_elsewhere = owner is not None and owner.host != socket.gethostname()
         if story.status in ENDED:
             return ENDED[story.status], story.message
@@ -208,6 +369,7 @@ class Run:
             return "interrupted", f"No sign of life for {clock(time.time() - self.seen)}. {owner}"
         if last := said_at_the_end(console):
             return ("cancelled", INTERRUPTED[0]) if last in INTERRUPTED else ("error", last)
+        step = last_step(self.folder / METRICS_FILE)[0].get("step", 0)
         if owner is not None or story.status in ("starting", *IN_LOOP):
             return "interrupted", f"Ended unexpectedly at step {step:,}."
         if not step:
@@ -218,30 +380,28 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """Everything that `GET /api/training/status` answers. It never fails: a run must not hide the others."""
-        try:
-            found = self._status()
-            json.dumps(found, allow_nan=False, ensure_ascii=False).encode()  # NaN or half a character cannot be sent
-        except Exception as error:  # noqa: BLE001 - whatever its files hold
-            return self._blank() | {"status": "broken", "message": redact(str(error) or type(error).__name__)}
-        return found
-
-    def _blank(self) -> dict[str, Any]:
-        return {
+        blank = {
             "status": "idle",
             "job_id": "",
             "run": self.id,
             "progress": {"current": 0, "total": None, "percent": None, "eta_seconds": None, "metrics": {}},
             "stages": {},
-            "config": {"name": self.written_by, "output_dir": shown(self.folder)},
+            "config": {"name": self.written_by, "output_dir": as_text(self.folder)},
             "message": "",
             "can": dict.fromkeys(BUTTONS, False) | {"cancel": self.pid is not None},
         }
+        try:
+            known = self._status(blank)
+            json.dumps(known, allow_nan=False, ensure_ascii=False).encode()  # NaN or half a character cannot be sent
+        except Exception as error:  # noqa: BLE001 - whatever its files hold
+            return blank | {"status": "broken", "message": redact(str(error) or type(error).__name__)}
+        return known
 
-    def _status(self) -> dict[str, Any]:
-        (state, message, story), (_, last) = self.judge(), self.read()
-        is_active, step, blank = state in ACTIVE, last.get("step", 0), self._blank()
-        if self.damage and not is_active:
-            state, message = "broken", "\n".join(filter(None, (self.damage, message)))
+    def _status(self, blank: dict[str, Any]) -> dict[str, Any]:
+        (state, message, story), (last, damage) = self.judge(), last_step(self.folder / METRICS_FILE)
+        is_active, step, damage = state in ACTIVE, last.get("step", 0), self._events.damage or damage
+        if damage and not is_active:
+            state, message = "broken", "\n".join(filter(None, (damage, message)))
         progress = blank["progress"] | {"current": step, "metrics": last} | story.progress
         in_loop = state == "running" and story.status == "running"
         is_asked = in_loop and (self.folder / REQUESTS / "stop").exists()
@@ -250,7 +410,7 @@ class Run:
             "status": state,
             "job_id": story.job_id,
             "progress": progress if is_active else progress | {"eta_seconds": None},
-            "stages": {key: stage if is_active else _over(stage) for key, stage in story.stages.items()},
+            "stages": story.stages if is_active else {key: over(stage) for key, stage in story.stages.items()},
             "config": blank["config"] | {"name": self.config},
             "message": "Stops after this step and its previews." if is_asked else redact(message),
             "can": blank["can"]
@@ -264,7 +424,8 @@ class Run:
         }
 
 
-def _over(stage: dict[str, Any]) -> dict[str, Any]:
+def over(stage: dict[str, Any]) -> dict[str, Any]:
+    """A stage of a run that has ended."""
     return {**stage, "status": "failed"} if stage["status"] == "running" else stage
 
 
@@ -275,6 +436,6 @@ def said_at_the_end(console: str) -> str:
     return "\n".join(errors or lines[-1:])
 
 
-def shown(path: str | Path) -> str:
+def as_text(path: str | Path) -> str:
     """A path as text; bytes that are not UTF-8 are replaced."""
     return os.fsencode(path).decode(errors="replace")

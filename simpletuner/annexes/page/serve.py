@@ -1,4 +1,4 @@
-"""The server process or thread: it takes a port, serves, and ends at once when asked to. Free of torch."""
+"""The web page on port 8001: its routes, and the process or thread that serves them. Free of torch."""
 
 from __future__ import annotations
 
@@ -6,28 +6,117 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import h11
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from simpletuner.annexes.page.app import Mode, create_app
-from simpletuner.annexes.page.guard import OWN_USER, Access, Guard
-from simpletuner.annexes.page.project import Project
-from simpletuner.annexes.page.visitor import End, can_tell_users, is_own_user
-from simpletuner.errors import UserError
+from simpletuner.annexes.page import files, form, live, plans
+from simpletuner.annexes.page.control import Runs
+from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
+from simpletuner.annexes.page.project import Project, Refusal, read_object
+from simpletuner.errors import ConfigError, DiskFullError, UserError
 from simpletuner.reporting.events import EventStream
+from simpletuner.reporting.html import FOLDER as REPORTING
 
+# What is served: the page, the events of runs elsewhere, or both.
+Mode = Literal["unified", "trainer", "callback"]
 # A client that has not completed the head of a request after this is dropped within the same time again.
 HEAD_SECONDS = 10.0
 MOST_CONNECTIONS = 400
 END_SECONDS = 1
+
+
+def health(request: Request) -> Response:
+    """Says that the server is up."""
+    return JSONResponse({"status": "ok", "version": version("simpletuner")})
+
+
+def taking(path: str, act: Callable[[Request, dict[str, Any]], Response], method: str = "POST") -> Route:
+    """The route of a function that takes a request and the JSON object in its body; it runs in a thread."""
+
+    async def endpoint(request: Request) -> Response:
+        return await run_in_threadpool(act, request, await read_object(request))
+
+    return Route(path, endpoint, methods=[method])
+
+
+def shared(name: str) -> Route:
+    """The route of a file of the HTML report."""
+    return Route(f"/static/{name}", lambda request: FileResponse(REPORTING / name))
+
+
+ALWAYS = [Route("/health", health), Route("/api/metrics/health/live", health)]
+ELSEWHERE = [taking("/callback", live.receive_event)]
+PAGE = [
+    Route("/", form.page),
+    Route("/tabs/{tab}", form.tab),
+    Route("/api/fields/tabs", form.field_tabs),
+    Route("/api/fields/metadata", form.field_metadata),
+    Route("/api/models", form.models),
+    Route("/api/models/{family}/flavours", form.family_flavours),
+    Route("/api/hardware/gpus", form.gpus),
+    Route("/api/hardware/memory", form.memory),
+    Route("/api/configs/", files.configs),
+    Route("/api/configs/examples", files.examples),
+    Route("/api/configs/{name:path}", files.config),
+    taking("/api/configs/{name:path}", files.put_config, "PUT"),
+    Route("/api/datasets/plan", files.datasets),
+    taking("/api/datasets/plan", files.put_datasets, "PUT"),
+    Route("/api/datasets/browse", files.browse),
+    taking("/api/training/validate", plans.validate),
+    taking("/api/configuration/check", plans.validate),
+    Route("/api/plan", plans.plan_unsaved, methods=["POST"]),
+    Route("/dataset", plans.show_datasets),
+    Route("/api/training/status", live.status),
+    taking("/api/training/start", live.start),
+    taking("/api/training/new", live.renew),
+    *(taking(path, partial(live.press, act)) for path, act in live.BUTTONS.items()),
+    Route("/api/training/events", live.events),
+    Route("/api/events/recent", live.recent),
+    Route("/api/metrics/training/runs", live.summaries),
+    Route("/api/metrics/training/runs/{run}", live.metrics),
+    Route("/media/{run}/{path:path}", live.media),
+    Route("/report/{run}", live.report),
+    Route("/runs", live.listing),
+    Route("/runs/{run}/{part}", live.view),
+    *map(shared, ("page.css", "curves.js", "viewer.js")),
+    Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
+]
+
+
+def create_app(project: Project, mode: Mode = "unified") -> Starlette:
+    """The application that serves a project, without its guard."""
+    app = Starlette(
+        routes=[*ALWAYS, *(ELSEWHERE if mode != "trainer" else []), *(PAGE if mode != "callback" else [])],
+        exception_handlers={UserError: refused, HTTPException: refused},
+    )
+    app.state.runs = Runs(project)
+    return app
+
+
+def refused(request: Request, error: Exception) -> Response:
+    """Answers a `Refusal`, what the command line would end with, and wrong addresses and methods."""
+    if isinstance(error, HTTPException):
+        return Refusal(error.status_code, error.detail).answer(error.headers)
+    if not isinstance(error, Refusal):
+        status = 507 if isinstance(error, DiskFullError) else 422
+        error = Refusal(status, error.problems if isinstance(error, ConfigError) else str(error))
+    return error.answer()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -112,8 +201,7 @@ def page_of_run(listener: socket.socket, access: Access, output_dir: Path, event
     server = make_server(project, access, "trainer")
     thread = threading.Thread(target=server.run, args=([listener],), name="page", daemon=True)
     thread.start()
-    needs_token = access.token is not None and not can_tell_users(listener)
-    hint = f"/?token=TOKEN with the token in {access.source}" if needs_token else ""
+    hint = f"/?token=TOKEN with the token in {access.source}" if access.needs_token(listener) else ""
     events.say(f"Page: http://localhost:{listener.getsockname()[1]}{hint}")
     try:
         yield

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from simpletuner.annexes.publishing.card import public_settings, write_card
+from simpletuner.annexes.publishing.card import NOBODY, public_settings, write_card
+from simpletuner.annexes.publishing.report import example_program, published_result
+from simpletuner.annexes.publishing.upload import Destination, Hub
+from simpletuner.annexes.publishing.uploads import Uploads
 from simpletuner.config.optimizers import learning_rate, optimizer_name
 from simpletuner.config.precision import transformer_dtype
+from simpletuner.config.publishing import repository_name
 from simpletuner.plan.build import Plan
+from simpletuner.reporting.curves import evaluation_points
+from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, Columns, read_media, read_rows
-from simpletuner.reporting.sheet import evaluation_points
-from simpletuner.run.publish import find_result, snippet_for
 
 PIPELINE_TAGS = {"t2i": "text-to-image", "i2i": "image-to-image", "t2v": "text-to-video", "i2v": "image-to-video"}
 # Settings for one machine.
@@ -19,7 +25,21 @@ PRIVATE = ("webhook_config", "publishing_config", "post_checkpoint_script", "pos
 QUANTO_TYPES = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "fp8": "qfloat8", "fp8uz": "qfloat8_e4m3fnuz"}
 
 
-def describe_run(plan: Plan, repository: str, step: int, epoch: int) -> None:
+def open_uploads(plan: Plan, destinations: Sequence[Destination], events: EventStream) -> Uploads:
+    """What uploads checkpoints and the result of a run with its model card, and runs the user's scripts.
+
+    Args:
+        destinations: they are prepared.
+    """
+    publish, tracking = plan.config.publish, plan.config.tracking
+    name = repository_name(publish.hub_model_id or tracking.tracker_project_name)
+    hubs = [place.repository for place in destinations if isinstance(place, Hub)]
+    repository = hubs[0] if hubs else name if "/" in name else f"{NOBODY}/{name}"
+    describe = partial(describe_run, repository)
+    return Uploads(publish, plan.output_dir, tracking.tracker_run_name, destinations, events, describe)
+
+
+def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
     """Write the model card of a run as of a step: of its result if that is of this step, else of a checkpoint.
 
     Args:
@@ -40,8 +60,8 @@ def describe_run(plan: Plan, repository: str, step: int, epoch: int) -> None:
         "optimizer": optimizer_name(config.optimizer, config.precision.mixed_precision),
         "precision": transformer_dtype(config.precision),
         "options": public_settings(config.family.of(plan.spec.options).model_dump()),
-        "result": find_result(plan, step),
-        "snippet": snippet_for(plan, base_name, repository),
+        "result": published_result(plan, step),
+        "snippet": example_program(plan, base_name, repository),
         "quanto": QUANTO_TYPES.get(config.precision.base_model_precision.removesuffix("-quanto")),
         "evaluation": evaluation_points(
             Columns.of(row for row in read_rows(folder / METRICS_FILE) if row["step"] <= step)

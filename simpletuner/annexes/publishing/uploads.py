@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 import shlex
 import subprocess
 import threading
@@ -13,16 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletuner.annexes.publishing.card import move_card
+from simpletuner.annexes.publishing.card import CARD_FOLDER, move_card
 from simpletuner.annexes.publishing.upload import BucketCopy, Destination, Upload, make_upload
+from simpletuner.atomic import sweep_folders
 from simpletuner.config.publishing import PLACEHOLDERS, PublishConfig
 from simpletuner.errors import Interrupted, UserError
 from simpletuner.redaction import redact
 from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
-from simpletuner.run.ledger import Ledger, strike
+from simpletuner.run.companions import Companion, Ledger, Task, strike
 from simpletuner.training.manifest import Checkpoint, find_checkpoints, result_step
 
 if TYPE_CHECKING:
+    from simpletuner.plan.build import Plan
     from simpletuner.reporting.events import StepReport
     from simpletuner.training.state import Assembly, TrainState
 
@@ -41,14 +44,14 @@ def repeat_command(output_dir: Path) -> str:
 
 
 @dataclass
-class Uploads:
-    """Callback that uploads checkpoints, and what uploads the result; see `Callback` for the order.
+class Uploads(Companion):
+    """Uploads checkpoints and the result, and runs the user's scripts.
 
     Attributes:
         run_name: value of `tracker_run_name`.
         describe: writes the model card as of a step and an epoch; None if it is to stay as it is.
         waits: seconds between attempts.
-        in_use: checkpoints that are being uploaded or handed to a script, so that nothing may delete them.
+        in_use: checkpoints that are being uploaded or handed to a script.
         failed: what could not be uploaded, as messages.
     """
 
@@ -57,14 +60,24 @@ class Uploads:
     run_name: str
     destinations: Sequence[Destination]
     events: EventStream
-    describe: Callable[[int, int], None] | None = None
+    describe: Callable[[Plan, int, int], None] | None = None
     waits: Sequence[float] = field(default_factory=lambda: WAITS)
     in_use: list[Path] = field(default_factory=list, init=False)
     failed: list[str] = field(default_factory=list, init=False)
+    _plan: Plan | None = field(default=None, init=False)
     _saved: CheckpointSaved | None = field(default=None, init=False)
     _due: CheckpointSaved | None = field(default=None, init=False)  # saved, and not uploaded yet
     _jobs: queue.Queue[tuple[Callable[[], None], Path | None]] = field(default_factory=queue.Queue, init=False)
     _worker: threading.Thread | None = field(default=None, init=False)
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        return ("card", "uploads") if self.destinations else ("card",)
+
+    def begin(self, plan: Plan, step: int) -> None:
+        self._plan = plan
+        sweep_folders(self.output_dir, re.compile(CARD_FOLDER))
+        self.events.subscribe(self)
 
     def __call__(self, event: Event) -> None:
         """Notice a checkpoint, and run the user's script for it."""
@@ -75,16 +88,13 @@ class Uploads:
                     lambda: self._run_script("post_checkpoint_script", script, event.path, event.step), event.path
                 )
 
-    def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        """Nothing is saved yet."""
-
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         """Upload the checkpoint that was completed last; that of the last step goes with the result."""
         due, self._due = self._due, None
         folders = self._checkpoints(due.step) if due is not None else []
         if due is not None and folders and due.step < assembly.settings.total_steps:
             step, epoch = due.step, state.epoch
-            hubs = [each for each in self.destinations if not isinstance(each, BucketCopy)]
+            hubs = [place for place in self.destinations if not isinstance(place, BucketCopy)]
             self._add(lambda: self._send(folders[0], step, epoch, folders, hubs), folders[0])
             if not self.publish.push_to_hub_background:
                 self.join()
@@ -94,12 +104,14 @@ class Uploads:
         if state.global_step < assembly.settings.total_steps:
             self.join()
 
-    def finish(self, ledger: Ledger) -> None:
+    def finish(self, ledger: Ledger) -> Sequence[str]:
         """Write the card of the result and upload it everywhere; returns when it is there, or has failed.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the next start does the rest.
         """
+        if "card" not in ledger.tasks:
+            return ()
         # A session that has saved nothing makes up for one that was killed.
         folders = self._checkpoints(ledger.step) if self._saved else self._pushed(self._regular())
         places = self.destinations if "uploads" in ledger.tasks else ()
@@ -107,6 +119,10 @@ class Uploads:
         self.join()
         if not self.failed:
             strike(self.output_dir, "card", "uploads")
+        elif self.destinations:
+            again = f"the next command tries again: {repeat_command(self.output_dir)}"
+            return [f"Not everything was uploaded; {again}"]
+        return ()
 
     def repeat(self, repository: str | None) -> None:
         """Upload what there is of a run that has ended: its result, else its last checkpoint.
@@ -177,8 +193,8 @@ class Uploads:
     def _send(
         self, folder: Path, step: int, epoch: int, checkpoints: Sequence[Path], places: Sequence[Destination]
     ) -> None:
-        if self.describe:
-            self.describe(step, epoch)
+        if self.describe and self._plan:
+            self.describe(self._plan, step, epoch)
         upload = make_upload(self.output_dir, folder, step, checkpoints)
         for place in places:
             name = f"{upload.name} to {place.title}"

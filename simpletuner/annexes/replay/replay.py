@@ -36,7 +36,8 @@ from simpletuner.plan.entries import list_entries
 from simpletuner.redaction import redact
 from simpletuner.reporting.events import EventStream
 from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue
-from simpletuner.run.train import load, prepare_machine
+from simpletuner.run.session import Session
+from simpletuner.run.train import prepare_machine
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import optimizer_step
@@ -95,16 +96,17 @@ def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bo
     listing = list_entries(plan, complete_catalogue(plan), epoch)
     caches = CacheFiller(Encoding(plan, build_adapter(plan), accelerator.device, events), listing)
     caches.fill()
-    assembly, _, reader, loader, state = load(caches.plan, caches, accelerator, events, World())
+    session = Session.open(caches, accelerator, World())
+    assembly, loader, begun = session.assembly, session.loader, session.state.global_step
     assembly.transformer.train()
-    origin, count = plan.resume.path.name if plan.resume else "the beginning", failure.step - state.global_step
+    origin, count = plan.resume.path.name if plan.resume else "the beginning", failure.step - begun
     with closing(loader), events.phase(f"Repeating step {failure.step} from {origin}", count, "steps") as phase:
-        for done in range(state.global_step, failure.step):
+        for done in range(begun, failure.step):
             batches = loader.planned(loader.state_dict(), assembly.settings.accumulation)
             try:
                 optimizer_step(assembly, loader, done)
             except Exception as error:  # noqa: BLE001 - why a step fails is the question
-                cause, advice = cause_of(error, f"step {done + 1}", assembly, reader, batches, done)
+                cause, advice = cause_of(error, f"step {done + 1}", session, batches, done)
                 break
             phase.advance()
         else:
@@ -116,7 +118,7 @@ def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bo
     events.say(f"Step {done + 1} fails {again}, with {same}: {cause} {advice}".rstrip())
     if bisect:
         gc.collect()  # after out of memory
-        events.say(find_guilty(assembly, reader, batches, done))
+        events.say(find_guilty(assembly, session.reader, batches, done))
     return True
 
 

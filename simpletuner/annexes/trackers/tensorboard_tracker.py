@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
+from simpletuner.annexes.trackers.trackers import TrackedRun
 from simpletuner.reporting.metrics import MediaRecord
 
 
 class TensorboardTracker:
-    """One folder of event files.
+    """One folder of event files, to which each session adds one. What an earlier session wrote after the first step of
+    this one is hidden."""
 
-    Args:
-        folder: event files go here; each session adds one.
-        output_dir: paths of previews are relative to it.
-        start_step: hides what an earlier session wrote after this step.
-    """
-
-    def __init__(self, folder: Path, output_dir: Path, start_step: int) -> None:
-        self._folder, self._output_dir, self._start_step = folder, output_dir, start_step
-        self._writer: Any = None
-
-    def start(self, run_config: Mapping[str, Any]) -> None:
-        self._writer = SummaryWriter(str(self._folder), purge_step=self._start_step + 1)
-        text = json.dumps(run_config, indent=2, ensure_ascii=False, default=str)
-        self._writer.add_text("config", "    " + text.replace("\n", "\n    "), self._start_step)
+    def __init__(self, run: TrackedRun) -> None:
+        self._output_dir = run.output_dir
+        folder = run.logging_dir / run.project / run.name
+        self._writer: Any = SummaryWriter(str(folder), purge_step=run.start_step + 1)
+        text = json.dumps(run.settings, indent=2, ensure_ascii=False, default=str)
+        self._writer.add_text("config", "    " + text.replace("\n", "\n    "), run.start_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for key, value in metrics.items():

@@ -10,7 +10,8 @@ from typing import Any
 
 import wandb
 
-from simpletuner.annexes.trackers.trackers import wandb_mode
+from simpletuner.annexes.trackers.trackers import TrackedRun
+from simpletuner.config.trackers import wandb_mode
 from simpletuner.reporting.metrics import MediaRecord
 
 logger = logging.getLogger(__name__)
@@ -24,34 +25,21 @@ INIT_TIMEOUT = 30.0
 
 
 class WandbTracker:
-    """One wandb run, continued under the same id when training resumes.
+    """One wandb run, continued under the same id when training resumes. Step 0 begins a new run."""
 
-    Args:
-        project, name: of the run.
-        output_dir: paths of previews are relative to it; the run id is kept there.
-        logging_dir: wandb creates its folder `wandb/` there.
-        start_step: 0 begins a new run.
-    """
-
-    def __init__(self, project: str, name: str, output_dir: Path, logging_dir: Path, start_step: int) -> None:
-        self._project, self._run_name = project, name
-        self._output_dir, self._logging_dir = output_dir, logging_dir
-        self._start_step = start_step
-        self._first_step = 0
+    def __init__(self, run: TrackedRun) -> None:
+        self._output_dir = run.output_dir
         self._timesteps: list[tuple[int, float]] = []
-        self._sent_timesteps_at = start_step
-        self._run: Any = None
-
-    def start(self, run_config: Mapping[str, Any]) -> None:
-        self._logging_dir.mkdir(parents=True, exist_ok=True)
-        run_id = self._previous_id()
-        self._run = wandb.init(
-            project=self._project,
-            name=self._run_name,
+        self._sent_timesteps_at = run.start_step
+        run.logging_dir.mkdir(parents=True, exist_ok=True)
+        run_id = previous_id(run.output_dir) if run.start_step else None
+        self._run: Any = wandb.init(
+            project=run.project,
+            name=run.name,
             id=run_id,
             resume="allow" if run_id and wandb_mode() == "online" else None,
-            dir=str(self._logging_dir),
-            config=dict(run_config),
+            dir=str(run.logging_dir),
+            config=dict(run.settings),
             allow_val_change=True,
             # The console may show anything and the command line may contain a webhook's address: send neither.
             settings=wandb.Settings(
@@ -65,8 +53,8 @@ class WandbTracker:
         )
         # Steps after the checkpoint were already sent before the interruption; the repeated steps have equal values.
         self._first_step = self._run.starting_step
-        self._output_dir.mkdir(parents=True, exist_ok=True)
-        (self._output_dir / RUN_FILE).write_text(json.dumps({"id": self._run.id}), encoding="utf-8")
+        run.output_dir.mkdir(parents=True, exist_ok=True)
+        (run.output_dir / RUN_FILE).write_text(json.dumps({"id": self._run.id}), encoding="utf-8")
         logger.info("wandb: %s", self._run.url if wandb_mode() == "online" else f"{wandb_mode()}, {self._run.dir}")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -102,11 +90,10 @@ class WandbTracker:
         chart = wandb.plot.scatter(table, "global_step", "timestep", title="Timesteps trained")
         self._run.log({"timesteps_scatter": chart}, step=step)
 
-    def _previous_id(self) -> str | None:
-        """Id of the run to continue; None for a fresh run, or if the file is missing or damaged."""
-        if self._start_step == 0:
-            return None
-        try:
-            return str(json.loads((self._output_dir / RUN_FILE).read_text(encoding="utf-8"))["id"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+
+def previous_id(output_dir: Path) -> str | None:
+    """Id of the run to continue; None if the file is missing or damaged."""
+    try:
+        return str(json.loads((output_dir / RUN_FILE).read_text(encoding="utf-8"))["id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.page.visitor import VARIABLE
+from simpletuner.annexes.page.guard import VARIABLE
 from tests.processes import PATIENCE
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from simpletuner.annexes.page import callback
-from simpletuner.annexes.page.app import create_app
+from simpletuner.annexes.page import live
 from simpletuner.annexes.page.project import Project
+from simpletuner.annexes.page.serve import create_app
 
 SET = {"secret": "set"}
 WRITTEN = """{
@@ -202,20 +202,20 @@ def test_graphics_cards_are_asked_for_by_their_driver(
 def test_events_of_runs_elsewhere_are_kept_within_bounds(
     page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callback, "LARGEST_FILE", 200)
+    monkeypatch.setattr(live, "LARGEST_FILE", 200)
     for number in range(10):
         event = {"type": "notification", "job_id": "x", "message": f"{number} https://me:passw0rd@example.org"}
         assert page.post("/callback", json=event).status_code == 202
-    lines = (folder / callback.FILE).read_text().splitlines()
+    lines = (folder / live.CALLBACK_FILE).read_text().splitlines()
     assert json.loads(lines[-1])["message"].startswith("9 ")
     assert "passw0rd" not in lines[-1]
-    assert sorted(path.name for path in folder.glob("callback*")) == [callback.FILE, f"{callback.FILE}.1"]
-    assert (folder / callback.FILE).stat().st_size < 400
+    assert sorted(path.name for path in folder.glob("callback*")) == [live.CALLBACK_FILE, f"{live.CALLBACK_FILE}.1"]
+    assert (folder / live.CALLBACK_FILE).stat().st_size < 400
     assert page.post("/callback", json={"message": "no type"}).status_code == 422
 
 
 def test_full_disk_is_one_sentence(page: TestClient, folder: Path) -> None:
-    (folder / callback.FILE).symlink_to("/dev/full")
+    (folder / live.CALLBACK_FILE).symlink_to("/dev/full")
     answer = page.post("/callback", json={"type": "notification"})
     assert answer.status_code == 507
     assert "no space left" in answer.json()["problems"][0]["message"]

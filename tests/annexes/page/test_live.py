@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from simpletuner.annexes.page.app import create_app
 from simpletuner.annexes.page.live import event_stream
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.runs import CONSOLE_FILE
+from simpletuner.annexes.page.serve import create_app
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.reporting.events import EventStream, Notice, StateChanged
 from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from simpletuner.annexes.page.app import create_app
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.runs import STARTED_FILE
+from simpletuner.annexes.page.serve import create_app
 from simpletuner.reporting.events import StateChanged
 from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.reporting.payloads import EVENTS_FILE

@@ -19,8 +19,7 @@ import pytest
 
 from simpletuner.annexes.page.control import ask, refuse_if_busy
 from simpletuner.annexes.page.project import Refusal
-from simpletuner.annexes.page.runs import CONSOLE_FILE, STARTED_FILE, Run
-from simpletuner.annexes.page.story import Tail
+from simpletuner.annexes.page.runs import CONSOLE_FILE, STARTED_FILE, Run, Tail
 from simpletuner.reporting.events import (
     UPLOADING,
     Event,
@@ -194,10 +193,10 @@ def test_a_run_that_ends_while_it_is_judged_was_not_killed(tmp_path: Path, monke
 def test_what_a_thread_reads_does_not_change_under_it(tmp_path: Path) -> None:
     tell(tmp_path, *STEPS, PhaseStarted("Encoding"))
     run = Run("run", tmp_path)
-    before = run.read()[0]
+    before = run.read()
     stages = list(before.stages)
     tell(tmp_path, PhaseStarted("Loading"))
-    assert len(run.read()[0].stages) == 1
+    assert len(run.read().stages) == 1
     assert list(before.stages) == stages
 
 
@@ -267,7 +266,7 @@ def test_long_runs_are_read_a_part_at_a_time(tmp_path: Path) -> None:
     columns = run.metrics
     columns_held = tracemalloc.get_traced_memory()[0] - held
     tracemalloc.stop()
-    assert (status["message"], run.read()[0].status) == ("Ended unexpectedly at step 9,999.", "stopping")
+    assert (status["message"], run.read().status) == ("Ended unexpectedly at step 9,999.", "stopping")
     assert [event["id"] for event in run.recent[-2:]] == [count - 1, count]
     assert most < (tmp_path / EVENTS_FILE).stat().st_size / 4
     assert held < 200_000
@@ -280,11 +279,11 @@ def test_a_new_session_begins_a_new_story(tmp_path: Path) -> None:
     tell(tmp_path, Notice("hot", warning=True), *STEPS, PhaseStarted("Rendering", stage="validation"))
     first = run.status()
     assert first["stages"]["validation"]["status"] == "failed", "nothing goes on in a run that has ended"
-    assert run.read()[0].notices == ["hot"]
+    assert run.read().notices == ["hot"]
     tell(tmp_path, *STEPS)
     second = run.status()
     assert second["job_id"] != first["job_id"]
-    assert (second["stages"], run.read()[0].notices) == ({}, [])
+    assert (second["stages"], run.read().notices) == ({}, [])
 
 
 def test_each_line_is_read_once_and_torn_ones_later(tmp_path: Path) -> None:

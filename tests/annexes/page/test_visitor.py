@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.annexes.page import visitor
-from simpletuner.annexes.page.visitor import VARIABLE, can_tell_users, is_own_user, page_token, socket_user
+from simpletuner.annexes.page import guard
+from simpletuner.annexes.page.guard import VARIABLE, can_tell_users, is_own_user, page_token, socket_user
 from simpletuner.errors import UserError
 
 SERVER = ("127.0.0.1", 0xA611)
@@ -38,7 +38,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of another day, for a server of user 1000."""
     for name, text in (("tcp", TCP), ("tcp6", TCP6)):
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(visitor, "TABLES", (tmp_path / "tcp", tmp_path / "tcp6"))
+    monkeypatch.setattr(guard, "TABLES", (tmp_path / "tcp", tmp_path / "tcp6"))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
 
@@ -58,7 +58,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(("172.17.0.1", 0xB719), ("172.17.0.2", 0xA611), None, False, id="from outside a container"),
     ],
 )
-def test_user_of_a_connection(client: visitor.End, server: visitor.End, user: int | None, own: bool) -> None:
+def test_user_of_a_connection(client: guard.End, server: guard.End, user: int | None, own: bool) -> None:
     assert socket_user(client, server) == user
     assert is_own_user(client, server) is own
 
@@ -66,15 +66,15 @@ def test_user_of_a_connection(client: visitor.End, server: visitor.End, user: in
 @pytest.mark.usefixtures("recorded")
 def test_nobody_is_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server of this user must not take everybody whom its container does not know for itself."""
-    monkeypatch.setattr(os, "geteuid", lambda: visitor.NOBODY)
+    monkeypatch.setattr(os, "geteuid", lambda: guard.NOBODY)
     assert not is_own_user(("127.0.0.1", 0xB71D), SERVER)
     assert is_own_user(("127.0.0.1", 0xB71A), SERVER)
 
 
 def test_nobody_is_known_without_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert can_tell_users(listener) is visitor.TABLES[0].exists()
-        monkeypatch.setattr(visitor, "TABLES", (tmp_path / "tcp",))
+        assert can_tell_users(listener) is guard.TABLES[0].exists()
+        monkeypatch.setattr(guard, "TABLES", (tmp_path / "tcp",))
         assert not can_tell_users(listener)
 
 
@@ -92,15 +92,15 @@ def test_token_is_made_once_and_for_its_user_alone(tmp_path: Path, monkeypatch: 
 
 def test_servers_that_start_at_once_have_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One comes while the other makes its token."""
-    file, make = tmp_path / "state" / "token", visitor.secrets.token_urlsafe
+    file, make = tmp_path / "state" / "token", guard.secrets.token_urlsafe
     found: list[str] = []
 
     def slowly(size: int) -> str:
-        monkeypatch.setattr(visitor.secrets, "token_urlsafe", make)
+        monkeypatch.setattr(guard.secrets, "token_urlsafe", make)
         found.append(page_token(file)[0])
         return make(size)
 
-    monkeypatch.setattr(visitor.secrets, "token_urlsafe", slowly)
+    monkeypatch.setattr(guard.secrets, "token_urlsafe", slowly)
     found.append(page_token(file)[0])
     assert found[0] == found[1] == file.read_text()
     assert [each.name for each in file.parent.iterdir()] == ["token"]

@@ -1,9 +1,9 @@
 // The page: tabs, search, the open config, and the check after every change.
-import { api, ask, bindField, changes, isDirty, open, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
+import { api, ask, bindField, changes, isDirty, open, page, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
 import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { showPlan } from "./plan.js";
 
-const page = (selector) => document.querySelector(selector), all = (selector) => [...document.querySelectorAll(selector)];
+const all = (selector) => [...document.querySelectorAll(selector)];
 const tabs = all("[role=tab]"), fields = all("main .field"), byKey = new Map(fields.map((field) => [field.dataset.key, field]));
 const inRun = document.body.classList.contains("in-run"); // the page of a run edits nothing
 let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0, told = "";
@@ -128,8 +128,9 @@ function showProblems() {
   });
   const keyOf = (problem) => problem.key.split(/[.[]/)[0];
   for (const [key, field] of byKey) tell(field, problems.filter((problem) => keyOf(problem) === key), judged.greyed[key]);
-  all(".group").forEach(shareReason);
-  const rest = tellDatasets(problems.filter((problem) => !byKey.has(keyOf(problem))));
+  all("main .group").forEach(shareReason);
+  // The plan shows what it says of the device itself.
+  const rest = tellDatasets(problems.filter((problem) => !byKey.has(keyOf(problem)) && problem.key !== "device"));
   page("#problems").replaceChildren(...rest.map(({ key, message, fatal }) => element("li", { className: fatal ? "bad" : "warning" }, element("b", { className: "key", textContent: key }), ` ${message}`)));
   for (const tab of tabs) {
     const count = all(`#pane-${tab.id.slice(4)} .told .bad`).length, badge = tab.querySelector(".count");
@@ -141,12 +142,12 @@ function showProblems() {
 
 // A reason that most greyed fields of a group share is shown once.
 function shareReason(group) {
-  const reasons = [...group.querySelectorAll(".told .reason")], shared = group.querySelector(".shared");
-  const alike = (text) => reasons.filter((each) => each.textContent === text);
-  const most = reasons.map((each) => alike(each.textContent)).sort((a, b) => b.length - a.length)[0] ?? [];
-  shared.hidden = most.length < 3;
-  shared.textContent = most[0]?.textContent.replace("has no effect", `${most.length} options have no effect`) ?? "";
-  for (const each of most) each.classList.toggle("sr", !shared.hidden);
+  const greyed = Object.groupBy(group.querySelectorAll(".field.greyed"), (field) => judged.greyed[field.dataset.key]);
+  const [reason, alike] = Object.entries(greyed).sort(([, a], [, b]) => b.length - a.length)[0] ?? ["", []];
+  const plural = { has: "have", needs: "need" }, shared = group.querySelector(".shared");
+  shared.hidden = alike.length < 3;
+  shared.textContent = reason.replace(/^(has|needs)\b/, (verb) => `${alike.length} options ${plural[verb]}`);
+  for (const field of alike) field.querySelector(".reason")?.classList.toggle("sr", !shared.hidden);
 }
 
 // What became of saving is told until the next edit.

@@ -2,9 +2,9 @@
 // A field shows a value of `state.values`, or, greyed as its placeholder, what training uses without it.
 
 export const state = { config: "config", etag: null, file: {}, values: {}, datasets: { etag: null, file: [], entries: [] } };
-const page = (selector) => document.querySelector(selector);
+export const page = (selector) => document.querySelector(selector);
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
-export const clone = (value) => JSON.parse(JSON.stringify(value));
+const clone = (value) => JSON.parse(JSON.stringify(value));
 
 export async function api(path, { method = "GET", body, etag, signal } = {}) {
   const headers = { ...(body && { "Content-Type": "application/json" }), ...(etag && { "If-Match": etag }) };
@@ -37,7 +37,7 @@ export function remember(key, value) {
 
 // One field: its control, its value as JSON, and back.
 const control = (field) => field.querySelector(".set").querySelector("input, select, textarea");
-export const isSecret = (value) => same(value, { secret: "set" });
+const isSecret = (value) => same(value, { secret: "set" });
 const written = (value) => (typeof value === "object" ? JSON.stringify(value) : String(value));
 
 export function showField(field, value, effective) {
@@ -64,7 +64,7 @@ export function showField(field, value, effective) {
   if (document.activeElement !== input || !isSet) input.value = secret ? "set" : isSet ? written(value) : "";
 }
 
-export function readField(field) {
+function readField(field) {
   const input = control(field), text = input.value;
   if (input.type === "checkbox") return input.checked;
   if (text.trim() === "") return undefined;
@@ -91,8 +91,7 @@ export function tell(field, problems, reason = "") {
   control(field).disabled = Boolean(reason);
   control(field).setAttribute("aria-invalid", String(problems.some((problem) => problem.fatal)));
   const lines = problems.map(({ message, fatal }) => element("p", { className: fatal ? "bad" : "warning", textContent: message }));
-  const hasSaid = problems.some(({ message }) => message === reason || message.startsWith("has no effect"));
-  if (reason && !hasSaid) lines.push(element("p", { className: "reason", textContent: reason }));
+  if (reason && !problems.some(({ message }) => message === reason)) lines.push(element("p", { className: "reason", textContent: reason }));
   field.querySelector(".told").replaceChildren(...lines);
 }
 
@@ -101,7 +100,7 @@ export function changes(values = state.values) {
   const keys = new Set([...Object.keys(state.file), ...Object.keys(values)]);
   return Object.fromEntries([...keys].filter((key) => !same(state.file[key], values[key])).map((key) => [key, values[key] ?? null]));
 }
-export const datasetsChanged = () => !same(state.datasets.file, state.datasets.entries);
+const datasetsChanged = () => !same(state.datasets.file, state.datasets.entries);
 export const isDirty = () => Object.keys(changes()).length > 0 || datasetsChanged();
 
 // Saving. A file that changed meanwhile is compared first, and nothing is lost.
@@ -119,15 +118,15 @@ async function put(path, body, etag, take) {
   return true;
 }
 
-export function takeConfig({ data, etag }) {
+function takeConfig({ data, etag }) {
   Object.assign(state, { etag, file: clone(data.values), values: clone(data.values) });
 }
-export function takeDatasets({ data, etag }) {
+function takeDatasets({ data, etag }) {
   state.datasets = { etag, file: clone(data.entries), entries: clone(data.entries) };
 }
 
 // The settings and datasets of a config as they are in its files.
-export async function load(name) {
+async function load(name) {
   const datasets = `/api/datasets/plan?config=${encodeURIComponent(name)}`;
   return { config: await api(`/api/configs/${name}`), datasets: await api(datasets) };
 }

@@ -1,0 +1,57 @@
+"""Where the options stand on the web page, in the order in which a person meets them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a tab.
+
+    Attributes:
+        id: `tab/section`, also the anchor on the page.
+        groups: the sections of the reference page whose options it shows, in this order.
+        keys: options that stand at its top instead of in their group.
+    """
+
+    id: str
+    label: str
+    groups: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+
+    @property
+    def tab(self) -> str:
+        return self.id.partition("/")[0]
+
+
+DATASETS = "dataset/training_data"  # the section of the dataset file and its cards
+LOSSES = ("Loss", "CREPA", "Scheduled sampling", "LayerSync", "Masked loss", "Preservation")
+FOLDERS = ("logging_dir", "cache_dir", "cache_dir_text", "cache_dir_vae", "i_know_what_i_am_doing")
+SECTIONS = (
+    Section("basic/model", "Model", keys=("model_family", "model_flavour", "model_type")),
+    Section("basic/run", "Run", ("Run and paths",)),
+    Section("basic/schedule", "Schedule", ("Schedule",)),
+    Section("hardware/memory", "Offload", ("Offload",)),
+    Section("hardware/precision", "Precision and compute", ("Precision and compute", "Speed")),
+    Section("hardware/accelerate", "Launch and compile", ("Launch and compile",)),
+    Section("model/lora_config", "LoRA", ("LoRA",)),
+    Section("model/checkpoint", "Checkpoint", ("Model",)),
+    Section("model/text", "Text", ("Text", "Kandinsky 5", "Sana Video")),
+    Section("training/optimizer", "Optimizer", ("Optimizer",)),
+    Section("training/loss_functions", "Loss functions", LOSSES),
+    Section("training/flow_matching", "Flow matching", ("Flow matching",)),
+    Section("training/regularisation", "EMA and TREAD", ("EMA", "TREAD")),
+    Section(DATASETS, "Datasets", keys=("data_backend_config",)),
+    Section("dataset/defaults", "Defaults of all datasets", ("Dataset defaults",)),
+    Section("dataset/caching", "Caching", ("Caching",)),
+    Section("validation/validation", "Previews", ("Validation",)),
+    Section("validation/validation_adapters", "Other LoRAs in previews", ("Validation adapters",)),
+    Section("validation/evaluation", "Evaluation", ("Evaluation",)),
+    Section("publishing/publishing_controls", "Publishing", ("Publishing",)),
+    Section("publishing/tracking", "Tracking", ("Tracking",)),
+    Section("publishing/webhooks", "Webhooks", ("Webhooks",)),
+    Section("checkpoints/saving", "Saving", ("Checkpoints",)),
+    Section("environment/paths", "Folders and safety", keys=FOLDERS),
+)
+TABS = tuple(dict.fromkeys(section.tab for section in SECTIONS))

@@ -1,0 +1,190 @@
+"""A session of a run: its parts, and its callbacks in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from accelerate import Accelerator
+from PIL.Image import Image
+
+from simpletuner.budget.budget import Budget, find_rounds, steps_per_epoch
+from simpletuner.budget.device import DeviceRates
+from simpletuner.caching.catalogue import Catalogue
+from simpletuner.caching.fill import prepared_picture
+from simpletuner.caching.read import BatchReader
+from simpletuner.config.optimizers import peak_learning_rate
+from simpletuner.config.values import Size
+from simpletuner.data.loader import BatchLoader
+from simpletuner.data.sample import Sample
+from simpletuner.diffusion.batch import Batch, TextEmbeds
+from simpletuner.distributed.world import World
+from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import evaluated, feature_kinds, preview_sources
+from simpletuner.redaction import redact_settings
+from simpletuner.reporting.environment import package_versions
+from simpletuner.reporting.events import EventStream
+from simpletuner.run.caches import CacheFiller
+from simpletuner.run.companions import Companion
+from simpletuner.run.publish import weight_note
+from simpletuner.run.records import Recorded
+from simpletuner.training.assemble import assemble
+from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
+from simpletuner.training.ema import Ema
+from simpletuner.training.loop import Callback
+from simpletuner.training.noise import with_noise
+from simpletuner.training.recorder import EmaUpdater, Recorder, RequestHandler
+from simpletuner.training.state import Assembly, TrainingSpec, TrainState
+from simpletuner.validation.adapters import fetched_runs
+from simpletuner.validation.eval_loss import EvaluationLoss
+from simpletuner.validation.runner import Subject, ValidationRunner
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything that takes part in training, in the state in which the session starts.
+
+    Attributes:
+        plan: without files that turned out to be damaged.
+        catalogue: locations of cache entries.
+        reader: loads batches from cached entries.
+        loader: supplies batches in the order of the run.
+        ema: the moving average, if `use_ema` is set.
+    """
+
+    plan: Plan
+    events: EventStream
+    catalogue: Catalogue
+    assembly: Assembly
+    ema: Ema | None
+    reader: BatchReader
+    loader: BatchLoader
+    state: TrainState
+
+    @classmethod
+    def open(cls, caches: CacheFiller, accelerator: Accelerator, world: World) -> Session:
+        """Load the model, and restore the checkpoint from which the run continues."""
+        plan, config, encoding = caches.plan, caches.plan.config, caches.encoding
+        events = encoding.events
+        with events.phase("Loading the transformer", stage="init_load_base_model"):
+            techniques = [technique.build() for technique in plan.techniques]
+            assembly = assemble(config, training_spec(plan), encoding.adapter, techniques, accelerator, world)
+        ema = Ema(assembly.parameters, config.ema, accelerator.device) if config.ema.use_ema else None
+        dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
+        reader = BatchReader(caches.catalogue, dropout, plan.seed, encoding.restore, encoding.encode, features)
+        loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, caches.follow, pin=True)
+        if plan.resume is not None:
+            state = load_checkpoint(plan.resume, assembly, loader, ema, same_data=plan.same_data)
+        else:
+            state = TrainState(global_step=config.lora.init_lora_step if config.lora.init_lora else 0)
+        loader.complete = partial(with_noise, assembly)
+        loader.count = state.global_step * assembly.settings.accumulation
+        return cls(plan, events, caches.catalogue, assembly, ema, reader, loader, state)
+
+    def first_batch(self) -> Batch:
+        """The first one of the epoch."""
+        return self.reader(self.loader.sampler.batches(self.loader.epoch)[0])
+
+
+def training_spec(plan: Plan) -> TrainingSpec:
+    """The plan's decisions that training depends on."""
+    offsets = {data.id: offset for data in plan.trained if (offset := data.config.timestep_sampling_offset)}
+    rate = peak_learning_rate(plan.config)
+    return TrainingSpec(plan.lora_targets, plan.seed, plan.length.total_steps, rate, offsets)
+
+
+def build_callbacks(
+    session: Session, validation: ValidationRunner, recorded: Recorded, budget: Budget, rates: DeviceRates | None,
+    companions: Sequence[Companion],
+) -> list[Callback]:  # fmt: skip
+    """The callbacks of a run in the order in which they are called; see `Callback` for the reason.
+
+    Args:
+        rates: measured speed of the device, if it was measured.
+    """
+    plan, config, events, ema = session.plan, session.plan.config, session.events, session.ema
+    averaging: list[Callback] = [EmaUpdater(ema)] if ema else []
+    evaluation = EvaluationLoss(
+        config=config.evaluation,
+        datasets={data.id: data.samples for data in evaluated(plan)},
+        read=session.reader.read_sample,
+        seed=plan.seed,
+        steps_per_epoch=steps_per_epoch(plan),
+        ema=ema,
+        ema_validation=config.ema.ema_validation,
+        events=events,
+        lacking=not recorded.evaluated,
+    )
+    flops, rounds = rates.matmul_flops if rates else None, find_rounds(plan, budget)
+    recorder = Recorder(events, ema, plan.length.epochs, matmul_flops=flops, rounds=rounds)
+    checkpoints = CheckpointWriter(
+        output_dir=plan.output_dir,
+        in_shards=config.launch.fsdp_state_dict_type == "SHARDED_STATE_DICT",
+        config=config.checkpoints,
+        loader=session.loader,
+        ema=ema,
+        identity=plan.identity(package_versions()),
+        settings=redact_settings(config.flat()),
+        events=events,
+        note=lambda state: weight_note(plan, state),
+        in_use=lambda: [path for companion in companions for path in companion.in_use],
+    )
+    requests = RequestHandler(
+        plan.output_dir,
+        events,
+        {"save": checkpoints.save, "preview": validation.render},
+        config.checkpoints.disk_low_threshold or 0.0,
+    )
+    return [*averaging, evaluation, recorder, requests, checkpoints, validation, *companions]
+
+
+def build_validation(session: Session, recorded: Recorded) -> ValidationRunner:
+    """The callback that renders previews."""
+    plan, loader, state = session.plan, session.loader, session.state
+    fetch = partial(fetched_runs, plan.config, plan.spec.name, plan.source)
+    validation = ValidationRunner(
+        config=plan.config,
+        subjects=build_subjects(plan, session.catalogue, session.reader),
+        sizes=plan.sizes,
+        output_dir=plan.output_dir,
+        seed=plan.seed,
+        ema=session.ema,
+        events=session.events,
+        frame_rate=plan.frame_rate,
+        adapters=session.assembly.world.leader_first(fetch) if plan.prompts else [],
+        recorded=recorded.previews,
+    )
+    # Epochs that were complete before the last step, which may have completed one itself.
+    completed = loader.index >= loader.sampler.batches_per_epoch(loader.epoch)
+    begun_earlier = loader.index < plan.config.schedule.gradient_accumulation_steps
+    before = replace(state, epochs_done=loader.epochs_done - (completed or begun_earlier))
+    validation.lacking = state.global_step > 0 and validation.is_due(before, state.epochs_done)
+    return validation
+
+
+def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> list[Subject]:
+    """One subject per prompt and source picture; pictures are fitted to the size of a preview."""
+
+    def embeds(text: str, picture: Sample | None, negative: bool, size: Size) -> TextEmbeds:
+        fitted = None if picture is None else picture.fitted(size)
+        return reader.read(catalogue.text(None, text, fitted, negative=negative))
+
+    negative_text = plan.config.validation.validation_negative_prompt or ""
+    pictures = preview_sources(plan)
+    return [
+        Subject(
+            prompt=prompt if len(pictures) == 1 else replace(prompt, short_name=f"{prompt.short_name}-{index}"),
+            embeds=partial(embeds, prompt.prompt, picture, False),
+            negative=partial(embeds, negative_text, picture, True),
+            source=None if picture is None else partial(fitted_picture, picture),
+            picture="" if picture is None else picture.content,
+        )
+        for prompt in plan.prompts
+        for index, picture in enumerate(pictures)
+    ]
+
+
+def fitted_picture(sample: Sample, size: Size) -> Image:
+    """A source picture at the size of a preview."""
+    return prepared_picture(sample.fitted(size))
