@@ -18,7 +18,7 @@ from simpletuner.config.load import build_group
 from simpletuner.config.messages import unknown_key
 from simpletuner.config.option import Group, accepted, common, describe, option
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
-from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, DatasetDefaults
+from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy
 from simpletuner.config.sources import resolve_alias
 from simpletuner.config.upstream import DATASET_INSTEAD, foreign_key_problem
 from simpletuner.config.values import (
@@ -222,15 +222,6 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     def is_trained(self) -> bool:
         """Whether its samples are drawn in training."""
         return self.dataset_type in ("image", "video") and not self.is_conditioning
-
-    def with_defaults(self, defaults: DatasetDefaults, **more: Any) -> DatasetConfig:
-        """This entry with every `None` replaced by its run-wide default, if there is one.
-
-        `more` are defaults that are not in `DatasetDefaults`: batch size, compression, quarantine switches.
-        """
-        own, run_wide = dict(self), {**dict(defaults), **more}
-        missing = {name: value for name, value in run_wide.items() if name in own and own[name] is None}
-        return self.model_copy(update=missing)
 
 
 PLACEHOLDER = re.compile(r"\{(model_family|output_dir|id)\}")

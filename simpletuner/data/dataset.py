@@ -175,7 +175,7 @@ class Dataset:
             frames: how many are trained.
 
         Raises:
-            OutsideLimitsError: the picture is left out, in this epoch as in every other.
+            LeftOutError: the picture is left out, in this epoch as in every other.
         """
         token = (self.seed, self.id, name, epoch if self.changes_each_epoch else 1)
         geometry = self.rules.place(size, *token)
