@@ -23,8 +23,7 @@ def publish(
     Where to is what the run's settings say; without any it is the hub. Settings of the section Publishing override
     that: publish OUTPUT_DIR --hub_model_id=me/my-lora.
     """
-    from simpletuner.annexes.publishing.upload import Hub, prepared_destinations
-    from simpletuner.annexes.publishing.uploads import Uploads
+    from simpletuner.annexes.publishing.uploads import Hub, Uploads, prepared_destinations
     from simpletuner.distributed.requests import signals_as_interrupt
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events

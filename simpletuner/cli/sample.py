@@ -49,7 +49,7 @@ def sample(
     chosen = None if checkpoint is None else [checkpoint]
     asked = {"prompts": prompt or (), "images": image or (), "strengths": given, "checkpoints": chosen}
     with _planned(context.args, output or Path("samples"), problems, ema=ema, **asked) as (_, plan, weights, events):
-        from simpletuner.annexes.sweep.sample import render_samples
+        from simpletuner.annexes.sweep import render_samples
 
         for path in render_samples(plan, weights[0], given[0], events):
             events.say(f"Saved {path}")
@@ -74,7 +74,7 @@ def sweep(
     chosen = None if checkpoints is None else [name.strip() for name in checkpoints.split(",")]
     asked = {"prompts": prompt or (), "images": image or (), "strengths": given, "checkpoints": chosen, "sweeps": True}
     with _planned(context.args, output, problems, ema=ema, **asked) as (run, plan, weights, events):
-        from simpletuner.annexes.sweep.sample import render_sweep
+        from simpletuner.annexes.sweep import render_sweep
 
         sheet = render_sweep(plan, weights, given, run, events)
         events.say(sheet.verdict)

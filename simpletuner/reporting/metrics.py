@@ -28,6 +28,7 @@ from simpletuner.errors import WriteError
 
 METRICS_FILE = "training_metrics.jsonl"
 MEDIA_FILE = "validation_media.jsonl"
+REPORT_FILE = "training_report.html"
 MIME = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 VIDEO_MIME = {".mp4": "video/mp4", ".webm": "video/webm"}
 

@@ -22,7 +22,26 @@ from typing import Any, BinaryIO
 from simpletuner.atomic import writing_to
 from simpletuner.redaction import redact_texts
 from simpletuner.reporting import events
-from simpletuner.reporting.metrics import VIDEO_MIME, MediaRecord, parse_row
+from simpletuner.reporting.events import (
+    ENDED,
+    EVALUATED,
+    Evaluated,
+    Event,
+    MediaRendered,
+    StateChanged,
+    StepReport,
+)
+from simpletuner.reporting.metrics import (
+    MEDIA_FILE,
+    METRICS_FILE,
+    VIDEO_MIME,
+    MediaFile,
+    MediaRecord,
+    MetricsFile,
+    parse_row,
+    read_media,
+    read_rows,
+)
 from simpletuner.reporting.pace import Pace, ending, line_of
 
 Payload = dict[str, Any]
@@ -255,3 +274,50 @@ def read_events(path: Path, after_id: int = 0) -> list[Payload]:
     with path.open("rb") as file:
         file.seek(offset_after(file, after_id))
         return [event for event in _rows(file) if event["id"] > after_id]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the record has of the step that a session resumes from.
+
+    Attributes:
+        evaluated: whether it has its evaluation loss.
+        previews: its previews.
+    """
+
+    evaluated: bool
+    previews: list[MediaRecord]
+
+
+class RunRecord:
+    """Subscriber that writes both files.
+
+    Args:
+        step: from which the session resumes; records of later steps are dropped.
+
+    Attributes:
+        recorded: what there is of that step.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._metrics, self._media = MetricsFile(folder / METRICS_FILE, step), MediaFile(folder / MEDIA_FILE, step)
+        here = [row for row in read_rows(folder / METRICS_FILE) if row["step"] == step]
+        previews = [record for record in read_media(folder / MEDIA_FILE) if record.step == step]
+        self.recorded = Recorded(any(name.startswith(EVALUATED) for row in here for name in row), previews)
+        self._step = step
+        self._losses: Mapping[str, float] = {}
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Evaluated() if event.step > self._step:
+                self._losses = event.losses
+            case Evaluated():  # on resume, for a step that was recorded without its evaluation
+                self._metrics.append(event.step, event.losses)
+            case StepReport():
+                self._metrics.append(event.step, {**event.row, **self._losses})
+                self._step, self._losses = event.step, {}
+            case MediaRendered():
+                self._media.append(event.media)
+            case StateChanged() if event.state in ENDED:
+                self._metrics.close()
+                self._media.close()

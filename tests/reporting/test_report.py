@@ -15,17 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from simpletuner.config.load import Layer, resolve
-from simpletuner.data.buckets import Geometry
-from simpletuner.data.sample import LedgerEntry
-from simpletuner.errors import Problem
-from simpletuner.reporting import previews
-from simpletuner.reporting.curves import charts_of, is_noisy, smoothed, thin, thin_extremes
-from simpletuner.reporting.environment import describe_environment
-from simpletuner.reporting.html import breakable
-from simpletuner.reporting.metrics import Columns, MediaRecord
-from simpletuner.reporting.previews import TrainingSample, build_grid, choose_steps, thumbnail
-from simpletuner.reporting.report import (
+from simpletuner.annexes.publishing.report import (
     LEDGER_ROWS,
     ReportData,
     Result,
@@ -33,6 +23,25 @@ from simpletuner.reporting.report import (
     settings_of,
     write_report,
 )
+from simpletuner.config.load import Layer, resolve
+from simpletuner.data.buckets import Geometry
+from simpletuner.data.sample import LedgerEntry
+from simpletuner.errors import Problem
+from simpletuner.reporting import html
+from simpletuner.reporting.environment import describe_environment
+from simpletuner.reporting.html import (
+    TrainingSample,
+    breakable,
+    build_grid,
+    charts_of,
+    choose_steps,
+    is_noisy,
+    smoothed,
+    thin,
+    thin_extremes,
+    thumbnail,
+)
+from simpletuner.reporting.metrics import Columns, MediaRecord
 
 VOID = {"br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"}
 NASTY = "</script><script>alert(1)</script> & \"quotes\" 'too' <img src=x onerror=alert(2)> चमक"
@@ -187,14 +196,14 @@ def test_big_runs_stay_small(tmp_path: Path) -> None:
 def test_large_pictures_are_packed_as_smaller_copies_and_only_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(previews, "BUDGET", 100_000)
+    monkeypatch.setattr(html, "BUDGET", 100_000)
     records = [picture(tmp_path, step, side=400, noise=True) for step in (0, 10)]
-    previews._pack.cache_clear()
+    html._pack.cache_clear()
     for _ in range(2):
         grid = build_grid(records, tmp_path)
     sources = [cell.source for cell in grid.rows[0].plain if cell]
     assert all(source.startswith("data:image/webp") and len(source) < 70_000 for source in sources)
-    assert previews._pack.cache_info().misses == 2
+    assert html._pack.cache_info().misses == 2
 
 
 def test_files_that_are_gone_or_broken_leave_a_hole(tmp_path: Path) -> None:
@@ -209,7 +218,7 @@ def test_files_that_are_gone_or_broken_leave_a_hole(tmp_path: Path) -> None:
 
 
 def test_a_large_video_is_referred_to_beside_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(previews, "BUDGET", 1000)
+    monkeypatch.setattr(html, "BUDGET", 1000)
     for name, size in (("small.mp4", 100), ("large one.mp4", 5000)):
         (tmp_path / name).write_bytes(b"\0" * size)
     records = [MediaRecord(0, "a", "", "small.mp4", 8, 8), MediaRecord(10, "a", "", "large one.mp4", 8, 8)]

@@ -1,22 +1,30 @@
-"""The report of a run, and what it says about the result."""
+"""`training_report.html`: one file that shows a run on any machine, offline.
+
+It mirrors `training_metrics.jsonl`, `validation_media.jsonl` and the plan, and is rewritten as a whole whenever there
+is something new to show. Its ledger lists every input file as used, or with the reason why not.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
 
+from simpletuner.annexes.publishing.card import Result, published_result
+from simpletuner.atomic import write_atomically
 from simpletuner.caching.fill import prepared_picture
+from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import all_options
 from simpletuner.data.dataset import ledger_rows
 from simpletuner.data.files import DeviceError, MediaError
-from simpletuner.data.sample import Sample
+from simpletuner.data.sample import LedgerEntry, Sample
 from simpletuner.errors import UserError
-from simpletuner.headers import METADATA, read_header
-from simpletuner.models.registry import load_adapter
-from simpletuner.models.usage import Usage
 from simpletuner.plan.build import Plan
-from simpletuner.redaction import redact
+from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting.environment import describe_environment
 from simpletuner.reporting.events import (
     ENDED,
@@ -28,16 +36,175 @@ from simpletuner.reporting.events import (
     StateChanged,
     StepReport,
 )
-from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, Columns, read_media, read_rows
-from simpletuner.reporting.previews import TrainingSample, evenly_spaced, thumbnail
-from simpletuner.reporting.report import LEDGER_ROWS, REPORT_FILE, ReportData, Result, State, settings_of, write_report
+from simpletuner.reporting.html import TrainingSample, evenly_spaced, gallery, render, thumbnail
+from simpletuner.reporting.metrics import (
+    MEDIA_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    Columns,
+    MediaRecord,
+    read_media,
+    read_rows,
+    shares,
+)
+from simpletuner.reporting.pace import clock, pace_text, shares_text
 from simpletuner.run.companions import Companion, Ledger
-from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, describe_errors, result_step
 
 logger = logging.getLogger(__name__)
 
 SAMPLES = 24  # training pictures in the report
-DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "fp8": "bfloat16"}
+# Seconds after which the page of a running session reloads; a finished report does not.
+REFRESH = 30
+# More rows would make the page slow; the plan (`--dry-run`) lists them all.
+LEDGER_ROWS = 500
+OPEN_UP_TO = 24  # files; a longer list starts folded
+
+State = Literal["running", "finished", "stopped"]
+
+
+@dataclass(frozen=True)
+class SettingRow:
+    """One resolved option.
+
+    Attributes:
+        section: its heading in the reference page.
+        origin: what set it (`default`, `family default`, a file, the command line).
+        changed: whether it differs from the global default.
+    """
+
+    key: str
+    value: str
+    default: str
+    section: str
+    origin: str
+    changed: bool
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """Everything the page shows.
+
+    Attributes:
+        title: name of the run.
+        subtitle: what is trained, in a few words (`LoRA on kandinsky5-image t2i-lite-sft`).
+        step, total_steps: the last finished step, and the planned number of steps.
+        output_dir: paths of previews are relative to it.
+        metrics: of `training_metrics.jsonl`.
+        previews: entries of `validation_media.jsonl`.
+        datasets: id, number of files, number of those in use, and the sizes that they are trained at.
+        ledger: at most `LEDGER_ROWS` files.
+        samples: some of the training data.
+        message: why a run stopped.
+        notes: warnings of the plan.
+        result: None until the run is finished.
+    """
+
+    title: str
+    state: State
+    step: int
+    total_steps: int
+    output_dir: Path
+    subtitle: str = ""
+    metrics: Columns = field(default_factory=Columns)
+    previews: Sequence[MediaRecord] = ()
+    settings: Sequence[SettingRow] = ()
+    datasets: Sequence[tuple[str, int, int, Sequence[str]]] = ()
+    ledger: Sequence[LedgerEntry] = ()
+    samples: Sequence[TrainingSample] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    message: str = ""
+    notes: Sequence[str] = ()
+    result: Result | None = None
+
+    @property
+    def files(self) -> int:
+        """The number of files in all datasets."""
+        return sum(files for _, files, _, _ in self.datasets)
+
+    @property
+    def used(self) -> int:
+        """The number of those in use."""
+        return sum(used for _, _, used, _ in self.datasets)
+
+
+def write_report(path: Path, data: ReportData) -> None:
+    """Replace the report.
+
+    Raises:
+        DiskFullError: there was no space; the old report is kept.
+    """
+    write_atomically(path, render_page(data), durable=False)
+
+
+def render_page(data: ReportData) -> str:
+    """The whole document."""
+    return render(
+        "report.html.jinja",
+        data=data,
+        share=min(1.0, data.step / data.total_steps) if data.total_steps else 1.0,
+        facts=list(facts(data)),
+        **gallery(data.metrics, data.previews, data.output_dir, with_mfu=has_accelerator(data)),
+        open_up_to=OPEN_UP_TO,
+        refresh=REFRESH if data.state == "running" else None,
+    )
+
+
+def facts(data: ReportData) -> Iterator[tuple[str, str]]:
+    """The key figures of a run, as (name, text)."""
+    yield "Step", f"{data.step:,} of {data.total_steps:,}"
+    losses = [value for _, value in data.metrics.points("train_loss")]
+    if losses:
+        tenth = max(1, len(losses) // 10)
+        first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
+        yield "Loss, first to last tenth", f"{first:.3g} → {last:.3g}"
+    seconds = [value for _, value in data.metrics.points("seconds")]
+    if seconds:
+        yield "Pace", pace_text(sum(seconds) / len(seconds))
+        yield "Time in steps", clock(sum(seconds))
+        yield "Time spent on", shares_text(_shares(data.metrics))
+    if memory := data.metrics.points("peak_memory_gb"):
+        yield "Peak memory", f"{max(value for _, value in memory):.1f} GB"
+    utilisation = [value for _, value in data.metrics.points("mfu")]
+    if utilisation and has_accelerator(data):
+        yield "Median MFU", f"{median(utilisation) * 100:.0f} % of the measured matmul rate"
+    if data.datasets:
+        yield "Files used", f"{data.used:,} of {data.files:,}"
+    if device := data.environment.get("device"):
+        yield "Device", device.partition(",")[0]
+
+
+def has_accelerator(data: ReportData) -> bool:
+    """Whether the run is on a GPU; on a CPU the share of the matmul rate says little."""
+    return data.environment.get("device", "unknown") not in ("cpu", "unknown")
+
+
+def _shares(metrics: Columns) -> dict[str, float]:
+    """How all steps of the record together spent their time."""
+    seconds, waited, streamed = (metrics.points(key) for key in ("seconds", "data_seconds", "weights_seconds"))
+    sums = [sum(value for _, value in points) for points in (seconds, waited, streamed)]
+    return shares(sums[0], sums[1], sums[2] if streamed else None)
+
+
+def settings_of(config: RunConfig) -> list[SettingRow]:
+    """All options of a run in the order of the reference page, with secrets hidden."""
+    values = redact_settings(config.flat())
+    return [
+        SettingRow(
+            key=name,
+            value=_worded(values[name]),
+            default=option.default_text.replace("`", "") or "not set",
+            section=option.section,
+            origin=config.origins.get(name, "default"),
+            changed=values[name] != option.default,
+        )
+        for name, option in all_options().items()
+    ]
+
+
+def _worded(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass
@@ -135,47 +302,3 @@ def _thumbnail(sample: Sample) -> str:
         return thumbnail(prepared_picture(sample))
     except (MediaError, DeviceError, OSError):
         return ""
-
-
-def published_result(plan: Plan, step: int) -> Result | None:
-    """The published file or folder with a program that uses it; None unless its own note says that it is of `step`."""
-    model_type = plan.config.model.model_type
-    if result_step(plan.output_dir, model_type) != step:
-        return None
-    path = plan.output_dir / (LORA_FILE if model_type == "lora" else PIPELINE_FOLDER)
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    notes = read_header(path).get(METADATA, {}) if path.is_file() else {}
-    result = str(plan.output_dir if path.is_file() else path)
-    snippet = example_program(plan, plan.source["transformer"].location, result)
-    return Result(path.name, sum(file.stat().st_size for file in files), snippet, describe_errors(notes))
-
-
-def example_program(plan: Plan, base: str, result: str) -> str:
-    """A program that samples the newest preview of the main prompt; empty for LoRA files in ComfyUI's form.
-
-    Args:
-        base: hub id or folder of the base model, for a LoRA.
-        result: hub id or folder of the LoRA, or of the fine-tuned pipeline.
-    """
-    config, is_lora = plan.config, plan.config.model.model_type == "lora"
-    if is_lora and config.lora.lora_format == "comfyui":
-        return ""
-    validation = config.validation
-    usage = Usage(
-        model=base if is_lora else result,
-        lora=result if is_lora else None,
-        task=plan.flavour.task,
-        dtype=DTYPE_NAMES[config.precision.mixed_precision],
-        prompt=plan.prompts[-1].prompt if plan.prompts else "",
-        negative_prompt=validation.validation_negative_prompt or "",
-        size=plan.sizes[0],
-        frames=validation.validation_num_video_frames or 1,
-        frame_rate=validation.framerate or plan.spec.frame_rate or 1,
-        steps=validation.validation_num_inference_steps or 30,
-        guidance=validation.validation_guidance or 1.0,
-        seed=plan.seed if validation.validation_seed is None else validation.validation_seed,
-        options=config.family,
-        shift=config.flow.flow_schedule_shift if config.is_explicit("flow_schedule_shift") else None,
-        solver=validation.validation_noise_scheduler,
-    )
-    return load_adapter(plan.spec).usage_snippet(usage)
