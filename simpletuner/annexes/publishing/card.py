@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,6 @@ from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, Columns, Med
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, describe_errors, result_step
 
 CARD_FOLDER, README, SETTINGS_FILE, ASSETS = "model_card", "README.md", "simpletuner_config.json", "assets"
-CURVE = "evaluation_loss.png"
 MOST_MEDIA = 32  # previews in a gallery
 UNPROMPTED = "unconditional (blank prompt)"  # the hub shows no gallery entry without a text
 # Whoever has not named a repository is known by this.
@@ -52,49 +51,39 @@ QUANTO_TYPES = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "fp8": "qfloa
 DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "fp8": "bfloat16"}
 
 
-def write_card(
-    output_dir: Path,
-    front: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    media: Sequence[MediaRecord],
-) -> None:
-    """Replace the card of a run.
+def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
+    """Replace the model card of a run as of a step: of its result if that is of this step, else of a checkpoint.
 
     Args:
-        front: the front matter, except for the gallery.
-        facts: what the templates show, `repository` and `step` among it.
-        settings: public ones, see `public_settings`.
+        repository: `owner/name` on the hub.
 
     Raises:
         DiskFullError: there was no space; the old card is kept.
     """
-    recipe = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    values = {"front": front, "curve": CURVE, "gallery": bool(media), "recipe": recipe, **facts}
-    negative = facts["config"].validation.validation_negative_prompt or ""
-    with build_folder(output_dir / CARD_FOLDER) as folder:
-        (folder / ASSETS).mkdir()
-        widget = []
-        for media_file, name in _named(media):
-            shutil.copyfile(output_dir / media_file.path, folder / ASSETS / name)
-            text = media_file.prompt.strip() or UNPROMPTED
-            shown = {"parameters": {"negative_prompt": negative}, "output": {"url": f"./{ASSETS}/{name}"}}
-            widget.append({"text": text, **shown})
-        if len(facts["evaluation"]) > 1:
-            draw_curve(facts["evaluation"]).save(folder / ASSETS / CURVE)
-        text = front_matter({**front, "widget": widget or None}) + redact(_render("card.md.jinja", values))
-        (folder / README).write_text(text, encoding="utf-8")
-        notes = {key: facts[key] for key in ("repository", "step")}
-        notes["summary"] = redact(_render("commit.txt.jinja", values))
-        write_json(folder / SETTINGS_FILE, {"_metadata": notes, "config": dict(settings)})
-
-
-def front_matter(data: Mapping[str, Any]) -> str:
-    """Front matter by a YAML writer, whatever texts there are in it; secrets are hidden."""
     # Imported late: it takes as long as the whole command line.
     from huggingface_hub.repocard_data import ModelCardData
 
-    return f"---\n{ModelCardData(**redact_settings(data)).to_yaml()}\n---\n\n"
+    config, negative = plan.config, plan.config.validation.validation_negative_prompt or ""
+    facts, media = card_facts(plan, repository, step, epoch), _named(read_media(plan.output_dir / MEDIA_FILE), step)
+    chosen = {key: value for key, value in config.flat().items() if config.is_explicit(key) and key not in PRIVATE}
+    settings = public_settings(chosen)
+    recipe = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    values = {**facts, "gallery": bool(media), "recipe": recipe}
+    with build_folder(plan.output_dir / CARD_FOLDER) as folder:
+        (folder / ASSETS).mkdir()
+        widget = []
+        for name, preview in media.items():
+            shutil.copyfile(plan.output_dir / preview.path, folder / ASSETS / name)
+            shown = {"parameters": {"negative_prompt": negative}, "output": {"url": f"./{ASSETS}/{name}"}}
+            widget.append({"text": preview.prompt.strip() or UNPROMPTED, **shown})
+        if len(facts["evaluation"]) > 1:
+            draw_curve(facts["evaluation"]).save(folder / ASSETS / "evaluation_loss.png")
+        # By a YAML writer, whatever texts there are.
+        front = ModelCardData(**redact_settings({**front_matter(plan, facts["base"]), "widget": widget or None}))
+        text = f"---\n{front.to_yaml()}\n---\n\n{redact(_render('card.md.jinja', values))}"
+        (folder / README).write_text(text, encoding="utf-8")
+        notes = {"repository": repository, "step": step, "summary": redact(_render("commit.txt.jinja", values))}
+        write_json(folder / SETTINGS_FILE, {"_metadata": notes, "config": settings})
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
@@ -111,13 +100,16 @@ def move_card(output_dir: Path, repository: str) -> None:
         path.write_text(path.read_text(encoding="utf-8").replace(f'"{old}"', f'"{repository}"'), encoding="utf-8")
 
 
-def _named(media: Sequence[MediaRecord]) -> Iterator[tuple[MediaRecord, str]]:
-    """Previews with their names in `assets/`: image_<prompt>_<number>."""
-    prompts = list(dict.fromkeys(each.short_name for each in media))
-    counts = Counter[str]()
-    for each in media[:MOST_MEDIA]:
-        yield each, f"image_{prompts.index(each.short_name)}_{counts[each.short_name]}{Path(each.path).suffix}"
-        counts[each.short_name] += 1
+def _named(media: Sequence[MediaRecord], step: int) -> dict[str, MediaRecord]:
+    """Previews of a step by their names in `assets/`: image_<prompt>_<number>."""
+    here = [record for record in media if record.step == step]
+    prompts, counts = list(dict.fromkeys(record.short_name for record in here)), Counter[str]()
+    named = {}
+    for record in here[:MOST_MEDIA]:
+        number, suffix = counts[record.short_name], Path(record.path).suffix
+        named[f"image_{prompts.index(record.short_name)}_{number}{suffix}"] = record
+        counts[record.short_name] += 1
+    return named
 
 
 def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,22 +168,13 @@ def _render(template: str, values: Mapping[str, Any]) -> str:
     return environment.get_template(template).render(values)
 
 
-def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
-    """Write the model card of a run as of a step: of its result if that is of this step, else of a checkpoint.
-
-    Args:
-        repository: `owner/name` on the hub.
-    """
-    config, folder, base = plan.config, plan.output_dir, plan.source["transformer"]
+def card_facts(plan: Plan, repository: str, step: int, epoch: int) -> dict[str, Any]:
+    """What the templates show."""
+    config, base = plan.config, plan.source["transformer"]
     base_name = plan.flavour.repository if base.is_local else base.location
-    chosen = {key: value for key, value in config.flat().items() if config.is_explicit(key) and key not in PRIVATE}
-    facts: dict[str, Any] = {
-        "plan": plan,
-        "config": config,
-        "repository": repository,
-        "step": step,
-        "epoch": epoch,
-        "base": base_name,
+    rows = (row for row in read_rows(plan.output_dir / METRICS_FILE) if row["step"] <= step)
+    return {
+        **{"plan": plan, "config": config, "repository": repository, "step": step, "epoch": epoch, "base": base_name},
         "is_lora": config.model.model_type == "lora",
         "learning_rate": learning_rate(config.optimizer, config.model.model_type),
         "optimizer": optimizer_name(config.optimizer, config.precision.mixed_precision),
@@ -200,15 +183,11 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
         "result": published_result(plan, step),
         "snippet": example_program(plan, base_name, repository),
         "quanto": QUANTO_TYPES.get(config.precision.base_model_precision.removesuffix("-quanto")),
-        "evaluation": evaluation_points(
-            Columns.of(row for row in read_rows(folder / METRICS_FILE) if row["step"] <= step)
-        ),
+        "evaluation": evaluation_points(Columns.of(rows)),
     }
-    media = [each for each in read_media(folder / MEDIA_FILE) if each.step == step]
-    write_card(folder, _front(plan, base_name), facts, public_settings(chosen), media)
 
 
-def _front(plan: Plan, base: str) -> dict[str, Any]:
+def front_matter(plan: Plan, base: str) -> dict[str, Any]:
     """The front matter, except for the gallery."""
     publish, kind, family = plan.config.publish, plan.config.model.model_type, plan.spec.name
     pipeline = PIPELINE_TAGS[plan.flavour.task]

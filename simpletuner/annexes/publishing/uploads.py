@@ -20,7 +20,6 @@ from simpletuner.atomic import TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX, sweep
 from simpletuner.config.publishing import PLACEHOLDERS, BucketConfig, PublishConfig, repository_name
 from simpletuner.distributed.requests import FOLDER as REQUESTS
 from simpletuner.errors import Interrupted, UserError
-from simpletuner.redaction import redact
 from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
 from simpletuner.run.companions import Companion, Ledger, Task, strike
 from simpletuner.training.manifest import Checkpoint, find_checkpoints, result_step
@@ -86,18 +85,16 @@ class Uploads(Companion):
         if isinstance(event, CheckpointSaved):
             self._saved = self._due = event
             if script := self.publish.post_checkpoint_script:
-                self._add(
-                    lambda: self._run_script("post_checkpoint_script", script, event.path, event.step), event.path
-                )
+                job = partial(self._run_script, "post_checkpoint_script", script, event.path, event.step)
+                self._add(job, event.path)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         """Upload the checkpoint that was completed last; that of the last step goes with the result."""
         due, self._due = self._due, None
-        folders = self._checkpoints(due.step) if due is not None else []
-        if due is not None and folders and due.step < assembly.settings.total_steps:
-            step, epoch = due.step, state.epoch
+        if due is not None and self._is_pushed(due) and due.step < assembly.settings.total_steps:
+            saved, epoch = due, state.epoch
             hubs = [place for place in self.destinations if not isinstance(place, BucketCopy)]
-            self._add(lambda: self._send(folders[0], step, epoch, folders, hubs), folders[0])
+            self._add(lambda: self._send(saved.path, saved.step, epoch, [saved.path], hubs), saved.path)
             if not self.publish.push_to_hub_background:
                 self.join()
 
@@ -114,8 +111,11 @@ class Uploads(Companion):
         """
         if "card" not in ledger.tasks:
             return ()
-        # A session that has saved nothing makes up for one that was killed.
-        folders = self._checkpoints(ledger.step) if self._saved else self._pushed(self._regular())
+        saved = self._saved
+        if saved is None:  # a session that has saved nothing makes up for one that was killed
+            folders = self._pushed(self._regular())
+        else:
+            folders = [saved.path] if saved.step == ledger.step and self._is_pushed(saved) else []
         places = self.destinations if "uploads" in ledger.tasks else ()
         self._add(lambda: self._send(self.output_dir, ledger.step, ledger.epoch, folders, places))
         self.join()
@@ -157,16 +157,15 @@ class Uploads(Companion):
             raise
 
     def _regular(self) -> list[Checkpoint]:
-        return [each for each in find_checkpoints(self.output_dir)[0] if not each.rolling]
+        return [checkpoint for checkpoint in find_checkpoints(self.output_dir)[0] if not checkpoint.rolling]
 
     def _pushed(self, checkpoints: Sequence[Checkpoint]) -> list[Path]:
-        return [each.path for each in checkpoints] if self.publish.push_checkpoints_to_hub else []
+        return [checkpoint.path for checkpoint in checkpoints] if self.publish.push_checkpoints_to_hub else []
 
-    def _checkpoints(self, step: int) -> list[Path]:
-        """The checkpoint of a step, if it is to be uploaded; rolling ones are for resuming only."""
-        saved, publish = self._saved, self.publish
-        is_due = publish.push_to_hub and publish.push_checkpoints_to_hub and saved is not None and saved.step == step
-        return [saved.path] if is_due and saved and not saved.path.name.endswith("-rolling") else []
+    def _is_pushed(self, saved: CheckpointSaved) -> bool:
+        """Whether a checkpoint is to be uploaded; rolling ones are for resuming only."""
+        wanted = self.publish.push_to_hub and self.publish.push_checkpoints_to_hub
+        return wanted and not saved.path.name.endswith("-rolling")
 
     def _add(self, job: Callable[[], None], folder: Path | None = None) -> None:
         """Do something after what was added before; `folder` may not be deleted until then."""
@@ -213,34 +212,28 @@ class Uploads(Companion):
             except Exception as error:  # noqa: BLE001 - whatever a library raises, the run goes on
                 reason = f"Uploading {name} failed ({type(error).__name__}: {error})"
             if wait is not None:
-                self.events.say(redact(f"{reason}; next attempt in {wait:g} s."), warning=True)
+                self.events.say(f"{reason}; next attempt in {wait:g} s.", warning=True)
                 time.sleep(wait)
         self._fail(f"{reason}.")
         raise UploadError(reason)
 
     def _fail(self, reason: str) -> None:
-        self.failed.append(redact(reason))
-        self.events.say(redact(reason), warning=True)
+        self.failed.append(reason)
+        self.events.say(reason, warning=True)
 
     def _run_script(self, key: str, script: str, folder: Path, step: int, url: str = "") -> None:
         """Run a program without a shell; a failure is a warning."""
         values = dict(zip(PLACEHOLDERS, (str(folder.resolve()), url, str(step), self.run_name), strict=True))
-        command, said = [expand(word, values) for word in shlex.split(script)], ""
+        names = re.compile("|".join(rf"\{{{name}\}}" for name in values))
+        # Each value stays one word of the command.
+        command = [names.sub(lambda match: values[match[0][1:-1]], word) for word in shlex.split(script)]
         try:
             subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LONGEST, check=True)
         except subprocess.CalledProcessError as error:
-            said = f" ended with code {error.returncode}: {(error.stderr or error.stdout).strip()[-500:]}"
+            said = (error.stderr or error.stdout).strip()[-500:]
+            self.events.say(f"{key} ended with code {error.returncode}: {said}", warning=True)
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            said = f" failed: {error}"
-        if said:
-            self.events.say(redact(key + said), warning=True)
-
-
-def expand(word: str, values: Mapping[str, str]) -> str:
-    """A word of a command with its placeholders replaced; each value stays one word."""
-    for name, value in values.items():
-        word = word.replace(f"{{{name}}}", value)
-    return word
+            self.events.say(f"{key} failed: {error}", warning=True)
 
 
 PIPELINE_FOLDER = "pipeline"
@@ -338,10 +331,10 @@ class Hub:
             raise
         except HfHubHTTPError as error:
             reason = FORBIDDEN.get(error.response.status_code, str(error))
-            raise UserError(redact(f"push_to_hub: {reason} to {self.repository}.")) from None
+            raise UserError(f"push_to_hub: {reason} to {self.repository}.") from None
         except Exception as error:  # noqa: BLE001 - of the HTTP library, which depends on the hub's version
             message = f"push_to_hub: {self._api.endpoint} cannot be reached ({type(error).__name__}: {error})."
-            raise UserError(redact(message)) from None
+            raise UserError(message) from None
         is_public = found.status_code == 200 and found.json().get("private") is False
         there = f"model_card_private has no effect: {self.repository} exists on the hub and is public."
         return there if self.private and is_public else ""
@@ -394,7 +387,7 @@ class BucketCopy:
             # Only writing shows that writing is allowed.
             self._client.put_object(Bucket=self.store.bucket, Key=f"{self.prefix}/.simpletuner", Body=b"")
         except (BotoCoreError, ClientError, ValueError) as error:
-            raise UserError(redact(f"publishing_config: {self.title} cannot be written: {error}")) from None
+            raise UserError(f"publishing_config: {self.title} cannot be written: {error}") from None
         return ""
 
     def upload(self, upload: Upload) -> str:
@@ -402,31 +395,27 @@ class BucketCopy:
         from boto3.s3.transfer import TransferConfig
 
         whole = {"multipart_threshold": 5 * 2**30} if self.store.force_single_part else {}
-        there = self._objects()
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.store.bucket, Prefix=f"{self.prefix}/"
+        )
+        uploaded = {entry["Key"]: entry for page in pages for entry in page.get("Contents", ())}
         for path, local in copied_files(self.output_dir).items():
             key, facts = f"{self.prefix}/{path}", local.stat()
-            if there.get(key, (-1, 0.0))[0] != facts.st_size or there[key][1] < facts.st_mtime:
+            copy = uploaded.get(key)
+            if not copy or copy["Size"] != facts.st_size or copy["LastModified"].timestamp() < facts.st_mtime:
                 self._client.upload_file(str(local), self.store.bucket, key, Config=TransferConfig(**whole))
         public = self.store.public_base_url
         return f"{public.rstrip('/')}/{self.prefix}" if public else self.title
 
-    def _objects(self) -> dict[str, tuple[int, float]]:
-        """Size and time of what is there, by key."""
-        pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=self.store.bucket, Prefix=f"{self.prefix}/"
-        )
-        found = (each for page in pages for each in page.get("Contents", ()))
-        return {each["Key"]: (each["Size"], each["LastModified"].timestamp()) for each in found}
-
 
 def copied_files(folder: Path) -> dict[str, Path]:
     """The files of an output folder without caches and unfinished ones."""
-    found = _relative(folder, folder.rglob("*"))
-    return {path: local for path, local in found.items() if not any(map(_is_left_out, path.split("/")))}
-
-
-def _is_left_out(name: str) -> bool:
-    return name in LEFT_OUT or name.endswith((TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX))
+    unfinished = (TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX)
+    return {
+        path: local
+        for path, local in _relative(folder, folder.rglob("*")).items()
+        if not any(name in LEFT_OUT or name.endswith(unfinished) for name in path.split("/"))
+    }
 
 
 Destination = Hub | BucketCopy
