@@ -22,15 +22,6 @@ from typing import Any, BinaryIO
 from simpletuner.atomic import writing_to
 from simpletuner.redaction import redact_texts
 from simpletuner.reporting import events
-from simpletuner.reporting.events import (
-    ENDED,
-    EVALUATED,
-    Evaluated,
-    Event,
-    MediaRendered,
-    StateChanged,
-    StepReport,
-)
 from simpletuner.reporting.metrics import (
     MEDIA_FILE,
     METRICS_FILE,
@@ -303,21 +294,21 @@ class RunRecord:
         self._metrics, self._media = MetricsFile(folder / METRICS_FILE, step), MediaFile(folder / MEDIA_FILE, step)
         here = [row for row in read_rows(folder / METRICS_FILE) if row["step"] == step]
         previews = [record for record in read_media(folder / MEDIA_FILE) if record.step == step]
-        self.recorded = Recorded(any(name.startswith(EVALUATED) for row in here for name in row), previews)
+        self.recorded = Recorded(any(name.startswith(events.EVALUATED) for row in here for name in row), previews)
         self._step = step
         self._losses: Mapping[str, float] = {}
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: events.Event) -> None:
         match event:
-            case Evaluated() if event.step > self._step:
+            case events.Evaluated() if event.step > self._step:
                 self._losses = event.losses
-            case Evaluated():  # on resume, for a step that was recorded without its evaluation
+            case events.Evaluated():  # on resume, for a step that was recorded without its evaluation
                 self._metrics.append(event.step, event.losses)
-            case StepReport():
+            case events.StepReport():
                 self._metrics.append(event.step, {**event.row, **self._losses})
                 self._step, self._losses = event.step, {}
-            case MediaRendered():
+            case events.MediaRendered():
                 self._media.append(event.media)
-            case StateChanged() if event.state in ENDED:
+            case events.StateChanged() if event.state in events.ENDED:
                 self._metrics.close()
                 self._media.close()

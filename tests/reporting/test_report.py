@@ -15,11 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from simpletuner.annexes.publishing.card import Result
 from simpletuner.annexes.publishing.report import (
     LEDGER_ROWS,
-    ReportData,
-    Result,
-    render_page,
     settings_of,
     write_report,
 )
@@ -93,19 +91,21 @@ def rows(count: int) -> list[dict[str, float]]:
     ]
 
 
-def render(data: ReportData) -> Page:
-    path = data.output_dir / "training_report.html"
+def render(data: dict[str, Any]) -> Page:
+    path = data["output_dir"] / "training_report.html"
     write_report(path, data)
     return Page(path)
 
 
-def data_of(folder: Path, metrics: Sequence[Mapping[str, Any]] = (), **changes: object) -> ReportData:
-    base = ReportData("demo", "running", 40, 300, folder, metrics=Columns.of(metrics or rows(40)))
-    return replace(base, **changes)
+def data_of(folder: Path, metrics: Sequence[Mapping[str, Any]] | None = None, **changes: object) -> dict[str, Any]:
+    columns, lists = Columns.of(rows(40) if metrics is None else metrics), ("settings", "datasets", "ledger", "samples")
+    base = {"title": "demo", "subtitle": "", "state": "running", "step": 40, "total_steps": 300, "output_dir": folder}
+    base |= {"metrics": columns, "previews": [], "environment": {}, "message": "", "notes": [], "result": None}
+    return {**base, **{name: [] for name in lists}, **changes}
 
 
 def test_an_empty_run_has_a_report(tmp_path: Path) -> None:
-    page = render(ReportData("demo", "running", 0, 300, tmp_path))
+    page = render(data_of(tmp_path, [], step=0))
     assert "demo · running, step 0" in page.text
     assert page.tags.count("section") == 0
 
@@ -300,7 +300,7 @@ def test_only_noise_is_smoothed() -> None:
     assert smoothed("x", noise).smooth[-1][1] == pytest.approx(0.5, abs=0.15)
 
 
-def test_charts_follow_what_was_recorded() -> None:
+def test_charts_follow_what_was_recorded(tmp_path: Path) -> None:
     extra = {"grad_norm": 1.0, "crepa_loss": 0.1, "note": "text", "flag": True, "peak_memory_gb": 2.5}
     recorded = [{**row, **extra, "timesteps": [10.0, 999.9]} for row in rows(20)]
     recorded[10] = {**recorded[10], "loss/val/pooled": 0.4, "train_loss": None}
@@ -318,8 +318,8 @@ def test_charts_follow_what_was_recorded() -> None:
     assert len(charts[0].series[0].raw) == 19
     [bars] = [chart.series[0].raw for chart in charts if chart.bars]
     assert {place: count for place, count in bars if count} == {25: 20.0, 975: 20.0}
-    page = render_page(ReportData("demo", "running", 1, 1, Path(), metrics=Columns.of(recorded)))
-    assert '"hours":[[1,' in page
+    page = render(data_of(tmp_path, recorded, step=1, total_steps=1))
+    assert '"hours":[[1,' in page.source
 
 
 def test_settings_know_what_changed_and_hide_secrets() -> None:
@@ -328,13 +328,13 @@ def test_settings_know_what_changed_and_hide_secrets() -> None:
     values = [("model_family", "kandinsky5-image"), ("model_type", "lora"), ("webhook_config", hook)]
     config = resolve([Layer("family default", [("validation_guidance", 5.0)]), Layer("my.json", values)], problems)
     assert config is not None
-    settings = {setting.key: setting for setting in settings_of(config)}
-    assert settings["model_type"].changed
-    assert settings["model_type"].origin == "my.json"
-    assert settings["validation_guidance"].origin == "family default"
-    assert not settings["output_dir"].changed
-    assert settings["gradient_checkpointing"].value == "true"
-    assert "geheim" not in settings["webhook_config"].value
+    settings = {setting["key"]: setting for setting in settings_of(config)}
+    assert settings["model_type"]["changed"]
+    assert settings["model_type"]["origin"] == "my.json"
+    assert settings["validation_guidance"]["origin"] == "family default"
+    assert not settings["output_dir"]["changed"]
+    assert settings["gradient_checkpointing"]["value"] == "true"
+    assert "geheim" not in settings["webhook_config"]["value"]
 
 
 def test_the_files_of_the_page_are_shipped() -> None:

@@ -14,35 +14,26 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from simpletuner.annexes.publishing.card import Result, published_result
+from simpletuner.annexes.publishing.card import published_result
 from simpletuner.atomic import write_atomically
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import all_options
 from simpletuner.data.dataset import ledger_rows
 from simpletuner.data.files import DeviceError, MediaError
-from simpletuner.data.sample import LedgerEntry, Sample
+from simpletuner.data.sample import Sample
 from simpletuner.errors import UserError
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import redact, redact_settings
+from simpletuner.reporting import events as happened
 from simpletuner.reporting.environment import describe_environment
-from simpletuner.reporting.events import (
-    ENDED,
-    PREVIEWS,
-    Event,
-    EventStream,
-    PhaseEnded,
-    PhaseStarted,
-    StateChanged,
-    StepReport,
-)
+from simpletuner.reporting.events import ENDED, PREVIEWS, Event, EventStream
 from simpletuner.reporting.html import TrainingSample, evenly_spaced, gallery, render, thumbnail
 from simpletuner.reporting.metrics import (
     MEDIA_FILE,
     METRICS_FILE,
     REPORT_FILE,
     Columns,
-    MediaRecord,
     read_media,
     read_rows,
     shares,
@@ -62,141 +53,73 @@ OPEN_UP_TO = 24  # files; a longer list starts folded
 State = Literal["running", "finished", "stopped"]
 
 
-@dataclass(frozen=True)
-class SettingRow:
-    """One resolved option.
-
-    Attributes:
-        section: its heading in the reference page.
-        origin: what set it (`default`, `family default`, a file, the command line).
-        changed: whether it differs from the global default.
-    """
-
-    key: str
-    value: str
-    default: str
-    section: str
-    origin: str
-    changed: bool
-
-
-@dataclass(frozen=True)
-class ReportData:
-    """Everything the page shows.
-
-    Attributes:
-        title: name of the run.
-        subtitle: what is trained, in a few words (`LoRA on kandinsky5-image t2i-lite-sft`).
-        step, total_steps: the last finished step, and the planned number of steps.
-        output_dir: paths of previews are relative to it.
-        metrics: of `training_metrics.jsonl`.
-        previews: entries of `validation_media.jsonl`.
-        datasets: id, number of files, number of those in use, and the sizes that they are trained at.
-        ledger: at most `LEDGER_ROWS` files.
-        samples: some of the training data.
-        message: why a run stopped.
-        notes: warnings of the plan.
-        result: None until the run is finished.
-    """
-
-    title: str
-    state: State
-    step: int
-    total_steps: int
-    output_dir: Path
-    subtitle: str = ""
-    metrics: Columns = field(default_factory=Columns)
-    previews: Sequence[MediaRecord] = ()
-    settings: Sequence[SettingRow] = ()
-    datasets: Sequence[tuple[str, int, int, Sequence[str]]] = ()
-    ledger: Sequence[LedgerEntry] = ()
-    samples: Sequence[TrainingSample] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    message: str = ""
-    notes: Sequence[str] = ()
-    result: Result | None = None
-
-    @property
-    def files(self) -> int:
-        """The number of files in all datasets."""
-        return sum(files for _, files, _, _ in self.datasets)
-
-    @property
-    def used(self) -> int:
-        """The number of those in use."""
-        return sum(used for _, _, used, _ in self.datasets)
-
-
-def write_report(path: Path, data: ReportData) -> None:
-    """Replace the report.
+def write_report(path: Path, data: Mapping[str, Any]) -> None:
+    """Replace the report, to show what `RunReport.data` says.
 
     Raises:
         DiskFullError: there was no space; the old report is kept.
     """
-    write_atomically(path, render_page(data), durable=False)
-
-
-def render_page(data: ReportData) -> str:
-    """The whole document."""
-    return render(
+    shown = gallery(data["metrics"], data["previews"], data["output_dir"], with_mfu=has_accelerator(data))
+    page = render(
         "report.html.jinja",
         data=data,
-        share=min(1.0, data.step / data.total_steps) if data.total_steps else 1.0,
+        files=sum(whole for _, whole, _, _ in data["datasets"]),
+        used=sum(used for _, _, used, _ in data["datasets"]),
+        share=min(1.0, data["step"] / data["total_steps"]) if data["total_steps"] else 1.0,
         facts=list(facts(data)),
-        **gallery(data.metrics, data.previews, data.output_dir, with_mfu=has_accelerator(data)),
         open_up_to=OPEN_UP_TO,
-        refresh=REFRESH if data.state == "running" else None,
+        refresh=REFRESH if data["state"] == "running" else None,
+        **shown,
     )
+    write_atomically(path, page, durable=False)
 
 
-def facts(data: ReportData) -> Iterator[tuple[str, str]]:
+def facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The key figures of a run, as (name, text)."""
-    yield "Step", f"{data.step:,} of {data.total_steps:,}"
-    losses = [value for _, value in data.metrics.points("train_loss")]
+    metrics: Columns = data["metrics"]
+    yield "Step", f"{data['step']:,} of {data['total_steps']:,}"
+    losses = [value for _, value in metrics.points("train_loss")]
     if losses:
         tenth = max(1, len(losses) // 10)
         first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
         yield "Loss, first to last tenth", f"{first:.3g} → {last:.3g}"
-    seconds = [value for _, value in data.metrics.points("seconds")]
+    seconds = [value for _, value in metrics.points("seconds")]
     if seconds:
         yield "Pace", pace_text(sum(seconds) / len(seconds))
         yield "Time in steps", clock(sum(seconds))
-        yield "Time spent on", shares_text(_shares(data.metrics))
-    if memory := data.metrics.points("peak_memory_gb"):
+        waited, streamed = ([value for _, value in metrics.points(key)] for key in ("data_seconds", "weights_seconds"))
+        parts = shares(sum(seconds), sum(waited), sum(streamed) if streamed else None)
+        yield "Time spent on", shares_text(parts)
+    if memory := metrics.points("peak_memory_gb"):
         yield "Peak memory", f"{max(value for _, value in memory):.1f} GB"
-    utilisation = [value for _, value in data.metrics.points("mfu")]
+    utilisation = [value for _, value in metrics.points("mfu")]
     if utilisation and has_accelerator(data):
         yield "Median MFU", f"{median(utilisation) * 100:.0f} % of the measured matmul rate"
-    if data.datasets:
-        yield "Files used", f"{data.used:,} of {data.files:,}"
-    if device := data.environment.get("device"):
+    if data["datasets"]:
+        _, whole, used, _ = zip(*data["datasets"], strict=True)
+        yield "Files used", f"{sum(used):,} of {sum(whole):,}"
+    if device := data["environment"].get("device"):
         yield "Device", device.partition(",")[0]
 
 
-def has_accelerator(data: ReportData) -> bool:
+def has_accelerator(data: Mapping[str, Any]) -> bool:
     """Whether the run is on a GPU; on a CPU the share of the matmul rate says little."""
-    return data.environment.get("device", "unknown") not in ("cpu", "unknown")
+    return data["environment"].get("device", "unknown") not in ("cpu", "unknown")
 
 
-def _shares(metrics: Columns) -> dict[str, float]:
-    """How all steps of the record together spent their time."""
-    seconds, waited, streamed = (metrics.points(key) for key in ("seconds", "data_seconds", "weights_seconds"))
-    sums = [sum(value for _, value in points) for points in (seconds, waited, streamed)]
-    return shares(sums[0], sums[1], sums[2] if streamed else None)
-
-
-def settings_of(config: RunConfig) -> list[SettingRow]:
-    """All options of a run in the order of the reference page, with secrets hidden."""
+def settings_of(config: RunConfig) -> list[dict[str, Any]]:
+    """All options of a run in the order of the reference page, with secrets hidden: what set each (`default`, `family
+    default`, a file, the command line), and whether it differs from the global default."""
     values = redact_settings(config.flat())
     return [
-        SettingRow(
-            key=name,
-            value=_worded(values[name]),
-            default=option.default_text.replace("`", "") or "not set",
-            section=option.section,
-            origin=config.origins.get(name, "default"),
-            changed=values[name] != option.default,
-        )
+        {
+            "key": name,
+            "value": _worded(values[name]),
+            "default": option.default_note.replace("`", "") or ("" if option.required else _worded(option.default)),
+            "section": option.section,
+            "origin": config.origins.get(name, "default"),
+            "changed": values[name] != option.default,
+        }
         for name, option in all_options().items()
     ]
 
@@ -244,57 +167,60 @@ class RunReport(Companion):
 
     def __call__(self, event: Event) -> None:
         match event:
-            case StepReport():
+            case happened.StepReport():
                 self._step = event.step
                 # Every rewrite renders the whole page, so there are about 20 of them in a long run.
                 if event.step % max(50, self.plan.length.total_steps // 20) == 0:
                     self.write()
-            case PhaseEnded() if event.phase.kind == PREVIEWS:
+            case happened.PhaseEnded() if event.phase.kind == PREVIEWS:
                 self.write()
-            case PhaseStarted(kind="uploading") if self._step == self.plan.length.total_steps:
+            case happened.PhaseStarted(kind="uploading") if self._step == self.plan.length.total_steps:
                 self.write("finished")  # so that a copy of the output folder has the whole report
-            case StateChanged(state="running"):
+            case happened.StateChanged(state="running"):
                 self._step = event.step
                 self.write()
-            case StateChanged(state="finished"):
+            case happened.StateChanged(state="finished"):
                 self._step = event.step
                 self.write("finished")
-            case StateChanged() if event.state in ENDED:
+            case happened.StateChanged() if event.state in ENDED:
                 self.write("stopped", event.message)
 
     def write(self, state: State = "running", message: str = "") -> None:
         """Rewrite the report as of the last step."""
         try:
-            write_report(self.plan.output_dir / REPORT_FILE, self._data(state, message))
+            write_report(self.plan.output_dir / REPORT_FILE, self.data(state, message))
         except (OSError, UserError) as error:
             if not self._failed:
                 logger.warning("The report cannot be written, and the run goes on without it. %s", error)
             self._failed = True
 
-    def _data(self, state: State, message: str) -> ReportData:
+    def data(self, state: State, message: str) -> dict[str, Any]:
+        """What the page shows.
+
+        Args:
+            message: why the run stopped.
+        """
         plan, folder = self.plan, self.plan.output_dir
         kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
-        return ReportData(
-            title=redact(plan.config.tracking.tracker_run_name),
-            subtitle=f"{kind} on {plan.spec.name} {plan.flavour.name}",
-            state=state,
-            step=self._step,
-            total_steps=plan.length.total_steps,
-            output_dir=folder,
-            metrics=Columns.of(read_rows(folder / METRICS_FILE)),
-            previews=read_media(folder / MEDIA_FILE),
-            settings=settings_of(plan.config),
-            datasets=[
-                (each.id, len(each.samples) + len(each.rejected), len(each.samples), sorted(each.sizes()))
-                for each in plan.datasets
+        return {
+            "title": redact(plan.config.tracking.tracker_run_name),
+            "subtitle": f"{kind} on {plan.spec.name} {plan.flavour.name}",
+            **{"state": state, "step": self._step, "total_steps": plan.length.total_steps, "output_dir": folder},
+            "metrics": Columns.of(read_rows(folder / METRICS_FILE)),
+            "previews": read_media(folder / MEDIA_FILE),
+            "settings": settings_of(plan.config),
+            # Id, number of files, number of those in use, and the sizes that they are trained at.
+            "datasets": [
+                (data.id, len(data.samples) + len(data.rejected), len(data.samples), sorted(data.sizes()))
+                for data in plan.datasets
             ],
-            ledger=ledger_rows(plan.datasets, LEDGER_ROWS),
-            samples=self.samples,
-            environment=self._environment,
-            message=redact(message),
-            notes=[redact(str(warning)) for warning in plan.warnings],
-            result=published_result(plan, self._step) if state == "finished" else None,
-        )
+            "ledger": ledger_rows(plan.datasets, LEDGER_ROWS),
+            "samples": self.samples,
+            "environment": self._environment,
+            "message": redact(message),
+            "notes": [redact(str(warning)) for warning in plan.warnings],
+            "result": published_result(plan, self._step) if state == "finished" else None,
+        }
 
 
 def _thumbnail(sample: Sample) -> str:
