@@ -1,4 +1,8 @@
-"""What a failed run leaves behind: `output_dir/failures/step-<n>/`, from which `run.replay` repeats the step.
+"""What a failed run leaves behind in `output_dir/failures/step-<n>/`, and `simpletuner train --replay FOLDER`, which
+repeats the step and finds the sample at fault.
+
+A run resumes bit for bit, so the steps between the last checkpoint and the failure are the same once more. Nothing is
+saved, rendered or sent meanwhile; only missing cache entries are written.
 
 A process other than the first, if it fails alone, leaves `step-<n>-process-<rank>/`.
 
@@ -57,8 +61,10 @@ from simpletuner.training.step import optimizer_step
 
 FOLDER, FAILURE_FILE, CONFIG_FILE = "failures", "failure.json", "config.json"
 LAST_STEPS = 20  # rows of the record in a failure's folder
+# What a replay sets itself, or what may be written in several ways.
+OWN_SETTINGS = {"resume_from_checkpoint", "output_dir", "cache_dir", "data_backend_config"}
 
-Found = TypeVar("Found")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -87,26 +93,6 @@ class Failure:
     metrics: list[dict[str, Any]]
     memory: dict[str, Any]
     unread: str = ""
-
-
-@dataclass
-class Questions:
-    """Asks a device that may fail every call; what it does not answer is noted."""
-
-    unanswered: list[str] = field(default_factory=list)
-    reason: str = ""
-
-    def ask(self, what: str, call: Callable[[], Found]) -> Found | None:
-        """What `call` returns; None if the device fails it."""
-        try:
-            return call()
-        except RuntimeError as error:
-            self.unanswered.append(what)
-            self.reason = str(error).partition("\n")[0]
-            return None
-
-    def __str__(self) -> str:
-        return f"Could not be read ({self.reason}): {', '.join(self.unanswered)}." if self.unanswered else ""
 
 
 @dataclass
@@ -154,27 +140,37 @@ class Autopsy(Companion):
             batches = session.loader.planned(before, session.assembly.settings.accumulation)
         cause, advice = cause_of(error, f"step {step}" if batches else self.phase, session, batches, done)
         start, rows = checkpoint_before(plan, done), [*deque(read_rows(plan.output_dir / METRICS_FILE), LAST_STEPS)]
-        device = Questions()
+        unread: dict[str, str] = {}
+
+        def ask(what: str, call: Callable[[], Answer]) -> Answer | None:
+            """The answer of a device that may fail every call."""
+            try:
+                return call()
+            except RuntimeError as error:
+                unread[what] = str(error).partition("\n")[0]
+                return None
+
+        allocator = torch.cuda.memory_summary if torch.cuda.is_available() else str
         memory = {
             "planned": [asdict(phase) for phase in budget.phases],
-            "peaks": {**self.peaks, "at the failure": device.ask("the peak of memory", peak_memory)},
-            "allocator": device.ask("the state of the allocator", _allocator),
+            "peaks": {**self.peaks, "at the failure": ask("the peak of memory", peak_memory)},
+            "allocator": ask("the state of the allocator", lambda: allocator().splitlines()),
         }
-        facts = facts_of(plan, device.ask("the name of the device", describe_device) or "unknown")
-        samples, origin = [_describe(batch) for batch in batches], str(start.path) if start else None
-        failure = Failure(cause, advice, step, samples, origin, facts, rows, memory, str(device))
+        facts = facts_of(plan, ask("the name of the device", describe_device) or "unknown")
+        samples, origin = [describe_batch(batch) for batch in batches], str(start.path) if start else None
+        reason = f"Could not be read ({[*unread.values()][-1]}): {', '.join(unread)}." if unread else ""
+        failure = Failure(cause, advice, step, samples, origin, facts, rows, memory, reason)
+        settings, is_explicit = redact_settings(plan.config.flat()), plan.config.is_explicit
         name = session.assembly.world.named(f"{FOLDER}/step-{step}")
         names = (f"{name}{f'-{number}' if number > 1 else ''}" for number in count(1))
         folder = next(path for name in names if not (path := plan.output_dir / name).exists())
         with build_folder(folder) as unfinished:
             write_json(unfinished / FAILURE_FILE, redact_settings(asdict(failure)))
-            write_json(unfinished / CONFIG_FILE, _explicit_settings(plan))
+            chosen = {key: value for key, value in settings.items() if is_explicit(key) and value != HIDDEN}
+            chosen |= {"seed": plan.seed, "data_backend_config": str(plan.dataset_file)}
+            write_json(unfinished / CONFIG_FILE, chosen)
             write_atomically(unfinished / "traceback.txt", redact("".join(traceback.format_exception(error))))
         return " ".join(filter(None, (advice, failure.unread, f"What happened: {folder}")))
-
-
-def _allocator() -> list[str]:
-    return torch.cuda.memory_summary().splitlines() if torch.cuda.is_available() else []
 
 
 def cause_of(
@@ -243,24 +239,15 @@ def facts_of(plan: Plan, device: str | None = None) -> dict[str, Any]:
         device: what training runs on; None asks torch.
     """
     identity = plan.identity(package_versions())
-    found = identity.weights | identity.order | {"content of the data": identity.datasets, "seed": plan.seed}
-    return redact_settings(plan.config.flat()) | describe_environment(device) | found
+    data = identity.weights | identity.order | {"content of the data": identity.datasets, "seed": plan.seed}
+    return redact_settings(plan.config.flat()) | describe_environment(device) | data
 
 
-def _explicit_settings(plan: Plan) -> dict[str, Any]:
-    values = redact_settings(plan.config.flat()).items()
-    mine = {key: value for key, value in values if plan.config.is_explicit(key) and value != HIDDEN}
-    return mine | {"seed": plan.seed, "data_backend_config": str(plan.dataset_file)}
-
-
-def _describe(planned: PlannedBatch) -> dict[str, Any]:
-    each = zip(planned.samples, planned.captions, planned.slots, strict=True)
-    samples = [{"name": sample.full_name, "caption": caption, "slot": slot} for sample, caption, slot in each]
+def describe_batch(planned: PlannedBatch) -> dict[str, Any]:
+    """A micro-batch as a failure names it."""
+    parts = zip(planned.samples, planned.captions, planned.slots, strict=True)
+    samples = [{"name": sample.full_name, "caption": caption, "slot": slot} for sample, caption, slot in parts]
     return {"size": planned.size, "frames": planned.samples[0].frames, "samples": samples}
-
-
-# What a replay sets itself, or what may be written in several ways.
-OWN_SETTINGS = {"resume_from_checkpoint", "output_dir", "cache_dir", "data_backend_config"}
 
 
 def read_failure(folder: Path) -> Failure:
