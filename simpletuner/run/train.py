@@ -84,7 +84,7 @@ def run_plan(
             with events.phase("Rehearsing the largest moments", stage="init_prepare_models"):
                 batches = loader.sampler.batches(loader.epoch)
                 for tried in rehearse(session.assembly, batches, session.reader, validation, budget):
-                    events.say(str(tried))
+                    events.say(tried)
         with ExitStack() as around:
             for companion in companions:
                 around.enter_context(companion.around(session, budget))
