@@ -23,8 +23,7 @@ from benchmarks.variants import Outcome, Settings, Variant, forget, measure
 from simpletuner.budget.measure import fastest, host_to_device_bytes, matmul_flops
 from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.tread import Route
-from simpletuner.memory.precision import QuantisedLinear, pack
-from simpletuner.memory.products import use_quantised_products
+from simpletuner.memory.precision import QuantisedLinear, pack, use_quantised_products
 from simpletuner.models.registry import FAMILIES
 from simpletuner.run.train import fix_order
 from simpletuner.speed.attention import NEWER_FLASH, installed_flash, serve

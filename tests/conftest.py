@@ -94,15 +94,15 @@ def _roomy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     make_room(monkeypatch)
 
 
+def trace(function: Callable[..., Any], compile: Callable[..., Any] = torch.compile, **settings: Any) -> Any:
+    """Like `torch.compile`, but the graphs run as they were traced."""
+    return compile(function, **{**settings, "backend": "eager", "mode": None})
+
+
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions are traced as `torch.compile` traces them, and run as they are; this takes half of the time. What
     backends make of their graphs is for tests/speed."""
-    original = torch.compile
-
-    def trace(function: Callable[..., Any], **settings: Any) -> Any:
-        return original(function, **{**settings, "backend": "eager", "mode": None})
-
     monkeypatch.setattr(torch, "compile", trace)
 
 

@@ -3,12 +3,15 @@
     decode threads ─► bounded queue ─► encoder (this thread) ─► writer threads
 
 One encoder is on the device at a time; without missing entries, none is loaded. Each entry is written as soon as it is
-encoded, so a killed run loses at most the current batch, and the next run continues after it. If memory runs out,
-batches become smaller (`shrink`).
+encoded, so a killed run loses at most the current batch, and the next run continues after it.
+
+If memory runs out, the same work is done in smaller pieces, or the run stops with advice. None of this changes an
+entry, so no key depends on free memory. Tiling would change latents, so the message only suggests it.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -16,8 +19,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -27,17 +32,19 @@ from torch import Tensor
 from simpletuner.caching.catalogue import FEATURES, AnyEntry, FeatureEncoder, FeatureEntry, LatentEntry, TextEntry
 from simpletuner.caching.keys import provenance_of
 from simpletuner.caching.read import CacheStore
-from simpletuner.caching.shrink import ShrinkingEncoder
 from simpletuner.config.schema import CachingConfig
 from simpletuner.config.values import Size
 from simpletuner.data import clips, files, media
 from simpletuner.data.context import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds, upload
-from simpletuner.errors import UserError, shorten
+from simpletuner.errors import UserError, is_out_of_memory, shorten
 from simpletuner.models.adapter import LatentEncoder, TextEncoder, TextRequest
 
 logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Encoded = TypeVar("Encoded")
 
 CPU = torch.device("cpu")
 WRITERS = 2
@@ -45,6 +52,69 @@ Decoded = tuple[LatentEntry, np.ndarray]
 
 # Bytes of decoded pictures and clips in the queue, besides the ones being decoded.
 WAITING_BYTES = 1 << 30
+
+
+@dataclass
+class ShrinkingEncoder(Generic[Item, Encoded]):
+    """Encodes batches as large as memory allows, and remembers the size for later batches.
+
+    Attributes:
+        encode: one result per item; items do not influence each other.
+        name: name of an item, for messages.
+        advice: what the user can do if nothing is left to try.
+        relieve: called if a single item does not fit; lowers peak memory without changing results, or returns False.
+        most: items at a time, once known.
+    """
+
+    encode: Callable[[Sequence[Item]], Sequence[Encoded]]
+    name: Callable[[Item], str]
+    advice: str
+    relieve: Callable[[], bool] = lambda: False
+    most: int | None = field(default=None, init=False)
+    _reason: str = field(default="", init=False)
+
+    def __call__(self, items: Sequence[Item]) -> list[Encoded]:
+        """The results, in order.
+
+        Raises:
+            UserError: an item does not fit into memory even alone.
+        """
+        done: list[Encoded] = []
+        while len(done) < len(items):
+            part = items[len(done) : len(done) + (self.most or len(items))]
+            made = self._tried(part)
+            if made is None:
+                self._shrink(part)
+            else:
+                done += made
+        return done
+
+    def at_once(self, items: Sequence[Item]) -> int:
+        """How many of these items are encoded together, as far as is known."""
+        return min(len(items), self.most or len(items))
+
+    def _tried(self, items: Sequence[Item]) -> Sequence[Encoded] | None:
+        """The results, or None if memory ran out. The error, whose frames keep tensors alive, is gone on return."""
+        try:
+            return self.encode(items)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._reason = (str(error) or type(error).__name__).splitlines()[0]
+        return None
+
+    def _shrink(self, items: Sequence[Item]) -> None:
+        gc.collect()  # exceptions and their frames form cycles that may keep tensors alive
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if len(items) > 1:
+            self.most = len(items) // 2
+            logger.warning("Out of memory with %d at a time; continuing with %d.", len(items), self.most)
+        elif self.relieve():
+            logger.warning("Out of memory with one at a time; continuing in slices, which is slower.")
+        else:
+            problem = f"{self.name(items[0])} does not fit into memory, even alone."
+            raise UserError(f"{problem} {self.advice} ({self._reason})")
 
 
 class ChangedFileError(UserError):

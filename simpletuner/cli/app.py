@@ -14,7 +14,8 @@ import typer
 from typer.exceptions import TyperException
 
 from simpletuner.atomic import DISK_FULL_CODES, UNWRITABLE_CODES
-from simpletuner.cli import cache, caption, examples, help, publish, sample, server, train
+from simpletuner.cli import cache, caption, examples, help, plan, publish, sample, server, train
+from simpletuner.cli.settings import PASS_THROUGH
 from simpletuner.errors import ConfigError, SimpleTunerError, full_text, is_out_of_memory
 from simpletuner.redaction import redact
 
@@ -28,15 +29,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("train", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(train.train)
-app.command("plan", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(train.plan)
-app.command("sample", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(sample.sample)
-app.command("sweep", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(sample.sweep)
-app.command("caption", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(caption.caption)
-app.command("dataset", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(caption.dataset)
-app.command("publish", cls=help.SettingsCommand, context_settings=train.PASS_THROUGH)(publish.publish)
-app.command("configure")(train.configure)
-app.command("server")(server.server)
+WITH_SETTINGS = (
+    train.train, plan.plan, sample.sample, sample.sweep, caption.caption, caption.dataset, publish.publish,
+)  # fmt: skip
+for command in WITH_SETTINGS:
+    app.command(cls=help.SettingsCommand, context_settings=PASS_THROUGH)(command)
+app.command()(plan.configure)
+app.command()(server.server)
 app.command("help")(help.show_help)
 app.add_typer(cache.app, name="cache")
 app.add_typer(examples.app, name="examples")

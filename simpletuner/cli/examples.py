@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from simpletuner.errors import UserError
 
 app = typer.Typer(help="List the packaged examples, or copy one to start from.", no_args_is_help=True)
-
-TASKS = {"t2i": "text to image", "i2i": "image editing", "t2v": "text to video", "i2v": "image to video"}
 
 
 @app.command("list")
@@ -33,6 +31,7 @@ def _about(name: str) -> str:
 
     from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
     from simpletuner.models.registry import FAMILIES
+    from simpletuner.models.spec import TASKS
 
     config = json.loads(example_file(name).read_text(encoding="utf-8"))
     spec = FAMILIES[config["model_family"]]
@@ -53,33 +52,21 @@ def copy_example(
     """Copy an example's files, and point the paths inside them at the copy."""
     import json
 
-    from simpletuner.atomic import build_folder, write_json
-    from simpletuner.config.sources import example_file
+    from simpletuner.atomic import build_folder, write_atomically
+    from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
 
     source = example_file(name).parent
     folder = dest or Path("config") / name
+    # How a text begins that names a file of the example. Those of other examples stay in the package.
+    packaged, copied = f'"{EXAMPLES_ALIAS}{name}/', json.dumps(f"{folder.as_posix()}/", ensure_ascii=False)[:-1]
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{folder} exists already; choose another folder with --dest.")
     try:
         with build_folder(folder) as unfinished:
             shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
             for path in unfinished.glob("*.json"):
-                write_json(path, _redirect(json.loads(path.read_text(encoding="utf-8")), name, folder))
+                write_atomically(path, path.read_text(encoding="utf-8").replace(packaged, copied))
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from None
     chosen = name if dest is None else folder
     typer.echo(f"Copied to {folder}. Run it with: simpletuner train env={chosen}")
-
-
-def _redirect(value: Any, name: str, folder: Path) -> Any:
-    """Paths below config/examples/NAME point into the copy; those of other examples stay in the package."""
-    from simpletuner.config.sources import EXAMPLES_ALIAS
-
-    if isinstance(value, dict):
-        return {key: _redirect(inner, name, folder) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_redirect(inner, name, folder) for inner in value]
-    own = f"{EXAMPLES_ALIAS}{name}/"
-    if isinstance(value, str) and value.startswith(own):
-        return f"{folder.as_posix()}/{value.removeprefix(own)}"
-    return value

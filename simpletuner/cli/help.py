@@ -54,45 +54,38 @@ def settings_help(wanted: str) -> list[str]:
     """
     from simpletuner.config.schema import option_names, sections
 
-    names, by_section = option_names(), sections()
-    name = wanted.lstrip("-").replace("-", "_").lower()
+    names, by_section, name = option_names(), sections(), wanted.lstrip("-").replace("-", "_").lower()
     mentions = [option for options in by_section.values() for option in options if _mentions(option, wanted)]
-    section = next((each for each in by_section if each.lower() == wanted.lower()), None)
-    found = by_section[section] if section else mentions
-    if name in names:
-        own = by_section.get(section or "", [])
-        others = [each for each in mentions if each not in own and each.name != names[name].name]
-        rest = [line for each in own if each.name != names[name].name for line in summary(each)]
-        return [*explain_key(names[name]), *_see_also(others), *rest]
-    if not found:
+    title = next((each for each in by_section if each.lower() == wanted.lower()), "")
+    section = by_section.get(title, [])
+    if option := names.get(name):
+        related = [each.name for each in mentions if each not in (*section, option)]
+        rest = [line for each in section if each != option for line in summary(each)]
+        return [*explain_key(option, related), *rest]
+    if not section and not mentions:
         guess = nearest(name, names)
         raise UserError(f"no setting mentions {wanted!r}.{f' Did you mean {guess!r}?' if guess else ''}")
-    return [line for option in found for line in summary(option)]
+    return [line for option in section or mentions for line in summary(option)]
 
 
-def explain_key(option: Option) -> Iterator[str]:
+def explain_key(option: Option, related: Sequence[str] = ()) -> Iterator[str]:
     """Everything about one key."""
-    yield f"{option.name}  ({option.section})"
-    yield from textwrap.wrap(option.help, WIDTH, initial_indent="  ", subsequent_indent="  ")
+    from simpletuner.models.registry import FAMILIES
+
+    by_family = {family: spec.defaults.get(option.name) for family, spec in FAMILIES.items()}
     facts = {
         "Allowed": allowed(option),
         "Default": default_of(option),
-        "By family": ", ".join(f"{family} {value}" for family, value in _family_defaults(option.name)),
+        "By family": ", ".join(f"{family} {value}" for family, value in by_family.items() if value is not None),
         **{title: ", ".join(names) for title, names in option.relations.items()},
+        "See also": ", ".join(related),
     }
+    yield f"{option.name}  ({option.section})"
+    yield from textwrap.wrap(option.help, WIDTH, initial_indent="  ", subsequent_indent="  ")
     for title, text in facts.items():
         if text:
-            yield _indented(f"{title}: {text}")
-
-
-def _see_also(options: Sequence[Option]) -> Iterator[str]:
-    if options:
-        text = ", ".join(option.name for option in options)
-        yield _indented(f"See also: {text}")
-
-
-def _indented(text: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+            line = f"{title}: {text}"
+            yield textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def summary(option: Option) -> Iterator[str]:
@@ -116,9 +109,3 @@ def default_of(option: Option) -> str:
 def _mentions(option: Option, wanted: str) -> bool:
     text = " ".join((option.name, *option.aliases, option.help, option.section, *option.choices)).lower()
     return all(word in text or word.replace("-", "_") in text for word in wanted.lower().split())
-
-
-def _family_defaults(name: str) -> Sequence[tuple[str, Any]]:
-    from simpletuner.models.registry import FAMILIES
-
-    return [(family, spec.defaults[name]) for family, spec in FAMILIES.items() if name in spec.defaults]

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from simpletuner.cli.train import command_settings, prepare_output, uncollected
+from simpletuner.cli.settings import command_settings, prepare_output, uncollected
+from simpletuner.errors import Problem
 
 if TYPE_CHECKING:
-    from simpletuner.errors import Problem
     from simpletuner.plan.build import Plan
-    from simpletuner.plan.sampling import Weights
+    from simpletuner.plan.sampling import SampleRequest, Weights
     from simpletuner.reporting.events import EventStream
 
 # Short names of the settings that are most often changed here.
@@ -44,14 +44,13 @@ def sample(
     Everything is as in the run's previews. Settings override that: --resolution, --frames, --steps, --guidance, --seed,
     --negative-prompt, and those of train. Without a source it is the base model of model_family=NAME or example=NAME.
     """
-    problems: list[Problem] = []
-    given = parse_strengths("--strength", [strength], problems)
     chosen = None if checkpoint is None else [checkpoint]
-    asked = {"prompts": prompt or (), "images": image or (), "strengths": given, "checkpoints": chosen}
-    with _planned(context.args, output or Path("samples"), problems, ema=ema, **asked) as (_, plan, weights, events):
+    asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema}
+    with _planned(context.args, output or Path("samples"), "--strength", [strength], **asked) as planned:
         from simpletuner.annexes.sweep import render_samples
 
-        for path in render_samples(plan, weights[0], given[0], events):
+        request, plan, weights, events = planned
+        for path in render_samples(plan, weights[0], request.strengths[0], events):
             events.say(f"Saved {path}")
 
 
@@ -69,50 +68,41 @@ def sweep(
     By default with the run's own prompts, from the same seeds. A sweep that was stopped goes on where it was. Settings
     override those of the run as in sample.
     """
-    problems: list[Problem] = []
-    given = parse_strengths("--strengths", strengths.split(","), problems)
     chosen = None if checkpoints is None else [name.strip() for name in checkpoints.split(",")]
-    asked = {"prompts": prompt or (), "images": image or (), "strengths": given, "checkpoints": chosen, "sweeps": True}
-    with _planned(context.args, output, problems, ema=ema, **asked) as (run, plan, weights, events):
+    asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema, "sweeps": True}
+    with _planned(context.args, output, "--strengths", strengths.split(","), **asked) as planned:
         from simpletuner.annexes.sweep import render_sweep
 
-        sheet = render_sweep(plan, weights, given, run, events)
+        request, plan, weights, events = planned
+        sheet = render_sweep(plan, weights, request.strengths, Path(request.source or ""), events)
         events.say(sheet.verdict)
         events.say(f"Saved {sheet.folder / 'sheet.html'} and sheet.png")
 
 
-def parse_strengths(key: str, texts: list[str], problems: list[Problem]) -> list[float]:
-    """The numbers given to an option."""
-    from simpletuner.config.values import parse_number
-    from simpletuner.errors import Problem
-
-    try:
-        return [parse_number(text) for text in texts]
-    except ValueError as error:
-        problems.append(Problem(key, f"{','.join(texts)!r} {error}; write numbers such as 0.5 or 1.0."))
-        return [1.0]
-
-
 @contextmanager
 def _planned(
-    tokens: list[str], output: Path | None, problems: list[Problem], **asked: Any
-) -> Iterator[tuple[Path, Plan, list[Weights], EventStream]]:
-    """The source and the checked plan of what is asked for, whose memory fits, with a display of what happens."""
+    tokens: list[str], output: Path | None, key: str, strengths: list[str], **asked: Any
+) -> Iterator[tuple[SampleRequest, Plan, list[Weights], EventStream]]:
+    """The checked plan of what is asked for, whose memory fits, with a display of what happens."""
     from simpletuner.annexes.fitting.ready import weigh
     from simpletuner.annexes.fitting.show import fit_line
     from simpletuner.config.load import raise_if_fatal
-    from simpletuner.config.values import plain_key
+    from simpletuner.config.values import parse_number, plain_key
     from simpletuner.models.registry import load_adapter
     from simpletuner.plan.sampling import SampleRequest, plan_samples
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
 
     source = tokens[0] if tokens and (Path(tokens[0]).exists() or not re.match("--|[^=]+=", tokens[0])) else None
-    arguments, found = command_settings(tokens[source is not None :])
-    problems.extend(found)
+    arguments, problems = command_settings(tokens[source is not None :])
     arguments.settings = [(SHORT.get(plain_key(key), key), value) for key, value in arguments.settings]
+    try:
+        asked["strengths"] = [parse_number(text) for text in strengths]
+    except ValueError as error:
+        problems.append(Problem(key, f"{','.join(strengths)!r} {error}; write numbers such as 0.5 or 1.0."))
     folder = output or Path("samples") / f"sweep-{Path(source or '').resolve().name}"
-    plan, weights = plan_samples(SampleRequest(source, str(folder), arguments, **asked), problems)
+    request = SampleRequest(source, str(folder), arguments, **asked)
+    plan, weights = plan_samples(request, problems)
     plan, budget = weigh(plan, problems)
     raise_if_fatal(problems)
     prepare_output(plan)
@@ -125,4 +115,4 @@ def _planned(
             events.say(line)
         with events.phase("Loading torch"), uncollected():
             load_adapter(plan.spec)
-        yield Path(source or ""), plan, weights, events
+        yield request, plan, weights, events

@@ -1,20 +1,20 @@
-"""`simpletuner train`, `plan` and `configure`: the commands around one configuration."""
+"""`simpletuner train`: one run, in this process or in several."""
 
 from __future__ import annotations
 
-import gc
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from simpletuner.cli.plan import print_plan
 from simpletuner.cli.server import PORT, open_page
+from simpletuner.cli.settings import command_settings, prepare_output, uncollected
 from simpletuner.distributed.world import World, launched
 from simpletuner.errors import ConfigError, Problem, UserError
 
@@ -23,34 +23,9 @@ if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
     from simpletuner.cli.server import ServePage
     from simpletuner.config.sources import Arguments
-    from simpletuner.data.discovery import Scan
     from simpletuner.plan.build import Plan
     from simpletuner.reporting.events import EventStream
     from simpletuner.run.companions import Companion
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Import or plan without garbage collection, and exempt the result from it.
-
-    Importing torch and listing many files create long-lived objects, which later collections would scan for nothing.
-    Does nothing if torch is imported already: the process is then not ours, and neither are its objects.
-    """
-    if "torch" in sys.modules or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        gc.enable()
-
-
-# Unknown options are settings, which the option schema parses, not click.
-PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
-DEFAULT_FILE = Path("config/config.json")
-Cached = Annotated[bool, typer.Option("--cached", help="Take the files of remote datasets that are here; fetch none.")]
 
 
 def train(
@@ -78,7 +53,7 @@ def train(
         raise UserError("--no-auth needs --page: it lets other users of this machine use the page.")
     arguments, problems = command_settings(context.args)
     if dry_run:
-        _show_plan(arguments, problems)
+        print_plan(arguments, problems)
         return
     from simpletuner.annexes.fitting.ready import ready_plan
     from simpletuner.distributed.launching import joined, start_processes
@@ -114,7 +89,7 @@ def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
     Raises:
         ConfigError: it needs consent.
     """
-    from simpletuner.annexes.fitting.no_gpu import check_gpu, needs_consent
+    from simpletuner.annexes.fitting.ready import check_gpu, needs_consent
 
     if slow := list(check_gpu(plan, budget)):
         with uncollected():
@@ -196,7 +171,7 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
 
 def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
     """Say what begins, check what the plan could not, and run."""
-    from simpletuner.annexes.fitting.no_gpu import check_gpu, on_cpu
+    from simpletuner.annexes.fitting.ready import check_gpu, on_cpu
     from simpletuner.annexes.fitting.show import MISSING_GPU, start_lines
     from simpletuner.annexes.publishing.uploads import prepared_destinations
     from simpletuner.models.registry import load_adapter
@@ -253,97 +228,3 @@ def open_companions(
     if not world.is_main:
         return [autopsy]
     return [autopsy, Trackers(events), RunReport(events), open_uploads(plan, destinations, events)]
-
-
-def prepare_output(plan: Plan) -> None:
-    """Create the output folder; on some file systems only this shows that it is not writable.
-
-    Raises:
-        UserError: it cannot be created.
-    """
-    try:
-        plan.output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output_dir: {str(plan.output_dir)!r} cannot be created: {error.strerror}.") from None
-
-
-def plan(
-    context: typer.Context,
-    device_memory: Annotated[
-        str | None, typer.Option("--device-memory", metavar="GB", help="Plan for a GPU with this much memory.")
-    ] = None,
-    devices: Annotated[
-        str | None, typer.Option("--devices", metavar="N", help="Plan for this many devices together.")
-    ] = None,
-    machines: Annotated[
-        str | None, typer.Option("--machines", metavar="N", help="Plan for devices in this many machines.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON document, for programs.")] = False,
-    cached: Cached = False,
-) -> None:
-    """Check everything that needs no weights, and print what a run would do, how long it takes and what it needs."""
-    arguments, problems = command_settings(context.args, cached=cached)
-    planned = {"plan_device_memory_gb": device_memory, "num_processes": devices, "num_machines": machines}
-    arguments.settings.extend((key, value) for key, value in planned.items() if value is not None)
-    if as_json:
-        _print_json(arguments, problems)
-    else:
-        _show_plan(arguments, problems)
-
-
-def _print_json(arguments: Arguments, problems: list[Problem]) -> None:
-    from simpletuner.annexes.fitting.document import plan_json
-    from simpletuner.annexes.fitting.ready import weigh_plan
-    from simpletuner.config.load import raise_if_fatal
-
-    try:
-        with uncollected():
-            weighed = weigh_plan(arguments, problems)
-    except ConfigError as error:
-        print(plan_json(None, error.problems))
-        raise
-    print(plan_json(weighed, [*weighed[0].warnings, *problems]))
-    raise_if_fatal(problems)
-
-
-def _show_plan(arguments: Arguments, problems: list[Problem]) -> None:
-    from simpletuner.annexes.fitting.ready import weigh_plan
-    from simpletuner.annexes.fitting.show import show_plan
-    from simpletuner.config.load import raise_if_fatal
-    from simpletuner.run.companions import read_ledger
-
-    with uncollected():
-        plan, budget = weigh_plan(arguments, problems)
-        show_plan(plan, budget, sys.stdout)
-    if plan.is_finished and (ledger := read_ledger(plan.output_dir)):
-        print(f"\nAn earlier session has not finished: {ledger}. `simpletuner train` does this first.")
-    raise_if_fatal(problems)  # a run that does not fit is refused below the numbers that show why
-
-
-def configure(
-    file: Annotated[Path, typer.Argument(help="The file to write, or to edit if it exists.")] = DEFAULT_FILE,
-    defaults: Annotated[
-        bool, typer.Option("--defaults", help="Ask nothing: write the file with every default.")
-    ] = False,
-) -> None:
-    """Write config.json by answering questions; ? explains each. The dataset file is never touched."""
-    from simpletuner.annexes.wizard.session import run_session
-    from simpletuner.annexes.wizard.talk import Talk
-
-    run_session(file, Talk(defaults=defaults))
-
-
-def command_settings(tokens: list[str], *, cached: bool = False) -> tuple[Arguments, list[Problem]]:
-    """The settings on the command line, and problems of their syntax; `cached` is the option of that name."""
-    from simpletuner.config.sources import parse_settings
-
-    arguments, problems = parse_settings(tokens)
-    arguments.collect = partial(_collect_remote, fetches=not cached)
-    return arguments, problems
-
-
-def _collect_remote(*entries_and_more: Any, fetches: bool) -> Mapping[str, Scan]:
-    """The door to remote datasets; what is behind it is loaded when a dataset is remote."""
-    from simpletuner.annexes.remote.collect import collect
-
-    return collect(*entries_and_more, fetches=fetches)

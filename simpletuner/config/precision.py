@@ -219,10 +219,11 @@ def check_capability(config: PrecisionConfig, capability: tuple[int, int] | None
             continue
         needed, found = (".".join(map(str, each)) for each in (stored.multiplies, capability))
         message = f"{stored.name} needs a GPU of compute capability {needed}; this one has {found}."
-        yield Problem(key, f"{message} {_instead(stored, capability)}")
+        yield Problem(key, f"{message} {instead(stored, capability)}")
 
 
-def _instead(stored: Quantisation, capability: tuple[int, int]) -> str:
+def instead(stored: Quantisation, capability: tuple[int, int] = (0, 0)) -> str:
+    """What to set where products in these bits do not work, on a GPU of a compute capability."""
     if stored.always:
         return f"Use {UNPACKED}."
     can = (name for name, each in QUANTISATIONS.items() if (each.multiplies or (99, 0)) <= capability)

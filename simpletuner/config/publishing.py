@@ -19,7 +19,7 @@ from simpletuner.errors import Problem, did_you_mean
 from simpletuner.redaction import HIDDEN, REFERENCE, hide_secrets
 from simpletuner.s3 import S3Login
 
-KEY = "publishing_config"
+PUBLISHING_CONFIG = "publishing_config"
 PROVIDERS = {"s3-compatible": "s3", "b2": "backblaze_b2"}
 ELSEWHERE = ("azure_blob", "azure", "dropbox")
 PLACEHOLDERS = ("local_checkpoint_path", "remote_checkpoint_path", "global_step", "tracker_run_name")
@@ -28,13 +28,13 @@ REPOSITORY = re.compile(r"(?!.*(?:--|\.\.))(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9](?
 KEYS = {"aws_access_key_id": "access_key", "aws_secret_access_key": "secret_key", "request_headers": "headers"}
 
 on_hub = partial(option, requires=when("push_to_hub"))
-uploaded = partial(option, requires=when("push_to_hub", KEY))
+uploaded = partial(option, requires=when("push_to_hub", PUBLISHING_CONFIG))
 
 
 def parse_stores(value: object) -> object:
     """The list of stores, with one name for each key and provider."""
-    value = parse_objects(KEY, value)
-    hide_secrets({KEY: value})
+    value = parse_objects(PUBLISHING_CONFIG, value)
+    hide_secrets({PUBLISHING_CONFIG: value})
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
@@ -147,7 +147,7 @@ def check_publishing(publish: PublishConfig, project: str) -> Iterator[Problem]:
     if publish.push_to_hub:
         yield from _check_hub(publish.hub_model_id, project)
     for store in publish.stores[:1]:
-        yield from check_installed(BOTO3, KEY, store.provider)
+        yield from check_installed(BOTO3, PUBLISHING_CONFIG, store.provider)
     scripts = {
         "post_checkpoint_script": publish.post_checkpoint_script,
         "post_upload_script": publish.post_upload_script,
@@ -161,7 +161,7 @@ def check_typed(publish: PublishConfig) -> Iterator[Problem]:
     """Keys of stores that were given on the command line: `simpletuner publish` cannot find them again."""
     if any(store.secret_key or store.session_token or store.headers for store in publish.stores):
         message = "its keys are not recorded: simpletuner publish finds those in a config file, not on a command line."
-        yield Problem(KEY, message, fatal=False)
+        yield Problem(PUBLISHING_CONFIG, message, fatal=False)
 
 
 def _check_hub(name: str | None, project: str) -> Iterator[Problem]:

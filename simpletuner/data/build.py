@@ -130,16 +130,13 @@ class _Builder:
         names = self.folder(dataset.config).usable
         for partners in dataset.partners:
             self.problems.extend(_check_partners(dataset, partners, names))
-        outcomes = [outcome_of(name, dataset, captions) for name in names]
-        return replace(
-            dataset,
-            samples=tuple(outcome for outcome in outcomes if isinstance(outcome, Sample)),
-            rejected=(
-                *dataset.rejected,
-                *_unused_captions(dataset.config, captions),
-                *(outcome for outcome in outcomes if isinstance(outcome, Rejected)),
-            ),
-        )
+        samples, rejected = list[Sample](), [*dataset.rejected, *_unused_captions(dataset.config, captions)]
+        for name in names:
+            try:
+                samples.append(_sample(name, dataset, captions))
+            except LeftOutError as error:
+                rejected.append(Rejected(dataset.id, name, error.reason, str(error)))
+        return replace(dataset, samples=tuple(samples), rejected=tuple(rejected))
 
     def _read_masks(self, dataset: Dataset) -> Dataset:
         """Look at every mask as it is trained, unless the index has the result; damaged ones leave their pair out."""
@@ -167,8 +164,7 @@ class _Builder:
     def conditioning_datasets(self, datasets: Sequence[Dataset]) -> list[Dataset]:
         """A dataset of the partners in use for each conditioning entry, so that its files are listed too."""
         samples = [sample for dataset in datasets for sample in dataset.samples]
-        used = [sample.partner for sample in samples if sample.partner]
-        used += [sample.mask for sample in samples if sample.mask]
+        used = [partner for sample in samples for partner in (sample.partner, sample.mask) if partner]
         partners = [self.partners.get(entry.id) for entry in self.entries]
         built = [_in_use(each, self.folder(each.config).usable, used) for each in partners if each is not None]
         for dataset in built:
@@ -177,21 +173,12 @@ class _Builder:
         return built
 
 
-def outcome_of(name: str, dataset: Dataset, captions: CaptionSource) -> Sample | Rejected:
-    """The sample of a picture or clip, or why it is left out.
-
-    Args:
-        name: path below the dataset's folder.
-        dataset: for its rules; its samples are not read.
-        captions: where its captions come from.
-    """
-    try:
-        return _sample(name, dataset, captions)
-    except LeftOutError as error:
-        return Rejected(dataset.id, name, error.reason, str(error))
-
-
 def _sample(name: str, dataset: Dataset, captions: CaptionSource) -> Sample:
+    """The sample of a picture or clip; of the dataset, samples are not read.
+
+    Raises:
+        LeftOutError: it has none.
+    """
     for partners in dataset.partners:
         paired = partners.facts_for(name)
         if paired is None:
@@ -200,8 +187,7 @@ def _sample(name: str, dataset: Dataset, captions: CaptionSource) -> Sample:
             raise LeftOutError("partner unusable", f"its partner {partners.name_for(name)} {paired.problem}")
     if dataset.config.metadata_backend == "parquet" and name not in captions.table:
         raise LeftOutError("not in the table", "is not in the table")
-    facts, clips = dataset.facts[name], dataset.clips
-    clip = clips.read(facts.clip) if clips and facts.clip else None
+    facts, clips, clip = dataset.facts[name], dataset.clips, dataset.clip_for(name)
     frames = clips.frames_of(clip) if clips and clip else 1
     geometry, partner = dataset.place(name, facts.picture_size, epoch=1, frames=frames)
     sample = Sample(
@@ -276,8 +262,7 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
 def _check_speed(dataset: Dataset, model_rate: float | None) -> list[Problem]:
     if dataset.clips is None or model_rate is None:
         return []
-    facts = {sample.name: dataset.facts[sample.name].clip for sample in dataset.samples}
-    clips = {name: clip for name, clip in facts.items() if clip is not None}
+    clips = {sample.name: clip for sample in dataset.samples if (clip := dataset.facts[sample.name].clip)}
     return check_frame_rate(f"{dataset.id}.video.frame_rate", dataset.clips, clips, model_rate)
 
 
@@ -287,14 +272,8 @@ def _in_use(partners: Dataset, names: Sequence[str], used: Sequence[Sample]) -> 
     taken = {sample.name for sample in samples.values()}
     problems = {name: partners.facts[name].problem for name in names}
     detail = "is not the partner of any trained picture"
-    rejected = [
-        Rejected(partners.id, name, "no source picture", detail)
-        for name, problem in problems.items()
-        if problem is None and name not in taken
-    ]
+    idle = [name for name, problem in problems.items() if problem is None and name not in taken]
+    rejected = [Rejected(partners.id, name, "no source picture", detail) for name in idle]
     rejected += [Rejected(partners.id, name, "damaged", problem) for name, problem in problems.items() if problem]
-    return replace(
-        partners,
-        samples=tuple(sorted(samples.values(), key=lambda sample: sample.name)),
-        rejected=(*partners.rejected, *rejected),
-    )
+    ordered = sorted(samples.values(), key=lambda sample: sample.name)
+    return replace(partners, samples=tuple(ordered), rejected=(*partners.rejected, *rejected))

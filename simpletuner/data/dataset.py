@@ -135,9 +135,14 @@ class Dataset:
     @property
     def white(self) -> dict[str, float]:
         """The share of each mask that is white where it is trained, by the name of the mask."""
-        names = [sample.mask.name for sample in self.samples if sample.mask]
         facts = self.masks.facts if self.masks else {}
-        return {name: found[1] for name in names if (found := facts[name].white)}
+        used = {sample.mask.name: facts[sample.mask.name].white for sample in self.samples if sample.mask}
+        return {name: white[1] for name, white in used.items() if white}
+
+    def clip_for(self, name: str) -> ClipFacts | None:
+        """Facts of a clip, as it is read for training; None for pictures."""
+        clip = self.facts[name].clip
+        return self.clips.read(clip) if self.clips and clip else None
 
     @property
     def batch_size(self) -> int:
@@ -211,10 +216,11 @@ class Dataset:
 
     def used(self, sample: Sample) -> LedgerEntry:
         """The line of a sample."""
+        read_as = f"counts as {' and '.join(sample.read_as)}" if sample.clip and sample.read_as else ""
         return LedgerEntry(
             self.id,
             sample.name,
-            note=self._note(sample) if self.origins or sample.clip else "",
+            note=", ".join(filter(None, (self.origins.get(sample.name), read_as))),
             original_size=sample.original_size,
             geometry=sample.geometry,
             captions=len(sample.captions),
@@ -230,10 +236,6 @@ class Dataset:
         """The number of samples by the size that they are trained at, as text."""
         found = Counter((each.geometry.bucket, each.geometry.size, each.frames) for each in self.samples)
         return {size_text(*kind): count for kind, count in found.items()}
-
-    def _note(self, sample: Sample) -> str:
-        read_as = f"counts as {' and '.join(sample.read_as)}" if sample.read_as else ""
-        return ", ".join(filter(None, (self.origins.get(sample.name), read_as)))
 
     def counts(self) -> Counter[str]:
         """Number of rejected files, by reason."""
@@ -273,8 +275,7 @@ class DatasetFile:
     @property
     def clip(self) -> ClipFacts | None:
         """Facts of a clip, as it is read for training; None for pictures."""
-        facts, rules = self.dataset.facts[self.name].clip, self.dataset.clips
-        return rules.read(facts) if rules and facts else None
+        return self.dataset.clip_for(self.name)
 
     @property
     def seconds(self) -> float | None:
@@ -309,14 +310,15 @@ def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str
     """
     reduced = []
     for dataset in datasets:
-        own = {name: problem for (owner, name), problem in damaged.items() if owner == dataset.id}
-        halves = {
-            sample.name: f"its partner {sample.partner.name} {damaged[sample.partner.dataset_id, sample.partner.name]}"
-            for sample in dataset.samples
-            if sample.partner and (sample.partner.dataset_id, sample.partner.name) in damaged
+        unusable = {name: problem for (owner, name), problem in damaged.items() if owner == dataset.id}
+        whole = dataset.without(unusable)
+        partners = {sample.name: sample.partner for sample in whole.samples if sample.partner}
+        single = {
+            name: f"its partner {partner.name} {damaged[partner.dataset_id, partner.name]}"
+            for name, partner in partners.items()
+            if (partner.dataset_id, partner.name) in damaged
         }
-        single = {name: problem for name, problem in halves.items() if name not in own}
-        reduced.append(dataset.without(own).without(single, "partner unusable"))
+        reduced.append(whole.without(single, "partner unusable"))
     return reduced
 
 

@@ -12,6 +12,7 @@ import stat
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -261,13 +262,11 @@ def inspect_files(
 
 def _facts_of(path: str, known: FileFacts | None) -> FileFacts:
     if known is not None:
-        try:
+        with suppress(OSError):  # reading the file says why
             status = os.stat(path)  # noqa: PTH116 - pathlib takes three times as long
-        except OSError:  # reading the file says why
-            return _inspect(Path(path))
-        same = (status.st_size, status.st_mtime_ns) == (known.size, known.mtime_ns)
-        if same and stat.S_ISREG(status.st_mode):
-            return known
+            same = (status.st_size, status.st_mtime_ns) == (known.size, known.mtime_ns)
+            if same and stat.S_ISREG(status.st_mode):
+                return known
     return _inspect(Path(path))
 
 
@@ -360,29 +359,27 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
     known = load_index(Path(config.cache_dir_vae or ""), root)
     if listing is None:
         listing = scan(root, wanted_suffixes(config, context)) if is_readable(root) else Scan()
-    rejected = [Rejected(config.id, name, *why) for name, why in listing.ignored.items()]
-    names, listed = list(listing.files), frozenset(listing.files)
-    skipped = config.skip_file_discovery or ()
-    if known and (config.preserve_data_backend_cache or "metadata" in skipped or "aspect" in skipped):
+    left_out = {**listing.ignored}
+    if known and (config.preserve_data_backend_cache or {"metadata", "aspect"} & {*(config.skip_file_discovery or ())}):
         detail = "was added after the list of files was made, and that list is kept"
-        rejected += [Rejected(config.id, name, "not chosen", detail) for name in names if name not in known]
-        names = [name for name in names if name in known]
+        left_out |= {name: ("not chosen", detail) for name in listing.files if name not in known}
+    names = [name for name in listing.files if name not in left_out]
     facts = inspect_files(root, names, known, workers=context.caching.max_workers)
     # A damaged file may have been moved to quarantine, so only undamaged ones are reported as gone.
-    lost = {name: fact for name, fact in known.items() if name not in listed and fact.problem is None}
+    lost = {name: known[name] for name in known.keys() - {*listing.files} if known[name].problem is None}
     if context.defaults.ignore_missing_files:
         facts |= lost
     else:
-        rejected += [Rejected(config.id, name, "gone", "was here in the last run and is gone") for name in lost]
+        left_out |= {name: ("gone", "was here in the last run and is gone") for name in known if name in lost}
     damaged = {name: fact for name, fact in facts.items() if fact.problem is not None}
     for name, fact in damaged.items():
-        rejected.append(Rejected(config.id, name, "damaged" if fact.content else "unreadable", fact.problem or ""))
+        left_out[name] = "damaged" if fact.content else "unreadable", fact.problem or ""
     return Folder(
-        root=root,
+        root,
         facts={name: facts[name] for name in sorted(facts.keys() - damaged)} | damaged,
         listing=listing,
         gone=frozenset(lost.keys() & facts.keys()),
-        rejected=tuple(rejected),
+        rejected=tuple(Rejected(config.id, name, *why) for name, why in left_out.items()),
         indexed=known,
     )
 

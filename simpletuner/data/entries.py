@@ -60,10 +60,10 @@ def check_dataset_file(
         yield from _check_entry(entry, context)
         yield from check_source(entry.id, entry.type, {key: getattr(config, key) for key in config.model_fields_set})
     with_files = [entry for entry in entries if holds_files(entry)]
-    yield from _check_folders(with_files, context)
-    yield from _check_caches(with_files, [entry for entry in entries if entry.is_text_embeds], context)
-    yield from _check_start([entry for entry in entries if entry.is_trained])
     texts = [entry for entry in entries if entry.is_text_embeds]
+    yield from _check_folders(with_files, context)
+    yield from _check_caches(with_files, texts, context)
+    yield from _check_start([entry for entry in entries if entry.is_trained])
     if len(texts) > 1 and not any(entry.default for entry in texts):
         message = f"no text_embeds entry is the default; the first, {texts[0].id}, is used."
         yield Problem("default", message, fatal=False)
@@ -85,8 +85,8 @@ def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Proble
         message = "belongs in a text_embeds entry; here it would have no effect."
         yield Problem(f"{config.id}.caption_filter_list", message)
     if not config.is_conditioning:
-        yield from _check_captions(config)
-        yield from _check_window(config)
+        broken = [*_caption_rules(config), *_window_rules(config)]
+        yield from (Problem(f"{config.id}.{key}", message) for is_broken, key, message in broken if is_broken)
 
 
 def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem]:
@@ -104,56 +104,50 @@ def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem
         yield Problem(f"{config.id}.instance_data_dir", "is required: the folder of the pictures or clips.")
 
 
-def _check_captions(config: DatasetConfig) -> Iterator[Problem]:
-    strategy, backend = config.caption_strategy, config.metadata_backend
-    if backend == "huggingface" and config.type != "huggingface":
-        yield Problem(f"{config.id}.metadata_backend", "'huggingface' needs type huggingface.")
-    if backend == "parquet" and config.parquet is None:
-        yield Problem(f"{config.id}.metadata_backend", "'parquet' needs the object parquet with the path of the table.")
-    if strategy == "parquet" and backend != "parquet":
-        yield Problem(f"{config.id}.caption_strategy", "'parquet' needs metadata_backend parquet.")
-    allowed = (config.type, *FIXED_PROMPTS)
-    if config.type in ("csv", "huggingface") and (strategy not in allowed or backend == "parquet"):
-        message = f"{config.type!r} has captions in a column: caption_strategy {config.type} or instanceprompt."
-        yield Problem(f"{config.id}.type", message)
-    elif strategy in ("csv", "huggingface") and config.type != strategy:
-        yield Problem(f"{config.id}.caption_strategy", f"{strategy!r} needs type {strategy}.")
-    if config.instance_prompt:
-        return
-    if strategy in FIXED_PROMPTS:
-        yield Problem(f"{config.id}.caption_strategy", f"{strategy!r} needs instance_prompt.")
+Rules = Iterator[tuple[bool, str, str]]  # whether it is broken, the key, the message
+
+
+def _caption_rules(config: DatasetConfig) -> Rules:
+    strategy, backend, parquet = config.caption_strategy, config.metadata_backend, config.parquet
+    has_column = config.type in ("csv", "huggingface")
+    wrong_column = has_column and (strategy not in (config.type, *FIXED_PROMPTS) or backend == "parquet")
+    foreign_column = not wrong_column and strategy in ("csv", "huggingface") and config.type != strategy
+    wrong_backend, no_prompt = backend == "huggingface" and config.type != "huggingface", not config.instance_prompt
+    column = f"{config.type!r} has captions in a column: caption_strategy {config.type} or instanceprompt."
+    table = "'parquet' needs the object parquet with the path of the table."
+    yield wrong_backend, "metadata_backend", "'huggingface' needs type huggingface."
+    yield backend == "parquet" and parquet is None, "metadata_backend", table
+    yield strategy == "parquet" != backend, "caption_strategy", "'parquet' needs metadata_backend parquet."
+    yield wrong_column, "type", column
+    yield foreign_column, "caption_strategy", f"{strategy!r} needs type {strategy}."
+    yield no_prompt and strategy in FIXED_PROMPTS, "caption_strategy", f"{strategy!r} needs instance_prompt."
     for key in ("prepend_instance_prompt", "only_instance_prompt"):
-        if getattr(config, key):
-            yield Problem(f"{config.id}.{key}", "needs instance_prompt.")
+        yield no_prompt and bool(getattr(config, key)), key, "needs instance_prompt."
 
 
-def _check_window(config: DatasetConfig) -> Iterator[Problem]:
+def _window_rules(config: DatasetConfig) -> Rules:
     windows = (("epoch", config.start_epoch, config.end_epoch), ("step", config.start_step, config.end_step))
     for unit, start, end in windows:
-        if end is not None and end < start:
-            message = f"{end} is before start_{unit} {start}: the dataset would never take part."
-            yield Problem(f"{config.id}.end_{unit}", message)
+        message = f"{end} is before start_{unit} {start}: the dataset would never take part."
+        yield end is not None and end < start, f"end_{unit}", message
 
 
 def _check_folders(configs: Sequence[DatasetConfig], context: DataContext) -> Iterator[Problem]:
     """Folders must exist, unless an index may stand in for them, and not contain the previews, which are pictures."""
-    local = [(config, config.instance_data_dir) for config in configs if config.type == "local"]
-    named = [(config, folder) for config, folder in local if folder]
-    gone = [(config, folder) for config, folder in named if not is_readable(Path(folder))]
-    if context.defaults.ignore_missing_files:
-        gone = [
-            (config, folder)
-            for config, folder in gone
-            if not load_index(Path(config.cache_dir_vae or ""), Path(folder))
-        ]
-    if gone:
-        missing = "; ".join(f"{config.id}: {folder!r}" for config, folder in gone)
+    local = [config for config in configs if config.type == "local" and config.instance_data_dir]
+    named = [(config, Path(config.instance_data_dir or "")) for config in local]
+    missing = []
+    for config, folder in named:
+        latents = Path(config.cache_dir_vae or "")
+        if not is_readable(folder) and not (context.defaults.ignore_missing_files and load_index(latents, folder)):
+            missing.append(f"{config.id}: {str(folder)!r}")
+    if missing:
         hint = "paths are relative to the working directory"
-        message = f"these folders do not exist or cannot be listed ({hint}): {missing}."
+        message = f"these folders do not exist or cannot be listed ({hint}): {'; '.join(missing)}."
         yield Problem("instance_data_dir", message)
     for config, folder in named:
-        if context.output_dir.resolve().is_relative_to(Path(folder).resolve()):
-            message = f"{folder!r} contains output_dir ({str(context.output_dir)!r}): previews would be trained."
+        if context.output_dir.resolve().is_relative_to(folder.resolve()):
+            message = f"{str(folder)!r} contains output_dir ({str(context.output_dir)!r}): previews would be trained."
             yield Problem(f"{config.id}.instance_data_dir", message)
 
 
@@ -194,22 +188,20 @@ def link_partners(
     configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]
 ) -> dict[str, list[DatasetConfig]]:
     """The conditioning entries that each dataset is paired with and that the flavour can use."""
-    conditioning = {config.id: config for config in configs if config.is_conditioning and holds_files(config)}
+    conditioning = {config.id: config for config in configs if config.is_conditioning}
     links: dict[str, list[DatasetConfig]] = {}
     linked: set[str] = set()
-    for config in configs:
-        if not holds_files(config) or config.is_conditioning:
-            continue
+    for config in (config for config in configs if holds_files(config) and not config.is_conditioning):
         belonging = [entry.id for entry in conditioning.values() if entry.source_dataset_id == config.id]
-        names = list(dict.fromkeys([*(config.conditioning_data or []), *belonging]))
+        names = dict.fromkeys([*(config.conditioning_data or []), *belonging])
         linked.update(names)
         entries = [conditioning[name] for name in names if name in conditioning]
-        problems.extend(problem for entry in entries for problem in _check_link(entry, config, context))
         links[config.id] = [entry for entry in entries if _is_usable(entry, context)]
+        for entry in entries:
+            problems.extend(_check_link(entry, config, context))
         problems.extend(_check_partners(config, links[config.id], context))
-    for name in conditioning.keys() - linked:
-        message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
-        problems.append(Problem(name, message, fatal=False))
+    message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
+    problems.extend(Problem(name, message, fatal=False) for name in conditioning if name not in linked)
     return links
 
 

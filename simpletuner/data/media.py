@@ -28,30 +28,16 @@ from simpletuner.data.files import LARGEST_PICTURE, MediaError, UnreadableError,
 for plugin in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "WebP"):
     importlib.import_module(f"PIL.{plugin}ImagePlugin")
 
-# First bytes of a file, and the name of Pillow's reader for it.
-MAGIC = (
-    (b"\xff\xd8\xff", "JPEG"),
-    (b"\x89PNG\r\n\x1a\n", "PNG"),
-    (b"BM", "BMP"),
-    (b"II*\0", "TIFF"),
-    (b"MM\0*", "TIFF"),
-    (b"II+\0", "TIFF"),
-    (b"MM\0+", "TIFF"),
-    (b"GIF87a", "GIF"),
-    (b"GIF89a", "GIF"),
-)
+# First bytes of files, by the name of Pillow's reader for them.
+MAGIC = {
+    "JPEG": (b"\xff\xd8\xff",),
+    "PNG": (b"\x89PNG\r\n\x1a\n",),
+    "BMP": (b"BM",),
+    "TIFF": (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
+    "GIF": (b"GIF87a", b"GIF89a"),
+}
 # Brands of the container that AVIF and HEIC share; mif1 and msf1 stand for either, and further brands say which.
 AVIF_BRANDS, HEIF_BRANDS = (b"avif", b"avis"), (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")
-SUFFIXES = {
-    "JPEG": ".jpg",
-    "PNG": ".png",
-    "WEBP": ".webp",
-    "BMP": ".bmp",
-    "TIFF": ".tif",
-    "GIF": ".gif",
-    "AVIF": ".avif",
-    "HEIF": ".heic",
-}
 
 # Chunks that affect what is shown; a damaged comment does no harm.
 PNG_SHOWN = frozenset({b"IHDR", b"PLTE", b"IDAT", b"tRNS", b"eXIf"})
@@ -72,7 +58,7 @@ def sniff(head: bytes) -> str:
     """
     if not head:
         raise MediaError("is empty")
-    for magic, kind in MAGIC:
+    for kind, magic in MAGIC.items():
         if head.startswith(magic):
             return kind
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
@@ -109,8 +95,8 @@ def check_complete(file: BinaryIO, kind: str, size: int) -> None:
     Raises:
         MediaError: the end is missing, or a checksum does not match.
     """
-    checks = {"JPEG": _jpeg_end, "PNG": _png_end}
-    if kind in checks and not checks[kind](file, size):
+    check = {"JPEG": _jpeg_end, "PNG": _png_end}.get(kind)
+    if check is not None and not check(file, size):
         raise MediaError(f"is truncated: the {kind} data ends too early")
 
 
@@ -198,15 +184,9 @@ DAMAGE = (
 )
 
 SIDEWAYS = frozenset({5, 6, 7, 8})
-UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+# By the EXIF orientation.
+TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+UPRIGHT = {orientation: Image.Transpose[name] for orientation, name in enumerate(TURNS, 2)}
 
 
 def probe(source: Path | bytes) -> tuple[int, int]:

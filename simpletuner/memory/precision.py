@@ -1,11 +1,28 @@
-"""Dtypes by their config names, and quantised frozen linear layers.
+"""Dtypes by their config names, quantised frozen linear layers, and products in the bits of their weights (W8A8).
 
 A library computes levels and scales once, when weights are loaded. Plain buffers of `QuantisedLinear` store them, so
 they can be moved, streamed, compiled and saved like any tensor.
+
+With the weight W[n, k] = s[n] · L[n, k], levels L in int8 or float8 (e4m3) and a scale per output channel:
+
+    forward          x[m, k] ≈ a[m] · X[m, k]            y[m, n] = a[m] · s[n] · Σ_k X[m, k] · L[n, k]
+    input gradient   g[m, n] · s[n] ≈ b[m] · G[m, n]     dx[m, k] = b[m] · Σ_n G[m, n] · L[n, k]
+
+a and b are the largest absolute values of a row (a token), divided by the largest level. In the backward pass the
+weight's scale lies along the sum and cannot be taken out of it, so it is folded into the gradient before that is
+quantised: apart from the rounding of x and g · s, both products are exactly those of the unpacked weight. int8 sums
+are exact in int32 for rows of up to 133,000 numbers.
+
+Own code rather than torchao's: its float8 and int8 training keep the weight in bf16 and quantise it anew for each
+product and axis, `Int8QuantizedTrainingLinearWeight` unpacks it for the input gradient, and the inference tensors have
+no quantised backward pass. As in its row-wise recipe, gradients are e4m3, too: scales per row leave e5m2's wider range
+unused.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +33,59 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from simpletuner.config.precision import Quantisation
+from simpletuner.config.precision import UNPACKED, Quantisation, check_capability, instead, multiplied
+from simpletuner.config.schema import PrecisionConfig
+from simpletuner.errors import ConfigError, Problem, shorten
 from simpletuner.memory.heap import trim_heap
-from simpletuner.memory.rounding import can_multiply, multiply
+from simpletuner.models.blocks import DEVICE_FAILURES
+
+# `torch._int_mm` needs more rows than this on a GPU; on any device, fewer rows use the unpacked weight.
+FEW = 16
+# Both operations need sizes that are multiples of 8 or 16.
+MULTIPLE = 16
+TINY = torch.finfo(torch.float32).tiny
+
+
+def round_rows(rows: Tensor, fold: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows M K, times a scale per column if there is one, as levels of a dtype and their scales, float32 M 1."""
+    largest = 127.0 if dtype is torch.int8 else torch.finfo(dtype).max
+    folded = rows if fold is None else rows * fold
+    norm = torch.linalg.vector_norm(folded, math.inf, -1, keepdim=True, dtype=torch.float32)
+    scale = norm.div_(largest).clamp_min_(TINY)
+    exact = rows / scale if fold is None else folded.div_(scale)  # float32 for bf16 rows too, without a copy of them
+    return (exact.round_() if dtype is torch.int8 else exact).to(dtype).contiguous(), scale
+
+
+def multiply(rows: Tensor, levels: Tensor, *, fold: Tensor | None = None, columns: Tensor | None = None) -> Tensor:
+    """Rounded rows times levels: M N, in the dtype of `rows`.
+
+    Args:
+        rows: M K.
+        levels: K N, column-major as the kernels on a GPU want it.
+        fold: float32 1 K, multiplied to the rows before rounding.
+        columns: float32 1 N, multiplied to the result.
+    """
+    rounded, scale = round_rows(rows, fold, levels.dtype)
+    if levels.dtype is torch.int8:
+        sums = torch._int_mm(rounded, levels)
+        out = torch.empty_like(sums, dtype=rows.dtype)  # the last product rounds to it, without a float32 copy
+        return torch.mul(sums, scale, out=out) if columns is None else torch.mul(sums * scale, columns, out=out)
+    if columns is None:
+        columns = scale.new_ones((1, levels.shape[1]))
+    # Kernels with scales per row write bf16 only; on a CPU torch 2.11 has none.
+    if rows.device.type == "cpu":
+        out = (rounded.float() @ levels.float()).mul_(scale).mul_(columns).bfloat16()
+    else:
+        # Fast accumulation in tensor-core registers has fewer bits on Ada and Hopper; gradients use all bits.
+        quick, dtype = fold is None, torch.bfloat16
+        out = torch._scaled_mm(rounded, levels, scale, columns, out_dtype=dtype, use_fast_accum=quick)
+    return out.to(rows.dtype)
+
+
+def can_multiply(rows: Tensor, levels: Tensor) -> bool:
+    """Whether the operations on a GPU take rows (..., K) and levels of these sizes."""
+    return math.prod(rows.shape[:-1]) > FEW and not any(side % MULTIPLE for side in levels.shape)
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Weights that share a scale below 8 bits: the first size that divides the row.
@@ -307,3 +374,57 @@ def _quantise_together(model: nn.Module, names: list[str], quantisation: Quantis
         packed = {key: tensor.to(home).contiguous() for key, tensor in tensors.items()}
         owner, _, attribute = name.rpartition(".")
         model.get_submodule(owner).register_module(attribute, QuantisedLinear(layer, (form, packed)))
+
+
+logger = logging.getLogger(__name__)
+
+
+def check_device(config: PrecisionConfig, device: torch.device) -> None:
+    """Check that the device has the operations; a CPU has them, slowly.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    asked = multiplied(config)
+    if not asked or device.type == "cpu":
+        return
+    if device.type != "cuda" or torch.version.hip:
+        name = "ROCm" if device.type == "cuda" else device.type
+        values = {key: UNPACKED if stored.always else "false" for key, stored in asked.items()}
+        message = "needs an NVIDIA GPU, not {}; set it to {}."
+        raise ConfigError([Problem(key, message.format(name, value)) for key, value in values.items()])
+    if problems := [*check_capability(config, torch.cuda.get_device_capability(device))]:
+        raise ConfigError(problems)
+    refused = [
+        Problem(key, f"{stored.name} {why}") for key, stored in asked.items() if (why := refusal(stored, device))
+    ]
+    if refused:
+        raise ConfigError(refused)
+
+
+def refusal(stored: Quantisation, device: torch.device) -> str:
+    """Why a small product of such weights fails on a device, empty if it works.
+
+    The compute capability does not tell: torch 2.10 refuses fp8 with scales per row on 12.0 (pytorch #192707).
+    """
+    dtype = torch.float8_e4m3fn if "float8" in stored.kind else torch.int8
+    levels = torch.zeros(2 * MULTIPLE, 2 * MULTIPLE, dtype=dtype, device=device).t()
+    try:
+        multiply(torch.zeros(2 * MULTIPLE, 2 * MULTIPLE, dtype=torch.bfloat16, device=device), levels)
+    except DEVICE_FAILURES:
+        raise
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        return f"cannot be multiplied by this torch on this GPU ({reason}). {instead(stored)}"
+    return ""
+
+
+def use_quantised_products(model: nn.Module) -> None:
+    """Let the quantised layers of a model multiply in their own bits, except for those whose sizes do not allow it."""
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, QuantisedLinear)}
+    odd = [name for name, each in layers.items() if each.in_features % MULTIPLE or each.out_features % MULTIPLE]
+    for name in layers.keys() - set(odd):
+        layers[name].form = QuantisedProducts()
+    if odd:
+        message = "quantized_matmul: %s are multiplied unpacked, since their sizes are no multiples of %d."
+        logger.info(message, shorten(odd), MULTIPLE)

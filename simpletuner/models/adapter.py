@@ -191,12 +191,23 @@ class PreviewRequest:
     between_steps: Callable[[], None] = lambda: None
     watch: Callable[[int, float, float, Tensor], None] | None = None
 
-    def on_step_end(self, z_of: Callable[[Tensor], Tensor]) -> Callable[..., dict[str, Any]]:
-        """A `callback_on_step_end` for diffusers' pipelines, which changes no tensor.
+    def inputs(self, z_of: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Arguments that the calls of all stock pipelines take.
 
         Args:
             z_of: the pipeline's latents -> z.
         """
+        return {
+            "height": self.height,
+            "width": self.width,
+            "num_inference_steps": self.num_inference_steps,
+            "guidance_scale": self.guidance_scale,
+            "generator": torch.Generator(self.seed_device).manual_seed(self.seed),
+            "callback_on_step_end": self._on_step_end(z_of),
+        }
+
+    def _on_step_end(self, z_of: Callable[[Tensor], Tensor]) -> Callable[..., dict[str, Any]]:
+        """A `callback_on_step_end` for diffusers' pipelines, which changes no tensor."""
 
         def after_step(pipeline: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             self.between_steps()

@@ -1,5 +1,6 @@
 """Loads models, and lowers the peak memory of VAEs without changing results.
 
+- weights whole, or module by module, so that memory never holds all of them
 - 3D convolutions in slices of time, and the HunyuanVideo VAE's attention without its mask
 - pipelines whose transformer has no weights, to check LoRA files against
 """
@@ -15,6 +16,7 @@ import diffusers
 import torch
 from accelerate import init_empty_weights
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoCausalConv3d, HunyuanVideoMidBlock3D
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from simpletuner.config.schema import CachingConfig
 from simpletuner.errors import UserError, shorten
 from simpletuner.models.float32 import full_float32
-from simpletuner.models.source import Part
+from simpletuner.models.source import ModelSource, Part
 from simpletuner.models.usage import FLOW, SOLVERS
 
 
@@ -131,6 +133,26 @@ def load_vae(vae_class: Any, part: Part, caching: CachingConfig, device: torch.d
     return vae
 
 
+class VaeEncoder:
+    """What the `LatentEncoder`s of all families share: pixels to a posterior, and latents to pixels."""
+
+    def __init__(self, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self.vae, self.device, self.dtype = vae, device, dtype
+
+    def posterior(self, pixels: Tensor) -> Any:
+        """The VAE's distribution of latents."""
+        return self.vae.encode(pixels.to(self.device, self.dtype)).latent_dist
+
+    def pixels(self, latents: Tensor) -> Tensor:
+        """The VAE's pixels in [-1, 1], float32."""
+        pixels: Tensor = self.vae.decode(latents.to(self.device, self.dtype)).sample.float().clamp(-1, 1)
+        return pixels
+
+    def use_less_memory(self) -> bool:
+        """False: there is no such setting."""
+        return False
+
+
 def slice_convolutions(vae: nn.Module, frames: int = 1) -> int:
     """Let the causal convolutions of a HunyuanVideo VAE compute `frames` output frames at a time; returns their number.
 
@@ -227,13 +249,19 @@ def with_solver(scheduler: Any, name: str | None) -> Any:
     return getattr(diffusers, SOLVERS[name])(**settings)
 
 
-def bare_pipeline(pipeline_class: Any, transformer_class: Any, part: Part, text_roles: Sequence[str]) -> Any:
+def stock_pipeline(pipeline_class: Any, source: ModelSource, **parts: Any) -> Any:
+    """A pipeline of diffusers with these parts of a checkpoint, without the others."""
+    pipeline = pipeline_class(**{**dict.fromkeys(source.parts), **parts})
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def bare_pipeline(pipeline_class: Any, transformer_class: Any, source: ModelSource) -> Any:
     """The stock pipeline around a transformer with the right layers but no weights, to load LoRA files into."""
-    settings = transformer_class.load_config(part.fetch())
+    settings = transformer_class.load_config(source["transformer"].fetch())
     with torch.device("meta"):
         transformer = transformer_class.from_config(settings)
-    absent = dict.fromkeys(("vae", "scheduler", *text_roles))
-    return pipeline_class(transformer=share_zero_weights(transformer), **absent)
+    return stock_pipeline(pipeline_class, source, transformer=share_zero_weights(transformer))
 
 
 def share_zero_weights(model: nn.Module) -> nn.Module:
@@ -246,3 +274,67 @@ def share_zero_weights(model: nn.Module) -> nn.Module:
             stand_in = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
             setattr(module, name, nn.Parameter(stand_in, requires_grad=False))
     return model
+
+
+class HollowWeights:
+    """The weights that a hollow transformer lacks, with the values and dtypes of `from_pretrained`.
+
+    A weight with the dtype of the file becomes a view of the mapped file. Its pages are page cache, which the system
+    drops when it needs memory, and they are unmapped with the last view.
+
+    Args:
+        transformer: from `load_transformer(dtype, hollow=True)`; parameters with values are left unchanged.
+        part: location of the weights. Formats other than safetensors are loaded as a whole.
+
+    Raises:
+        UserError: the files lack a weight.
+    """
+
+    def __init__(self, transformer: nn.Module, part: Part, dtype: torch.dtype) -> None:
+        self._model: Any = transformer
+        self._part, self._dtype = part, dtype
+        is_hollow = any(each.is_meta for each in transformer.parameters())
+        self._lacking = list(transformer.state_dict()) if is_hollow else []
+        self._files = part.weight_files() if is_hollow else {}
+        self._whole: dict[str, Tensor] = {}
+        if is_hollow and not self._files:
+            self._whole = load_whole(type(transformer), part, torch_dtype=dtype, low_cpu_mem_usage=True).state_dict()
+        refuse_missing(part, set(self._lacking) - self._files.keys() - self._whole.keys())
+
+    def fill(self, modules: Sequence[nn.Module]) -> None:
+        """Load the missing weights of these modules.
+
+        Raises:
+            UserError: a file cannot be read, or a weight has another shape.
+        """
+        everything = self._model in modules
+        paths = tuple(f"{path}." for path, module in self._model.named_modules() if module in modules)
+        wanted = [name for name in self._lacking if everything or name.startswith(paths)]
+        self._lacking = [name for name in self._lacking if not (everything or name.startswith(paths))]
+        with told_plainly(self._part):
+            for name, tensor in self._read(wanted):
+                self._put(name, tensor)
+
+    def _read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        yield from ((name, self._whole.pop(name)) for name in names if self._whole)
+        # A file is mapped again for each call: one mapping would last until the last module has been read.
+        for path in dict.fromkeys(self._files[name] for name in names if self._files):
+            with safe_open(path, framework="pt") as file:
+                yield from ((name, file.get_tensor(name)) for name in names if self._files[name] == path)
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        path, _, key = name.rpartition(".")
+        module = self._model.get_submodule(path)
+        before: Tensor = getattr(module, key)
+        if before.shape != tensor.shape:
+            raise ValueError(f"{name} is {list(tensor.shape)} in its files and {list(before.shape)} in its config.json")
+        tensor = self._cast(name, tensor).contiguous()
+        is_parameter = isinstance(before, nn.Parameter)
+        setattr(module, key, nn.Parameter(tensor, requires_grad=before.requires_grad) if is_parameter else tensor)
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor in the dtype of the model, or in float32 if the class keeps it so."""
+        if not tensor.is_floating_point():
+            return tensor
+        kept = self._model._keep_in_fp32_modules or ()
+        return tensor.to(torch.float32 if any(word in name.split(".") for word in kept) else self._dtype)

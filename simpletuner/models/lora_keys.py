@@ -114,16 +114,15 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
 def read_shapes(key: str, path: Path, problems: list[Problem]) -> dict[str, tuple[int, ...]]:
     """Names and shapes in the LoRA file of a key; empty, with a problem, if it cannot be used."""
     try:
-        shapes = tensor_shapes(path) if path.is_file() else {}
-        fault = "holds no weights" if path.is_file() else "does not exist"
-        if shapes:
-            status = path.stat()
-            fault = _fault(path, status.st_size, status.st_mtime_ns)
+        if not path.is_file():
+            raise WeightsError("does not exist")
+        shapes, status = tensor_shapes(path), path.stat()
+        if fault := _fault(path, status.st_size, status.st_mtime_ns) if shapes else "holds no weights":
+            raise WeightsError(fault)
+        return shapes
     except WeightsError as error:
-        fault = str(error)
-    if fault:
-        problems.append(Problem(key, f"{str(path)!r} {fault}."))
-    return {} if fault else shapes
+        problems.append(Problem(key, f"{str(path)!r} {error}."))
+        return {}
 
 
 @lru_cache(maxsize=64)
@@ -154,11 +153,9 @@ def _unpaired(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Layers of a LoRA file whose A and B cannot be multiplied, or whose alpha is no single number."""
     layers: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        marker = next(
-            (marker for marker, role in ROLES.items() if marker in name and role in ("A", "B", "alpha")), None
-        )
-        if marker is not None:
-            layers.setdefault(name.partition(marker)[0], {})[ROLES[marker]] = shape
+        for marker, role in ROLES.items():
+            if marker in name and role in ("A", "B", "alpha"):
+                layers.setdefault(name.partition(marker)[0], {})[role] = shape
     wrong = []
     for layer, parts in layers.items():
         down, up, alpha = (parts.get(role, ()) for role in ("A", "B", "alpha"))
@@ -234,17 +231,14 @@ def check_lora_file(key: str, path: Path, modules: Mapping[str, tuple[int, int]]
     owners = {name: module_of(name, list(modules)) for name in shapes if name not in strange}
     foreign = sorted({owner for owner in owners.values() if modules and owner not in modules})
     if foreign:
-        of = len(set(owners.values()))
-        yield Problem(
-            key, f"{len(foreign)} of {of} layers in {str(path)!r} are not in this model ({shorten(foreign, 3)})."
-        )
+        message = f"layers in {str(path)!r} are not in this model ({shorten(foreign, 3)})."
+        yield Problem(key, f"{len(foreign)} of {len(set(owners.values()))} {message}")
     for name in (name for name, owner in owners.items() if owner in modules and role_of(name) in ("A", "B")):
         features = shapes[name][1] if role_of(name) == "A" else shapes[name][0]
         out, into = modules[owners[name]]
         if features != (into if role_of(name) == "A" else out):
-            yield Problem(
-                key, f"{str(path)!r} is for other layers: {owners[name]} has {out}x{into}, {name} {features}."
-            )
+            message = f"is for other layers: {owners[name]} has {out}x{into}, {name} {features}."
+            yield Problem(key, f"{str(path)!r} {message}")
             return
 
 

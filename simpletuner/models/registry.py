@@ -5,21 +5,16 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.spec import FamilySpec
 
 if TYPE_CHECKING:
     from simpletuner.models.adapter import FamilyAdapter
 
-FAMILIES: dict[str, FamilySpec] = {
-    KANDINSKY5_IMAGE.name: KANDINSKY5_IMAGE,
-    KANDINSKY5_VIDEO.name: KANDINSKY5_VIDEO,
-    SANA_VIDEO.name: SANA_VIDEO,
-}
+FAMILIES: dict[str, FamilySpec] = {spec.name: spec for spec in (KANDINSKY5_IMAGE, KANDINSKY5_VIDEO, SANA_VIDEO)}
 # Keys of datasets that only some families read.
-FAMILY_DATASET_KEYS = frozenset(key for spec in FAMILIES.values() for key in spec.dataset_keys)
+FAMILY_DATASET_KEYS = frozenset(key for spec in FAMILIES.values() for key in spec.words.dataset_keys)
 
 
 def canonical_family_name(name: str) -> str:

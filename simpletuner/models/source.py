@@ -6,9 +6,12 @@ A part is in a local folder or in a repository of the Hugging Face hub.
 from __future__ import annotations
 
 import json
+import pickle
 import re
+import zipfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,11 +20,11 @@ from typing import Any
 from simpletuner.config.load import RunConfig
 from simpletuner.errors import Problem, UserError, shorten
 from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, read_header
-from simpletuner.models.pickled import pickled_shapes
 from simpletuner.models.spec import FamilySpec, Flavour
 
 INDEX_SUFFIX = ".safetensors.index.json"
 DIFFUSERS_WEIGHTS = "diffusion_pytorch_model"
+MODEL_KEY, VAE_KEY = "pretrained_model_name_or_path", "pretrained_vae_model_name_or_path"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
 
@@ -69,35 +72,32 @@ def _header(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
 
 def find_fault(folder: Path) -> str | None:
     """The fault of a model folder that has a config.json; None if its weights are complete."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
+    if read_object(folder / "config.json") is None:
         return "config.json cannot be read"
     files = [path for path in sorted(folder.iterdir()) if path.suffix in WEIGHT_SUFFIXES]
     if not files:
         return "there are no weights in it"
     for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")):
-        missing = _missing_shards(index)
-        if missing:
-            return missing
-    for path in files:
+        shards = (read_object(index) or {}).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+            return f"{index.name} cannot be read"
+        if absent := sorted({shard for shard in shards.values() if not (folder / shard).is_file()}):
+            return f"it lacks {', '.join(absent)}"
+    for path in (path for path in files if path.suffix == ".safetensors"):
         try:
-            if path.suffix == ".safetensors":
-                tensor_shapes(path)
+            tensor_shapes(path)
         except WeightsError as error:
             return f"{path.name} {error}"
     return None
 
 
-def _missing_shards(index: Path) -> str | None:
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if it holds none."""
     try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        absent = sorted(shard for shard in shards if not (index.parent / shard).is_file())
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return f"{index.name} cannot be read"
-    return f"it lacks {', '.join(absent)}" if absent else None
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{0,95}[\w]", re.ASCII)
@@ -164,20 +164,15 @@ class Part:
 
     def read_config(self) -> dict[str, Any] | None:
         """The config.json of a model or scheduler; None if it is not on this machine."""
-        folder = self.local_folder()
-        path = folder / ("scheduler_config.json" if self.role == "scheduler" else "config.json") if folder else None
-        if path is None or not path.is_file():
-            return None
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))  # `fault` has read it
-        return content
+        folder, name = self.local_folder(), "scheduler_config.json" if self.role == "scheduler" else "config.json"
+        return read_object(folder / name) if folder else None
 
     def tokens(self) -> int | None:
         """The number of tokens of a tokenizer; None if it has no tokenizer.json on this machine."""
         folder = self.local_folder()
-        path = folder / "tokenizer.json" if folder else None
-        if path is None or not path.is_file():
+        content = read_object(folder / "tokenizer.json") if folder else None
+        if content is None:
             return None
-        content = json.loads(path.read_text(encoding="utf-8"))  # `fault` has read it
         return max(len(content["model"]["vocab"]), *(token["id"] + 1 for token in content["added_tokens"]), 0)
 
     def _has_variant(self, path: Path) -> bool:
@@ -191,25 +186,24 @@ class Part:
             return f"its weights have no variant {self.variant!r}"
         return None
 
-    @property
-    def _wanted(self) -> list[str]:
-        """Its files in the repository, without the older formats that single-model repositories also contain."""
-        return [f"{self.folder}/*"] if self.folder else ["*.json", "*.safetensors"]
-
     def _snapshot(self) -> Path | None:
         """The repository's folder in the hub's cache, or None."""
-        from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        if not HUB_ID.fullmatch(self.location):
-            return None
-        try:
-            path = snapshot_download(
-                self.location, revision=self.revision, allow_patterns=self._wanted, local_files_only=True
+        with suppress(LocalEntryNotFoundError):
+            return self._download(local_files_only=True) if HUB_ID.fullmatch(self.location) else None
+        return None
+
+    def _download(self, *, local_files_only: bool = False) -> Path:
+        from huggingface_hub import snapshot_download
+
+        # Its files in the repository, without the older formats that single-model repositories also contain.
+        wanted = [f"{self.folder}/*"] if self.folder else ["*.json", "*.safetensors"]
+        return Path(
+            snapshot_download(
+                self.location, revision=self.revision, allow_patterns=wanted, local_files_only=local_files_only
             )
-            return Path(path)
-        except LocalEntryNotFoundError:
-            return None
+        )
 
     def fetch(self) -> Path:
         """The folder on this machine, downloaded if necessary.
@@ -217,25 +211,21 @@ class Part:
         Raises:
             UserError: the hub has no such repository or part, or cannot be reached.
         """
-        from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-        local = self.local_folder()
-        if local is not None:
+        if local := self.local_folder():
             return local
         if self.is_local:
             raise UserError(f"{self.location!r} has no {self.folder!r} folder with a model in it.")
         try:
-            snapshot = snapshot_download(self.location, revision=self.revision, allow_patterns=self._wanted)
+            folder = self._download() / self.folder
         except RepositoryNotFoundError:
             raise UserError(
                 f"The hub has no model {self.location!r}, or it is private: log in with `hf auth login`."
             ) from None
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise UserError(f"{self.location!r} could not be downloaded: {error}") from error
-        folder = Path(snapshot) / self.folder
-        fault = _fault(folder) or _unreadable(folder)
-        if fault is not None:
+        if fault := _fault(folder) or _unreadable(folder):
             raise UserError(f"{self.location!r} was downloaded, but its part {self.folder!r} cannot be used: {fault}.")
         return folder
 
@@ -255,7 +245,7 @@ class ModelSource:
         for role, component in spec.components.items():
             override = settings[component.override] if component.override else None
             folder = model.pretrained_transformer_subfolder if role == "transformer" else component.folder
-            key = component.override if override and component.override else "pretrained_model_name_or_path"
+            key = component.override if override and component.override else MODEL_KEY
             parts[role] = Part(role, key, override or base, folder, model.revision, model.variant)
         return cls(parts)
 
@@ -303,11 +293,8 @@ def _fault(folder: Path) -> str | None:
 def _unreadable(folder: Path) -> str | None:
     """The fault of the settings files beside a model, or None."""
     for path in filter(Path.is_file, (folder / name for name in SETTINGS)):
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict):
+        content = read_object(path)
+        if content is None:
             return f"{path.name} cannot be read"
         if path.name == "tokenizer.json" and not _is_tokenizer(content):
             return "tokenizer.json holds no vocabulary"
@@ -319,6 +306,27 @@ def _is_tokenizer(content: Mapping[str, Any]) -> bool:
     model, added = content.get("model"), content.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     return isinstance(vocabulary, dict | list) and len(vocabulary) > 0 and isinstance(added, list)
+
+
+def check_classes(
+    source: ModelSource, flavour: Flavour, transformer_class: str, vae_class: str, channel_keys: tuple[str, str]
+) -> Iterator[Problem]:
+    """Whether transformer and VAE have these classes and the same channels; absent parts are not checked.
+
+    Args:
+        channel_keys: of the number of latent channels, in the config of the transformer and of the VAE.
+    """
+    transformer, vae = source.read_config("transformer"), source.read_config("vae")
+    if transformer is not None and transformer.get("_class_name") != transformer_class:
+        where = f"the transformer in {source['transformer'].location!r}"
+        yield Problem(MODEL_KEY, f"{where} is not a {transformer_class}.")
+    if vae is not None and vae.get("_class_name") != vae_class:
+        where = f"the VAE in {source['vae'].location!r} is a {vae.get('_class_name')}"
+        yield Problem(VAE_KEY, f"{where}, not an {vae_class}, which model_flavour {flavour.name} has.")
+    elif vae is not None and transformer is not None and transformer.get("_class_name") == transformer_class:
+        takes, makes = transformer.get(channel_keys[0]), vae.get(channel_keys[1])
+        if takes != makes:
+            yield Problem(VAE_KEY, f"the VAE has {makes} channels, the transformer {takes}.")
 
 
 def encoder_fault(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tokens: int | None) -> str | None:
@@ -384,3 +392,57 @@ def differing_weights(group: str, blocks: Mapping[int, Mapping[str, tuple[int, .
         for name in everything
         if block.get(name) != usual[name].most_common(1)[0][0]
     )
+
+
+def pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in a file of torch.save, of which no code is executed; empty if it is older than torch 1.6, or
+    holds anything else."""
+    status = path.stat()
+    return _pickled_shapes(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _pickled_shapes(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[int, ...]]:
+    """Cached by size and modification time: several parts of a plan ask for the same file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            with archive.open(name) as file:
+                weights = _Shapes(file).load()
+    except Exception:  # noqa: BLE001 - damaged archives and opcodes raise anything; loading reports the fault
+        return {}
+    return dict(weights) if isinstance(weights, dict) and all(map(_is_shape, weights.values())) else {}
+
+
+class _StateDict(dict[str, Any]):
+    """A dict that takes attributes, in which `state_dict()` of a module keeps its versions."""
+
+
+class _Shapes(pickle.Unpickler):
+    """Reads shapes instead of tensors, and refuses everything that weights do not need."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name.endswith("Storage"):
+            return None
+        return {
+            ("collections", "OrderedDict"): _StateDict,
+            ("torch._utils", "_rebuild_tensor_v2"): _shape_of,
+            ("torch._utils", "_rebuild_parameter"): _same,
+        }[module, name]
+
+    def persistent_load(self, pid: Any) -> None:
+        """The values of a tensor, which are not read."""
+
+
+def _shape_of(storage: None, offset: int, shape: tuple[int, ...], *rest: Any) -> tuple[int, ...]:
+    """torch's arguments for rebuilding a tensor, reduced to the shape."""
+    return shape
+
+
+def _same(shape: tuple[int, ...], *rest: Any) -> tuple[int, ...]:
+    """A parameter is rebuilt from a tensor."""
+    return shape
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(length) is int for length in value)

@@ -7,7 +7,7 @@ names. Code that needs weights calls `registry.load_adapter`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from simpletuner.models.source import ModelSource
 
 Task = Literal["t2i", "i2i", "t2v", "i2v"]
+TASKS = {"t2i": "text to image", "i2i": "image editing", "t2v": "text to video", "i2v": "image to video"}
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,61 @@ class AutoShift:
 
 
 @dataclass(frozen=True)
+class FamilyWords:
+    """What a family does with words.
+
+    Attributes:
+        longest: longest caption in tokens.
+        reserved: how many of these tokens the prompt's format takes.
+        clean: applied to a caption before it is encoded.
+        fingerprint: identifies the prompt template in the text cache: different words, another fingerprint.
+        bare_fingerprint: the same for negative prompts and the empty caption; None if they are encoded alike.
+        dataset_keys: dataset keys that only this family reads.
+        of_dataset: applies these keys to a caption.
+        hold_picture: tasks whose prompt includes the source picture.
+        captioner: `module:Class` of what describes pictures with the checkpoint's text encoder; None if it cannot.
+    """
+
+    longest: int
+    clean: Callable[[str], str]
+    fingerprint: Callable[[FamilyOptions, Flavour], str]
+    reserved: int = 0
+    bare_fingerprint: str | None = None
+    dataset_keys: frozenset[str] = frozenset()
+    of_dataset: Callable[[DatasetConfig, str], str] = field(default=lambda dataset, caption: caption)
+    hold_picture: frozenset[Task] = frozenset()
+    captioner: str | None = None
+
+    def length(self, text: TextConfig) -> int:
+        """The longest caption of a run in tokens; longer ones are truncated."""
+        return min(text.tokenizer_max_length or self.longest, self.longest)
+
+    def room(self, text: TextConfig) -> int:
+        """The longest caption in tokens without the prompt's format."""
+        return self.length(text) - self.reserved
+
+
+SizeCheck = Callable[[RunConfig, Flavour, Sequence[Size], Mapping[str, Sequence[Size]]], Iterable[Problem]]
+
+
+@dataclass(frozen=True)
+class FamilyChecks:
+    """The checks that are specific to a family.
+
+    Attributes:
+        settings: problems of a config.
+        checkpoint: problems of the parts of a checkpoint that are on this machine.
+        sizes: warnings about preview sizes and trained sizes by dataset id.
+    """
+
+    settings: Callable[[RunConfig, Flavour], Iterable[Problem]]
+    checkpoint: Callable[[Flavour, ModelSource], Iterable[Problem]]
+    sizes: SizeCheck = field(default=lambda config, flavour, used, trained: ())
+
+
+@dataclass(frozen=True)
 class FamilySpec:
-    """Everything about a family that needs no loading.
+    """Everything about a family that needs no loading: facts, its checks, and what it does with words.
 
     Attributes:
         name: value of `model_family`.
@@ -98,9 +152,6 @@ class FamilySpec:
         largest_side: pixels per side covered by the model's position tables.
         auto_shift: tokens of a sample -> shift, for `flow_schedule_auto_shift`.
         native_sizes: (width, height) of the sizes the model was trained at, by resolution.
-        text_length_cap: longest caption in tokens.
-        text_reserve: how many of these tokens the prompt's format takes.
-        captioner: `module:Class` of what describes pictures with the checkpoint's text encoder; None if it cannot.
         lora_targets: modules that get a LoRA by default.
         lora_presets: named selections for `peft_lora_target_modules`, as regular expressions.
         adapter_classes: class names that a LyCORIS file may use, the generic ones first, as regular expressions of the
@@ -118,16 +169,7 @@ class FamilySpec:
         slices_convolutions: the VAE's convolutions can run in slices of time (`vae_enable_patch_conv`).
         decodes_in_strips: this saves memory with the VAE (`validation_decoding`).
         fast_blocks: the adapter has faster blocks than diffusers.
-        check: problems of a config that are specific to this family.
-        check_sizes: warnings about preview sizes and trained sizes by dataset id; None if any combination works.
-        check_checkpoint: problems of the parts of a checkpoint that are on this machine.
-        clean_caption: applied to a caption before it is encoded.
-        dataset_keys: dataset keys that only this family reads.
-        dataset_caption: applies the dataset's keys to a caption; None if no key does.
-        text_fingerprint: identifies the prompt template in the text cache: different words, another fingerprint.
         cost: shapes, FLOPs and bytes, for the plan.
-        bare_fingerprint: the same for negative prompts and the empty caption; None if they are encoded alike.
-        prompt_holds_picture: tasks whose prompt includes the source picture.
     """
 
     name: str
@@ -142,23 +184,16 @@ class FamilySpec:
     vae_stride: int
     patch_size: int
     largest_side: int
-    native_sizes: Mapping[int, Sequence[tuple[int, int]]]
-    text_length_cap: int
+    native_sizes: Mapping[int, Sequence[Size]]
     lora_targets: Sequence[str]
     lora_presets: Mapping[str, str]
     adapter_classes: Mapping[str, str]
     quantised_layers: str
     license: str
-    check: Callable[[RunConfig, Flavour], list[Problem]]
-    check_checkpoint: Callable[[Flavour, ModelSource], list[Problem]]
-    clean_caption: Callable[[str], str]
-    text_fingerprint: Callable[[FamilyOptions, Flavour], str]
+    checks: FamilyChecks
+    words: FamilyWords
     cost: FamilyCost
-    bare_fingerprint: Callable[[FamilyOptions], str] | None = None
-    dataset_caption: Callable[[DatasetConfig, str], str] | None = None
-    dataset_keys: frozenset[str] = frozenset()
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    prompt_holds_picture: frozenset[Task] = frozenset()
     block_counts: Mapping[str, str] = field(default_factory=dict)
     token_blocks: str | None = None
     grid: Callable[[Flavour, ModelSource], int] | None = None
@@ -167,17 +202,12 @@ class FamilySpec:
     slices_convolutions: bool = False
     decodes_in_strips: bool = True
     fast_blocks: bool = False
-    check_sizes: Callable[[RunConfig, Flavour, Sequence[Size], Mapping[str, Sequence[Size]]], list[Problem]] | None = (
-        None
-    )
     auto_shift: AutoShift = field(default_factory=AutoShift)
     in_comfyui: bool = False
-    text_reserve: int = 0
-    captioner: str | None = None
-    flavour_names: Sequence[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "flavour_names", [flavour.name for flavour in self.flavours])
+    @property
+    def flavour_names(self) -> list[str]:
+        return [flavour.name for flavour in self.flavours]
 
     @property
     def media_noun(self) -> str:
@@ -199,11 +229,9 @@ class FamilySpec:
 
     def for_flavour(self, name: str | None) -> FamilySpec:
         """This family with the changes of a flavour; an unknown name changes nothing."""
-        if name is not None and name not in self.flavour_names:
+        if name not in (None, *self.flavour_names):
             return self
         flavour = self.flavour(name)
-        if not flavour.defaults and not flavour.changes:
-            return self
         return replace(self, **flavour.changes, defaults={**self.defaults, **flavour.defaults})
 
     def for_checkpoint(self, flavour: Flavour, source: ModelSource) -> FamilySpec:
@@ -213,14 +241,6 @@ class FamilySpec:
             return self
         defaults = {**self.defaults, "aspect_bucket_alignment": str(multiple)}
         return replace(self, size_multiple=multiple, defaults=defaults)
-
-    def text_length(self, text: TextConfig) -> int:
-        """The longest caption of a run in tokens; longer ones are truncated."""
-        return min(text.tokenizer_max_length or self.text_length_cap, self.text_length_cap)
-
-    def text_room(self, text: TextConfig) -> int:
-        """The longest caption in tokens without the prompt's format."""
-        return self.text_length(text) - self.text_reserve
 
     def latent_size(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
         """(frames, height, width) of the latents of a picture or clip of this size in pixels."""

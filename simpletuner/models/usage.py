@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from simpletuner.config.load import FamilyOptions
@@ -63,42 +64,32 @@ def text(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def imports(usage: Usage, *more: str, classes: list[str]) -> list[str]:
-    """Import lines; `classes` are imported from diffusers."""
-    lines = ["import torch", f"from diffusers import {', '.join(sorted(classes))}"]
+def snippet(
+    usage: Usage, pipeline: str, load: list[str], *, imports: Sequence[str] = (), scheduler: str | None = None,
+    more: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """Python code that samples with a pipeline and saves what it returns.
+
+    Args:
+        load: lines that create `pipe`.
+        imports: lines besides those that every snippet has.
+        scheduler: an expression, which begins with the class, to replace the checkpoint's.
+        more: arguments of the pipeline's call that other families lack.
+    """
+    is_clip, (width, height) = usage.task in ("t2v", "i2v"), usage.size
+    classes = sorted({pipeline, scheduler.partition("(")[0].partition(".")[0]} if scheduler else {pipeline})
+    lines = ["from pathlib import Path", ""] if is_clip else []
+    lines += ["import torch", f"from diffusers import {', '.join(classes)}"]
+    lines += ["from PIL import Image, ImageOps"] if usage.needs_picture else []
+    lines += imports
+    lines += ["from simpletuner.validation.clip_writer import write_mp4"] if is_clip else []
+    lines += ["", *load]
+    lines += [] if usage.lora is None else [f"pipe.load_lora_weights({text(usage.lora)})"]
+    lines += [f"pipe.scheduler = {scheduler}"] if scheduler else []
+    lines += ['pipe.to("cuda" if torch.cuda.is_available() else "cpu")', ""]
     if usage.needs_picture:
-        lines.append("from PIL import Image, ImageOps")
-    if usage.task in ("t2v", "i2v"):
-        return [
-            "from pathlib import Path",
-            "",
-            *lines,
-            *more,
-            "from simpletuner.validation.clip_writer import write_mp4",
-            "",
-        ]
-    return [*lines, *more, ""]
-
-
-def preparation(usage: Usage, scheduler: str | None = None) -> list[str]:
-    """Lines that load the LoRA, replace the scheduler and choose the device."""
-    lines = [] if usage.lora is None else [f"pipe.load_lora_weights({text(usage.lora)})"]
-    if scheduler is not None:
-        lines.append(f"pipe.scheduler = {scheduler}")
-    return [*lines, 'pipe.to("cuda" if torch.cuda.is_available() else "cpu")', ""]
-
-
-def picture(usage: Usage) -> list[str]:
-    """Lines that load the source picture at the sampled size."""
-    if not usage.needs_picture:
-        return []
-    return [f'source = ImageOps.fit(Image.open("source.png").convert("RGB"), {usage.size})  # your picture', ""]
-
-
-def arguments(usage: Usage, *more: str) -> list[str]:
-    """Arguments of the pipeline's call, one per line."""
-    width, height = usage.size
-    lines = [
+        lines += [f'source = ImageOps.fit(Image.open("source.png").convert("RGB"), {usage.size})  # your picture', ""]
+    arguments = [
         f"prompt={text(usage.prompt)}",
         f"negative_prompt={text(usage.negative_prompt)}",
         *(["image=source"] if usage.needs_picture else []),
@@ -108,10 +99,9 @@ def arguments(usage: Usage, *more: str) -> list[str]:
         f"num_inference_steps={usage.steps}",
         f"guidance_scale={usage.guidance:g}",
         f"generator=torch.Generator().manual_seed({usage.seed})",
+        *(['output_type="pil"'] if is_clip else []),
     ]
-    return [f"    {line}," for line in lines]
-
-
-def save_clip(usage: Usage) -> str:
-    """The line that saves a clip."""
-    return f'write_mp4(Path("clip.mp4"), frames, rate={usage.frame_rate:g})'
+    lines += [f"{'frames' if is_clip else 'picture'} = pipe(", *(f"    {argument}," for argument in arguments)]
+    if is_clip:
+        return "\n".join([*lines, ").frames[0]", f'write_mp4(Path("clip.mp4"), frames, rate={usage.frame_rate:g})'])
+    return "\n".join([*lines, ").image[0]", 'picture.save("picture.png")'])

@@ -35,7 +35,7 @@ from simpletuner.models.lora_targets import (
     weights_of,
 )
 from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import FamilySpec, Flavour
+from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.checks import check_config, check_prompts, check_total, findings, worth_reporting
 from simpletuner.plan.dataset_checks import check_cache_folders, check_datasets
 from simpletuner.plan.environment import as_launched, check_environment
@@ -193,7 +193,8 @@ def _plan_run(
     problems.extend(check_datasets(config, spec, flavour, datasets))
     # What follows needs whole datasets: with problems so far it would only report their consequences.
     raise_if_fatal(problems)
-    problems.extend(_check_sizes(config, spec, flavour, sizes, trained))
+    buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}
+    problems.extend(spec.checks.sizes(config, flavour, sizes, buckets))
     same_data = has_same_data(config, resume, trained, seed, problems)
     length = plan_length(config, make_sampler(trained, config, seed))
     problems.extend(check_total(config, length.total_steps))
@@ -214,15 +215,6 @@ def _plan_run(
         warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)),
         lora_bytes=max((run.size for run in adapter_runs(config)), default=0) if prompts else 0,
     )
-
-
-def _check_sizes(
-    config: RunConfig, spec: FamilySpec, flavour: Flavour, sizes: list[tuple[int, int]], trained: list[Dataset]
-) -> Sequence[Problem]:
-    if spec.check_sizes is None:
-        return ()
-    buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}
-    return spec.check_sizes(config, flavour, sizes, buckets)
 
 
 def plan_length(config: RunConfig, sampler: Sampler) -> Length:

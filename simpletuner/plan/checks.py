@@ -76,7 +76,7 @@ def findings(settings: Settings, purpose: Purpose) -> Iterator[Problem]:
     if purpose == "survey":
         return
     yield from family_problems(config, spec)
-    yield from spec.check(config, flavour)
+    yield from spec.checks.settings(config, flavour)
     yield from check_block_numbers(config, spec, source)
     if purpose != "draft":
         yield from check_flavour(config, spec, flavour)
@@ -215,8 +215,8 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
 def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     """Limits that the family sets, and every key that has no effect on it, set or not."""
     length = config.text.tokenizer_max_length
-    if length is not None and length > spec.text_length_cap:
-        message = f"{length} is more than {spec.title} takes; {spec.text_length_cap} is used."
+    if length is not None and length > spec.words.longest:
+        message = f"{length} is more than {spec.title} takes; {spec.words.longest} is used."
         yield Problem("tokenizer_max_length", message, fatal=False)
     if config.validation.validation_decoding == "strips" and not spec.decodes_in_strips:
         message = f"'strips' has no effect: the VAE of {spec.title} takes few frames at a time; tiles take less memory."
@@ -300,7 +300,7 @@ def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list
     vae = source["vae"]
     if fault := vae_fault(vae.read_config() or {}):
         return [Problem(vae.key, f"the vae in {vae.location!r} {fault}.")]
-    return [*spec.check_checkpoint(flavour, source), *check_weights(spec, flavour, source)]
+    return [*spec.checks.checkpoint(flavour, source), *check_weights(spec, flavour, source)]
 
 
 def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Iterator[Problem]:

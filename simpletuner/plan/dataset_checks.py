@@ -38,7 +38,7 @@ def check_datasets(
         yield from _check_resolution(config, dataset)
         yield from _check_cropping(dataset)
         yield from _check_noise_levels(config.flow, dataset)
-        for key in sorted(FAMILY_DATASET_KEYS - spec.dataset_keys):
+        for key in sorted(FAMILY_DATASET_KEYS - spec.words.dataset_keys):
             if key in dataset.config.model_fields_set:
                 yield Problem(f"{dataset.id}.{key}", f"has no effect: {spec.title} does not use it.", fatal=False)
         if dataset.config.dataset_type != "eval":

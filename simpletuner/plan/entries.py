@@ -61,25 +61,25 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
             text_encoder_dtype(config.precision),
             text_encoder_storage(config.precision, plan.spec.text_encoders),
         ),
-        template=plan.spec.text_fingerprint(config.family, plan.flavour),
-        max_length=plan.spec.text_length(config.text),
-        bare_template=plan.spec.bare_fingerprint(config.family) if plan.spec.bare_fingerprint else None,
-        clean=plan.spec.clean_caption,
-        prompt_holds_picture=plan.flavour.task in plan.spec.prompt_holds_picture,
+        template=plan.spec.words.fingerprint(config.family, plan.flavour),
+        max_length=plan.spec.words.length(config.text),
+        bare_template=plan.spec.words.bare_fingerprint,
+        clean=plan.spec.words.clean,
+        prompt_holds_picture=plan.flavour.task in plan.spec.words.hold_picture,
     )
     caches = {dataset.id: _caches(plan, dataset) for dataset in plan.datasets}
     return Catalogue(encoders, caches, text_folder(plan), plan.config.caching.compress_disk_cache)
 
 
 def _caches(plan: Plan, dataset: Dataset) -> DatasetCaches:
-    config, preservation, complete = dataset.config, plan.config.preservation, plan.spec.dataset_caption
+    config, preservation = dataset.config, plan.config.preservation
     preserves = preservation.is_on and config.is_trained and not config.is_regularisation_data
     return DatasetCaches(
         latents=dataset.latent_dir,
         texts=text_folder(plan, dataset),
         compress=bool(config.compress_cache),
         storage=latent_storage(plan, dataset),
-        complete=partial(complete, config) if complete else None,
+        complete=partial(plan.spec.words.of_dataset, config),
         preserve=preservation.other_caption if preserves else None,
     )
 

@@ -142,8 +142,7 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
         lora_bytes=max((path.stat().st_size for path in loras), default=0),
     )
     problems.extend(check_prompts(config, plan.prompts))
-    if spec.check_sizes is not None:
-        problems.extend(spec.check_sizes(config, flavour, plan.sizes, {}))
+    problems.extend(spec.checks.sizes(config, flavour, plan.sizes, {}))
     raise_if_fatal(problems)
     return replace(plan, warnings=[problem for problem in problems if not problem.fatal]), weights
 

@@ -12,9 +12,8 @@ from accelerate import Accelerator
 from PIL.Image import Image
 from torch import Tensor
 
-from simpletuner.budget.budget import Budget
+from simpletuner.budget.budget import Budget, find_rounds, steps_per_epoch
 from simpletuner.budget.device import DeviceRates
-from simpletuner.budget.rounds import find_rounds, steps_per_epoch
 from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.caching.read import BatchReader
@@ -24,7 +23,6 @@ from simpletuner.config.values import Size
 from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import Batch, TextEmbeds
-from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.distributed.world import World
 from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
@@ -35,15 +33,15 @@ from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.payloads import Recorded
 from simpletuner.run.caches import CacheFiller
 from simpletuner.run.companions import Companion
-from simpletuner.training.assemble import TrainingSpec, assemble
+from simpletuner.training.assemble import assemble
 from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
-from simpletuner.training.ema import Ema, EmaUpdater
+from simpletuner.training.ema import Ema
 from simpletuner.training.guard import stop_if_result_not_finite
 from simpletuner.training.loop import Callback
 from simpletuner.training.manifest import STEP_NOTE
 from simpletuner.training.noise import add_noise, with_noise
-from simpletuner.training.recorder import Recorder, RequestHandler
-from simpletuner.training.state import Assembly, TrainState
+from simpletuner.training.recorder import EmaUpdater, Recorder, RequestHandler
+from simpletuner.training.state import Assembly, TrainingSpec, TrainState
 from simpletuner.training.step import predict_now
 from simpletuner.training.trained import Publication
 from simpletuner.validation.eval_loss import EvaluationLoss
@@ -215,7 +213,7 @@ def publish_result(
     if not assembly.world.is_main and assembly.trained.sharers.size == 1:
         return ""
     dtype = DTYPES[transformer_dtype(plan.config.precision)]
-    shift, predict = sampling_shift(plan.config), partial(predict_once, assembly, read)
+    shift, predict = plan.config.sampling_shift, partial(predict_once, assembly, read)
     publication = Publication(assembly.adapter, plan.source, dtype, shift, note, predict)
     with assembly.sampling_weights():
         stop_if_result_not_finite(assembly, ema)

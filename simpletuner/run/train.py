@@ -20,8 +20,7 @@ from simpletuner.config.precision import transformer_dtype, vae_dtype
 from simpletuner.distributed.requests import STOPPING, expect_requests, stop_on_interrupt
 from simpletuner.distributed.world import World, usable_cores
 from simpletuner.errors import Interrupted, full_text
-from simpletuner.memory.precision import DTYPES
-from simpletuner.memory.products import check_device
+from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.kernels import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import latent_storage, text_folder

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.caching.entry import list_keys
+from simpletuner.caching.fill import ShrinkingEncoder
 from simpletuner.caching.read import CacheStore
-from simpletuner.caching.shrink import ShrinkingEncoder
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.models.kandinsky5.image import FluxLatentEncoder
 from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder

@@ -20,8 +20,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem
-from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
 from tests import pictures
 from tests.clips import BROKEN, write_clip, write_plain
 

@@ -23,8 +23,7 @@ from simpletuner.data.masks import latent_mask
 from simpletuner.data.media import decode, fit
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem
-from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
 from simpletuner.models.spec import Task
 from tests.clips import write_clip
 from tests.pictures import BROKEN

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
+import sys
 import unicodedata
 from functools import cache
 from pathlib import Path
@@ -84,7 +86,7 @@ def check_settings(config: RunConfig) -> list[Problem]:
     """What the family and the flavour of a block say to its settings."""
     spec = FAMILIES[config.model.model_family]
     flavour = spec.flavour(config.model.model_flavour)
-    return [*check_family(config, spec), *check_flavour(config, spec, flavour), *spec.check(config, flavour)]
+    return [*check_family(config, spec), *check_flavour(config, spec, flavour), *spec.checks.settings(config, flavour)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -192,3 +194,13 @@ def test_the_tree_has_a_line_for_every_room() -> None:
     rooms = {f"{path.name}/" for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
     files = {path.name for path in package.glob("*.py") if path.read_text(encoding="utf-8").count("\n") > 10}
     assert rooms | files <= set(lines)
+
+
+def test_commands_that_replace_those_of_the_guides_exist() -> None:
+    """`hf` came in place of `huggingface-cli`, and may change once more."""
+    table = (ROOT / "docs" / "INSTALL.md").read_text(encoding="utf-8").partition("## Commands that have changed")[2]
+    commands = re.findall(r"\| `(hf [a-z ]+)`", table)
+    assert commands == ["hf auth login", "hf download"]
+    for command in commands:
+        hf = [sys.executable, "-m", "huggingface_hub.cli.hf"]
+        assert subprocess.run([*hf, *command.split()[1:], "--help"], capture_output=True).returncode == 0

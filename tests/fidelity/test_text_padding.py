@@ -12,7 +12,7 @@ from simpletuner.diffusion.batch import Batch, TextEmbeds
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.kandinsky5 import attention
-from simpletuner.models.kandinsky5.denoiser import channels_last, collate_text
+from simpletuner.models.kandinsky5.image import channels_last, collate_text
 from simpletuner.speed.recomputation import enable_checkpointing
 from tests.closeness import ROTATION, distance
 from tests.fidelity.family import CPU, make_adapter, make_config

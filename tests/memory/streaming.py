@@ -18,10 +18,9 @@ from simpletuner.config.schema import OffloadConfig, PrecisionConfig
 from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
-from simpletuner.memory.precision import quantise
-from simpletuner.memory.products import use_quantised_products
+from simpletuner.memory.precision import quantise, use_quantised_products
 from simpletuner.models.kandinsky5 import attention, fast
-from simpletuner.models.kandinsky5.denoiser import block_layout, predict_velocity
+from simpletuner.models.kandinsky5.image import block_layout, predict_velocity
 from simpletuner.models.kandinsky5.spec import ALL_LINEAR
 from simpletuner.speed.compile import compile_blocks
 from simpletuner.speed.recomputation import enable_checkpointing

@@ -19,7 +19,7 @@ from simpletuner.config.schema import OffloadConfig
 from simpletuner.memory.offload import attach, image
 from simpletuner.memory.offload.attach import offload_layers
 from simpletuner.memory.offload.image import ALIGNMENT, WeightImage
-from simpletuner.memory.offload.lane import CudaLane, DiskLane, InlineLane, StreamClock, choose_lane
+from simpletuner.memory.offload.streamer import CudaLane, DiskLane, InlineLane, StreamClock, choose_lane
 from simpletuner.memory.precision import quantise
 from tests.memory.streaming import CPU, Trained, assert_equal, to_int8
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from simpletuner.config.schema import CachingConfig, OffloadConfig, OptimizerConfig, PrecisionConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch, upload
-from simpletuner.memory.offload import attach, lane
+from simpletuner.memory.offload import attach, streamer
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.release import GradientRelease, HostState
@@ -104,7 +104,7 @@ class Reader:
 def from_disk(gpu: LyingGpu) -> None:
     """Weights come through a page-locked buffer, which a thread fills."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lane, "ThreadPoolExecutor", lambda workers, name: Reader(gpu))
+        patch.setattr(streamer, "ThreadPoolExecutor", lambda workers, name: Reader(gpu))
         streamed(gpu, blocks=4, keeps=True, group_offload_use_stream=True, group_offload_to_disk_path=folder)
 
 

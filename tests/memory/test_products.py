@@ -14,12 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simpletuner.config.precision import QUANTISATIONS, multiplied
 from simpletuner.config.schema import PrecisionConfig
 from simpletuner.errors import ConfigError
-from simpletuner.memory import products
+from simpletuner.memory import precision
 from simpletuner.memory.offload import attach
-from simpletuner.memory.precision import QuantisedLinear, QuantisedProducts, pack
-from simpletuner.memory.products import check_device, use_quantised_products
-from simpletuner.memory.rounding import FEW
-from simpletuner.speed.first_gradients import FirstGradients
+from simpletuner.memory.precision import (
+    FEW,
+    QuantisedLinear,
+    QuantisedProducts,
+    check_device,
+    pack,
+    use_quantised_products,
+)
+from simpletuner.speed.compile import FirstGradients
 from simpletuner.training.assemble import load_for_sampling
 from tests.closeness import distance
 from tests.fidelity.family import CPU, make_adapter, make_config
@@ -273,9 +278,9 @@ def test_a_gpu_that_refuses_the_first_product_is_told_at_once(
     def refuse(rows: Tensor, levels: Tensor) -> Tensor:
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nand a stack")
 
-    monkeypatch.setattr(products, "multiply", refuse)
+    monkeypatch.setattr(precision, "multiply", refuse)
     stored = multiplied(PrecisionConfig(**settings))[key]
-    why = products.refusal(stored, CPU)
+    why = precision.refusal(stored, CPU)
     assert why == f"cannot be multiplied by this torch on this GPU (CUBLAS_STATUS_NOT_SUPPORTED). {remedy}"
     monkeypatch.undo()
-    assert products.refusal(stored, CPU) == ""
+    assert precision.refusal(stored, CPU) == ""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from simpletuner.memory import rounding
+from simpletuner.memory import precision
 from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.image import leaves
 from simpletuner.memory.offload.streamer import in_backward
@@ -38,7 +38,7 @@ RECOMPUTING: dict[str, Any] = {"recomputing": True, "blocks": 4}
 def adversary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every lane of this file is the worst one."""
     monkeypatch.setattr(attach, "choose_lane", lambda *place, **settings: AdversarialLane())
-    monkeypatch.setattr(rounding, "FEW", 0)  # tiny batches have few tokens
+    monkeypatch.setattr(precision, "FEW", 0)  # tiny batches have few tokens
 
 
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -17,7 +17,7 @@ from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup
 from simpletuner.models.cost import STOCK, CostTable, FamilyCost, Kernels, Shape, TransformerCost
 from simpletuner.models.loading import load_whole
-from simpletuner.models.spec import AutoShift, Component, FamilySpec, Flavour
+from simpletuner.models.spec import AutoShift, Component, FamilyChecks, FamilySpec, FamilyWords, Flavour
 from tests.tiny import WIDTH
 
 LINEAR = r"transformer_blocks\.\d+\.attn[12]\.(to_q|to_k|to_v|to_out\.0)"
@@ -98,16 +98,13 @@ FOURTH = FourthAdapter.spec = FamilySpec(
     patch_size=2,
     largest_side=2048,
     native_sizes={512: ((512, 512),)},
-    text_length_cap=300,
     lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
     lora_presets={"all-linear": LINEAR},
     adapter_classes={},
     quantised_layers=LINEAR,
     license="other",
-    check=lambda config, flavour: [],
-    check_checkpoint=lambda flavour, source: [],
-    clean_caption=str.strip,
-    text_fingerprint=lambda options, flavour: "no words around captions",
+    checks=FamilyChecks(lambda config, flavour: (), lambda flavour, source: ()),
+    words=FamilyWords(300, clean=str.strip, fingerprint=lambda options, flavour: "no words around captions"),
     auto_shift=AutoShift(most_tokens=8192, highest_mu=0.9),
     cost=FamilyCost(
         package="tests.models",

@@ -11,7 +11,7 @@ import pytest
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.config.load import Layer, RunConfig, resolve, with_family
 from simpletuner.errors import Problem
-from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.sanavideo.spec import SANA_VIDEO, SIZES_480, TRAINING_SIGMAS
 from simpletuner.models.source import ModelSource
@@ -27,7 +27,7 @@ def settle(**settings: Any) -> tuple[RunConfig, dict[str, Problem]]:
     values = {"model_type": "lora", "model_family": "sanavideo", **settings}
     layers = with_family([Layer("config.json", list(values.items()))], SANA_VIDEO.defaults, SANA_VIDEO.fixed)
     config = resolve(layers, problems)
-    problems += SANA_VIDEO.check(config, FLAVOUR)
+    problems += SANA_VIDEO.checks.settings(config, FLAVOUR)
     return config, {problem.where: problem for problem in problems}
 
 
@@ -56,7 +56,7 @@ def test_720p_has_its_own_grid() -> None:
     assert spec.tokens(11, 22, 40) == 11 * 22 * 40
     assert spec.defaults["validation_resolution"] == "1280x704"
     assert all(side % spec.size_multiple == 0 for size in spec.native_sizes[720] for side in size)
-    assert SANA_VIDEO.for_flavour(None) is SANA_VIDEO
+    assert SANA_VIDEO.for_flavour(None) == SANA_VIDEO
     published = SANA_VIDEO.cost.of_flavour("2b-720p").shapes
     assert published["patch_embedding.weight"] == (2240, 128, 1, 1, 1)
 
@@ -154,7 +154,7 @@ class TestCheckpoint:
         (folder / part / "config.json").write_text(json.dumps(config))
         damaged = ModelSource.from_config(SANA_VIDEO, FLAVOUR, settle(pretrained_model_name_or_path=str(folder))[0])
         assert not damaged.problems()
-        return SANA_VIDEO.check_checkpoint(FLAVOUR, damaged)
+        return [*SANA_VIDEO.checks.checkpoint(FLAVOUR, damaged)]
 
     def test_a_whole_one(self, sana_checkpoint: Path, tmp_path: Path) -> None:
         assert not self.problems(sana_checkpoint, tmp_path, "vae")

@@ -16,8 +16,14 @@ from safetensors.torch import load_file
 from simpletuner.config.load import Layer, resolve
 from simpletuner.errors import UserError
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.models.pickled import pickled_shapes
-from simpletuner.models.source import ModelSource, WeightsError, find_fault, looks_like_path, tensor_shapes
+from simpletuner.models.source import (
+    ModelSource,
+    WeightsError,
+    find_fault,
+    looks_like_path,
+    pickled_shapes,
+    tensor_shapes,
+)
 
 BASE = "pretrained_model_name_or_path"
 

@@ -185,5 +185,5 @@ def test_distilled_flavours_are_previewed_as_they_sample(flavour: str, repositor
     (warning,) = check_flavour(config, spec, chosen)
     assert "distilled" in str(warning)
     assert not warning.fatal
-    assert not [each for each in spec.check(config, chosen) if each.where == "validation_guidance"]
+    assert not [each for each in spec.checks.settings(config, chosen) if each.where == "validation_guidance"]
     assert not problems

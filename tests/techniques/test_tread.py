@@ -19,7 +19,7 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame, make_noisy
 from simpletuner.diffusion.seeds import Place
 from simpletuner.models.adapter import TextRequest
-from simpletuner.models.kandinsky5.denoiser import tile_order
+from simpletuner.models.kandinsky5.image import tile_order
 from simpletuner.models.kandinsky5.nabla import sparse_params
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.masked_loss import MaskedLoss
@@ -337,7 +337,7 @@ def test_the_given_first_frame_is_kept(nabla: Path, frames: int) -> None:
 def test_the_window_of_kept_tiles(nabla: Path) -> None:
     _, transformer, _ = load_nabla(nabla)
     params = sparse_params((1, 2, 32, 32, 16), dict(transformer.config), CPU)
-    from simpletuner.models.kandinsky5.denoiser import cut_window
+    from simpletuner.models.kandinsky5.image import cut_window
 
     kept = torch.stack([torch.arange(64, 128), torch.arange(320, 384)]).view(1, -1)
     cut = cut_window(params, kept)

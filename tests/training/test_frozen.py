@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from simpletuner.memory.offload.attach import attach_offload, pack_group, stream
 from simpletuner.memory.offload.image import WeightImage, leaves
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import CheckpointSetup
+from simpletuner.models.loading import HollowWeights
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource
-from simpletuner.models.weights import HollowWeights
-from simpletuner.training import frozen
-from simpletuner.training.frozen import load_frozen
+from simpletuner.training import assemble as assembling
+from simpletuner.training.assemble import load_frozen
 from tests.fidelity.family import CPU, make_adapter, make_config
 from tests.memory.test_precision import gradients
 from tests.tiny import make_checkpoint
@@ -116,7 +116,7 @@ def test_a_block_is_packed_before_the_next_is_read(t2i_checkpoint: Path, monkeyp
     monkeypatch.setattr(
         adapter, "load_transformer", lambda *words, **more: models.append(load(*words, **more)) or models[0]
     )
-    monkeypatch.setattr(frozen, "pack_group", pack)
+    monkeypatch.setattr(assembling, "pack_group", pack)
     load_frozen(config, adapter, CPU)
     assert len(images) == len(adapter.block_layout(models[0]).blocks)
 
@@ -191,11 +191,16 @@ def test_streamed_gradients_are_the_resident_ones(
     assert all(torch.equal(resident[name], streamed[name]) for name in resident)
 
 
-def file_behind(address: int) -> str | None:
-    """The file that is mapped at an address of this process, empty for plain memory; None if nothing is."""
+def files_behind(addresses: Collection[int]) -> list[str | None]:
+    """The files that are mapped at addresses of this process, empty for plain memory; None where nothing is."""
     lines = [line.split(maxsplit=5) for line in MAPS.read_text().splitlines()]
-    spans = [([int(end, 16) for end in line[0].split("-")], line[5:]) for line in lines]
-    return next(("".join(path) for (start, end), path in spans if start <= address < end), None)
+    spans = [(*(int(end, 16) for end in line[0].split("-")), "".join(line[5:])) for line in lines]
+    return [next((path for start, end, path in spans if start <= address < end), None) for address in addresses]
+
+
+def file_behind(address: int) -> str | None:
+    """The same of one address."""
+    return files_behind([address])[0]
 
 
 @pytest.mark.skipif(not MAPS.is_file(), reason="needs /proc")

@@ -16,7 +16,7 @@ import torch
 from simpletuner.annexes.captions.captioner import Description, DescriptionRequest, QwenCaptioner
 from simpletuner.annexes.captions.wording import ENCODER, LENGTHS, Wording, check_captioner
 from simpletuner.atomic import write_atomically
-from simpletuner.caching.shrink import ShrinkingEncoder
+from simpletuner.caching.fill import ShrinkingEncoder
 from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype
 from simpletuner.data.dataset import DatasetFile
@@ -97,7 +97,7 @@ def open_captioner(survey: Plan, events: EventStream) -> QwenCaptioner:
         raise_if_fatal([*check_captioner(spec, source)])
     device = make_accelerator().device
     with events.phase("Loading the text encoder"):
-        captioner: type[QwenCaptioner] = resolve_name(spec.captioner or "")
+        captioner: type[QwenCaptioner] = resolve_name(spec.words.captioner or "")
         return load_encoder(partial(captioner, source), _streamed_if_large(config, source[ENCODER[0]], device), device)
 
 
@@ -117,7 +117,7 @@ def longest(survey: Plan, captioner: QwenCaptioner, wording: Wording) -> int:
     Raises:
         UserError: too few are left.
     """
-    room = survey.spec.text_room(survey.config.text)
+    room = survey.spec.words.room(survey.config.text)
     left = room - (captioner.count(wording.lead) if wording.lead else 0)
     if left < FEWEST:
         raise UserError(f"--trigger {wording.trigger!r} leaves {left} of {room} tokens (tokenizer_max_length).")

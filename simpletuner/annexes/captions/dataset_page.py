@@ -101,7 +101,7 @@ def write_page(survey: Plan, path: Path, events: EventStream) -> None:
         cards=shown,
         found=Counter(kind for own in shown.values() for each in own for kind in each.kinds),
         kinds=KINDS,
-        room=survey.spec.text_room(survey.config.text),
+        room=survey.spec.words.room(survey.config.text),
         counted=tokenizer_file(survey) is not None,
         scripts=("dataset.js",),
         refresh=None,
@@ -152,10 +152,10 @@ def caption_reader(survey: Plan) -> CaptionReader:
     spec, file = survey.spec, tokenizer_file(survey)
     if file is None:
         return lambda dataset, caption: Words(caption)
-    tokenizer, room = Tokenizer.from_file(str(file)), spec.text_room(survey.config.text)
+    tokenizer, room = Tokenizer.from_file(str(file)), spec.words.room(survey.config.text)
 
     def read(dataset: Dataset, caption: str) -> Words:
-        text = spec.clean_caption(spec.dataset_caption(dataset.config, caption) if spec.dataset_caption else caption)
+        text = spec.words.clean(spec.words.of_dataset(dataset.config, caption))
         spans = tokenizer.encode(text, add_special_tokens=False).offsets
         end = spans[room][0] if len(spans) > room else len(text)
         return Words(text[:end], text[end:], len(spans))

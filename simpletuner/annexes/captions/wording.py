@@ -92,7 +92,7 @@ def check_captions(survey: Plan, wording: Wording, wanted: str | None) -> None:
 
 def check_captioner(spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
     """Whether the text encoder can describe pictures; one that is not on this machine is checked after the download."""
-    if spec.captioner is None:
+    if spec.words.captioner is None:
         message = f"the text encoder of {spec.title} sees no pictures and writes no text; choose a Kandinsky 5 family."
         yield Problem("model_family", message)
         return

@@ -20,7 +20,7 @@ from simpletuner.atomic import open_atomically, sweep_files, write_atomically
 from simpletuner.data.clips import clip_suffix
 from simpletuner.data.context import ProgressBar
 from simpletuner.data.files import MediaError
-from simpletuner.data.media import SUFFIXES, sniff
+from simpletuner.data.media import sniff
 from simpletuner.errors import UserError
 
 WORKERS = 8
@@ -28,6 +28,7 @@ CHUNK = 1 << 18
 PAUSES = (1.0, 4.0)  # seconds before the second and the third try
 DOWNLOADS, FAILED = "downloads.jsonl", "failed.jsonl"
 HEAD = 64  # bytes that show what a file is
+SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tif", "HEIF": ".heic"}  # of pictures whose suffix is not the format's name
 
 
 class DownloadError(Exception):
@@ -194,7 +195,7 @@ class Store:
 
     def _suffix(self, head: bytes) -> str:
         try:
-            suffix = clip_suffix(head) or SUFFIXES[sniff(head)]
+            suffix = clip_suffix(head) or SUFFIXES.get(kind := sniff(head), f".{kind.lower()}")
         except MediaError as error:
             raise DownloadError("is neither a picture nor a clip") from error
         if suffix not in self.wanted:

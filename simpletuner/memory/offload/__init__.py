@@ -3,8 +3,7 @@
 It serves training, sampling and caching alike.
 
 image          the frozen tensors of a group of blocks in one flat host buffer: page-locked, or a memory-mapped file
-lane           copies a buffer to the device: in line with the compute, or on a stream beside it
-streamer       the ring of device slots: which group comes next, and into which slot
+streamer       the ring of device slots: which group comes next, into which slot, and how it is copied there
 attach         applies all of it to a model
 block_inputs   offloads activations instead of weights: the inputs of checkpointed blocks
 """

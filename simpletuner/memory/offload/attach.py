@@ -29,8 +29,7 @@ from simpletuner.memory.offload.image import (
     set_aside,
     shared_by_machine,
 )
-from simpletuner.memory.offload.lane import choose_lane
-from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
+from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer, choose_lane
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from simpletuner.models.cost import (
     number,
     read_cost_table,
 )
-from simpletuner.models.kandinsky5.geometry import TILE, is_sparse, is_sparse_flavour
+from simpletuner.models.kandinsky5.options import TILE, is_sparse, is_sparse_flavour
 
 PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.kandinsky5", "Kandinsky5Transformer3DModel"
 # Parameters of the published encoders.

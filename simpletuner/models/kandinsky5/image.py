@@ -1,78 +1,363 @@
-"""Kandinsky 5 Image: text to image and image to image."""
+"""Kandinsky 5 Image: text to image and image to image, and what it shares with Kandinsky 5 Video.
+
+Conversions between the common batch layout and `Kandinsky5Transformer3DModel` come first, with the order of visual
+tokens in the blocks; then previews, the adapter of any checkpoint, and that of checkpoints for pictures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import diffusers
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transformer3DModel
 from PIL.Image import Image
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.models.adapter import PreviewRequest
-from simpletuner.models.kandinsky5.adapter import Kandinsky5Adapter
-from simpletuner.models.kandinsky5.denoiser import channels_last, sample_posterior
-from simpletuner.models.kandinsky5.loading import StockPipeline
-from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
+from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds, upload
+from simpletuner.models.adapter import (
+    BlockLayout,
+    CheckpointSetup,
+    EncoderQuantiser,
+    LatentEncoder,
+    PreviewPipeline,
+    PreviewRequest,
+    TokenRouting,
+    raster_order,
+)
+from simpletuner.models.blocks import FastBlocks
+from simpletuner.models.kandinsky5 import attention, fast
+from simpletuner.models.kandinsky5.attention import TextPadding
+from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE, KandinskyOptions, RopeScale, is_sparse
+from simpletuner.models.kandinsky5.spec import IMAGE_SIZES, KANDINSKY5_IMAGE, TEMPLATES
+from simpletuner.models.loading import (
+    VaeEncoder,
+    bare_pipeline,
+    load_denoiser,
+    load_scheduler,
+    load_vae,
+    stock_pipeline,
+    with_solver,
+)
+from simpletuner.models.spec import FamilySpec, Task
+from simpletuner.models.usage import EULER, Usage, snippet, solver_code, text
 
-# The stock pipelines sample pictures with unscaled positions at every size.
-ROPE_SCALE = (1.0, 1.0, 1.0)
+if TYPE_CHECKING:
+    from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
 
 
-class FluxLatentEncoder:
-    """Latents of pictures from the Flux VAE: a posterior sample times the scaling factor.
+class StockPipeline:
+    """diffusers' own pipeline of the flavour, called with cached embeddings."""
+
+    def __init__(self, pipeline: Any, encoder: LatentEncoder, device: torch.device, task: Task) -> None:
+        self.pipeline, self.vae, self.encoder, self.device, self.task = pipeline, pipeline.vae, encoder, device, task
+
+    def render(self, request: PreviewRequest) -> list[Image]:
+        """Sample one picture or clip of exactly the requested size and length."""
+        inputs = request.inputs(self.z_of)
+        for prefix, embeds in (("", request.embeds), ("negative_", request.negative)):
+            lengths = [0, len(embeds["prompt_embeds"])]
+            inputs[f"{prefix}prompt_embeds_qwen"] = embeds["prompt_embeds"][None].to(self.device)
+            inputs[f"{prefix}prompt_embeds_clip"] = embeds["pooled_prompt_embeds"][None].to(self.device)
+            inputs[f"{prefix}prompt_cu_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        if self.task in ("i2i", "i2v"):
+            inputs["image"] = request.start
+        if self.task in ("t2v", "i2v"):
+            return list(self.pipeline(**inputs, num_frames=request.num_frames, output_type="pil").frames[0])
+        # The pipeline rounds every request to its list of sizes, so the list is set to the requested size.
+        self.pipeline.resolutions = [(request.width, request.height)]
+        return list(self.pipeline(**inputs).image[:1])
+
+    def z_of(self, latents: Tensor) -> Tensor:
+        """z `B C F H W` from the pipeline's `B F H W C'`, which may have condition channels after z."""
+        return latents[..., : self.pipeline.transformer.config.out_visual_dim].movedim(-1, 1)
+
+
+def pipeline_name(task: Task) -> str:
+    """The class of diffusers that samples a task."""
+    return f"Kandinsky5{task.upper()}Pipeline"
+
+
+PATCH = 2  # latent positions per token, on each side
+
+
+def channels_last(latents: Tensor) -> Tensor:
+    """`B C F H W` to the transformer's `B F H W C`."""
+    return latents.permute(0, 2, 3, 4, 1)
+
+
+def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Embeddings of a batch: text `B L D`, pooled `B D2`, and the mask `B L` of real tokens; None without padding."""
+    prompts = [one["prompt_embeds"] for one in embeds]
+    text = pad_sequence(prompts, batch_first=True).to(dtype)
+    pooled = torch.stack([one["pooled_prompt_embeds"] for one in embeds]).to(dtype)
+    lengths = [len(prompt) for prompt in prompts]
+    if min(lengths) == max(lengths):  # compared on the host: no synchronisation with the device
+        return text, pooled, None
+    mask = torch.arange(text.shape[1]) < torch.tensor(lengths)[:, None]
+    return text, pooled, upload(mask, text.device)
+
+
+def predict_velocity(
+    transformer: nn.Module,
+    padding: TextPadding,
+    hidden_states: Tensor,
+    timesteps: Tensor,
+    embeds: Sequence[TextEmbeds],
+    *,
+    rope_scale: tuple[float, float, float],
+    dtype: torch.dtype,
+    sparse_params: dict[str, Any] | None = None,
+) -> Tensor:
+    """Run the transformer as the pipelines do.
+
+    Args:
+        hidden_states: all input channels, `B F H W C`, float32; cast to `dtype` only here.
+        timesteps: 1000 sigma, float32, `B`; in bfloat16 they would be off by up to 2.
+        rope_scale: divisors of the positions in time, height and width.
+        sparse_params: for checkpoints with block-sparse attention, see `nabla.sparse_params`.
+
+    Returns:
+        the predicted velocity, float32, `B C F H W`.
+    """
+    text, pooled, mask = collate_text(embeds, dtype)
+    _, frames, height, width, _ = hidden_states.shape
+    device = hidden_states.device
+    with padding.hidden(mask):
+        sample: Tensor = transformer(
+            hidden_states=hidden_states.to(dtype),
+            encoder_hidden_states=text,
+            pooled_projections=pooled,
+            timestep=timesteps,
+            visual_rope_pos=[torch.arange(side, device=device) for side in (frames, height // PATCH, width // PATCH)],
+            text_rope_pos=torch.arange(text.shape[1], device=device),
+            scale_factor=rope_scale,
+            sparse_params=sparse_params,
+            return_dict=False,
+        )
+    return sample.float().permute(0, 4, 1, 2, 3)
+
+
+# Positions of arguments of a visual block, after the tokens, the text and the time embedding.
+ROPE, SPARSE_PARAMS = 3, 4
+TEXT_BLOCKS, VISUAL_BLOCKS = "text_transformer_blocks", "visual_transformer_blocks"
+
+
+def block_layout(transformer: nn.Module) -> BlockLayout:
+    """Text blocks, then visual blocks. With NABLA the tokens of a tile are consecutive and stay together."""
+    model: Any = transformer
+    tiled = is_sparse(model.config)
+    return BlockLayout(
+        groups={name: model.get_submodule(name) for name in (TEXT_BLOCKS, VISUAL_BLOCKS)},
+        visual=VISUAL_BLOCKS,
+        width=model.config["model_dim"],
+        order=tile_order if tiled else raster_order,
+        routing=TokenRouting(TILE if tiled else 1, {ROPE: cut_rope, SPARSE_PARAMS: cut_window}),
+    )
+
+
+def tile_order(frames: int, rows: int, columns: int) -> Tensor:
+    """Token order of NABLA: frame by frame, tile by tile, row by row within a tile."""
+    grid = raster_order(frames, rows, columns)
+    return grid.view(frames, rows // TILE_SIDE, TILE_SIDE, columns // TILE_SIDE, TILE_SIDE).transpose(2, 3).flatten()
+
+
+def cut_rope(rope: Tensor, kept: Tensor) -> Tensor:
+    """The rotations of the kept tokens: `B K 1 D/2 2 2` from `B S 1 D/2 2 2`, or from `1 S ...`."""
+    samples = torch.arange(len(kept), device=kept.device)[:, None]
+    return rope.expand(len(kept), *rope.shape[1:])[samples, kept]
+
+
+def cut_window(params: dict[str, Any] | None, kept: Tensor) -> dict[str, Any] | None:
+    """Parameters of block-sparse attention with the window `1 1 N N` cut to the kept tiles, `B 1 n n`."""
+    if params is None:
+        return None
+    tiles = kept[:, ::TILE] // TILE
+    window = params["sta_mask"][0, 0][tiles[:, :, None], tiles[:, None, :]]
+    return {**params, "sta_mask": window[:, None]}
+
+
+class SampledLatents(VaeEncoder):
+    """Latents of pictures or clips: a sample from the VAE's posterior times the scaling factor."""
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
+        """z of pixels in [-1, 1], drawn with one seed per sample; float32, on the CPU."""
+        posterior = self.posterior(pixels)
+        mean, std = posterior.mean.float().cpu(), posterior.std.float().cpu()
+        noise = [torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        z: Tensor = (mean + std * torch.stack(noise)) * self.vae.config.scaling_factor
+        return z
+
+    def decode(self, z: Tensor) -> Tensor:
+        return self.pixels(z.to(self.device, self.dtype) / self.vae.config.scaling_factor)
+
+
+class Kandinsky5Adapter:
+    """One Kandinsky 5 checkpoint.
+
+    Attributes:
+        vae_class: diffusers class of its VAE.
+        encoder_class: wraps that VAE.
+        takes_picture: the task starts from a picture (i2i, i2v).
+        dtype: dtype that the transformer was loaded in.
+    """
+
+    spec: FamilySpec
+    rope_scale: RopeScale = (1.0, 1.0, 1.0)  # of pictures: their pipelines never scale positions
+    vae_class: Any
+    encoder_class: Callable[[Any, torch.device, torch.dtype], LatentEncoder]
+
+    def __init__(self, setup: CheckpointSetup) -> None:
+        self.source, self.text, self.caching, self.solver = setup.source, setup.text, setup.caching, setup.solver
+        self.options = setup.options.of(KandinskyOptions)
+        self.task = setup.flavour.task
+        self.takes_picture = self.task in ("i2i", "i2v")
+        self.dtype = torch.float32
+        self._padding: attention.TextPadding | None = None
+
+    def load_text_encoder(
+        self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
+    ) -> Kandinsky5TextEncoder:
+        # Imports transformers' models; a run with full caches never needs them.
+        from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
+
+        template = select_template(self.options.text_template, TEMPLATES[self.task])
+        length, sees = self.spec.words.length(self.text), self.task in self.spec.words.hold_picture
+        return Kandinsky5TextEncoder(self.source, template, length, device, dtype, quantise, sees_pictures=sees)
+
+    def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
+        part = self.source["transformer"]
+        transformer: nn.Module = load_denoiser(Kandinsky5Transformer3DModel, part, dtype, hollow=hollow)
+        move_with_the_model(transformer)
+        self.dtype, self._padding = dtype, attention.install(transformer)
+        return transformer
+
+    def block_layout(self, transformer: nn.Module) -> BlockLayout:
+        return block_layout(transformer)
+
+    def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks:
+        return fast.install(transformer, self.padding)
+
+    def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
+        return fast.store_in_bf16(transformer)
+
+    @staticmethod
+    def usage_snippet(usage: Usage) -> str:
+        """Python code that reproduces the preview of the same prompt and seed."""
+        pipeline, shift = pipeline_name(usage.task), f"{usage.shift:g}" if usage.shift else ""
+        imports = ["from simpletuner.models.kandinsky5.loading import load_processor"]
+        load = [
+            f"model = {text(usage.model)}",
+            f"pipe = {pipeline}.from_pretrained(model, tokenizer=load_processor(model), dtype=torch.{usage.dtype})",
+        ]
+        if usage.options.of(KandinskyOptions).text_template == "official":
+            imports.append("from simpletuner.models.kandinsky5.templates import OFFICIAL")
+            load.append(f'pipe.prompt_template = OFFICIAL["{TEMPLATES[usage.task]}"].text')
+            load.append(f'pipe.prompt_template_encode_start_idx = OFFICIAL["{TEMPLATES[usage.task]}"].crop')
+        more = [f"num_frames={usage.frames}"] if usage.task in ("t2v", "i2v") else []
+        if not more and usage.size not in IMAGE_SIZES:  # to which pipelines of pictures round sizes
+            load.append(f"pipe.resolutions = [{usage.size}]  # sample exactly this size")
+        scheduler = f"{EULER}.from_config(pipe.scheduler.config, shift={shift})" if shift else None
+        if usage.solver not in (None, "euler"):
+            scheduler = solver_code(usage.solver, shift or "pipe.scheduler.config.shift")
+        return snippet(usage, pipeline, load, imports=imports, scheduler=scheduler, more=more)
+
+    def load_bare_pipeline(self) -> Any:
+        return bare_pipeline(self._pipeline_class(), Kandinsky5Transformer3DModel, self.source)
+
+    @property
+    def padding(self) -> attention.TextPadding:
+        if self._padding is None:
+            raise RuntimeError("this needs a transformer from load_transformer()")
+        return self._padding
+
+    def load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
+        return load_vae(self.vae_class, self.source["vae"], self.caching, device, dtype)
+
+    def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
+        return self.encoder_class(self.load_vae(device, dtype), device, dtype)
+
+    def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
+        overrides = {} if shift is None else {"shift": shift}
+        return with_solver(load_scheduler(self.source["scheduler"], **overrides), self.solver)
+
+    def load_preview_pipeline(
+        self, transformer: nn.Module, device: torch.device, shift: float | None
+    ) -> PreviewPipeline:
+        vae = self.load_vae(device, self.dtype)
+        sampler = self.load_sampler(shift, from_picture=self.takes_picture)
+        pipeline = stock_pipeline(
+            self._pipeline_class(), self.source, transformer=transformer, vae=vae, scheduler=sampler
+        )
+        return StockPipeline(pipeline, self.encoder_class(vae, device, self.dtype), device, self.task)
+
+    def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
+        states = torch.cat([channels_last(noisy.noisy_latents), *self.condition_channels(noisy)], dim=-1)
+        return predict_velocity(
+            transformer,
+            self.padding,
+            states,
+            noisy.timesteps,
+            noisy.batch.embeds,
+            rope_scale=self.rope_scale,
+            dtype=self.dtype,
+            sparse_params=self.sparsity(noisy),
+        )
+
+    def condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, ...]:
+        """Input channels after the noisy latents, `B F H W C`."""
+        raise NotImplementedError
+
+    def sparsity(self, noisy: NoisyBatch) -> dict[str, Any] | None:
+        """Parameters of block-sparse attention for a batch; None for dense checkpoints."""
+        return None
+
+    def _pipeline_class(self) -> Any:
+        return getattr(diffusers, pipeline_name(self.task))
+
+
+def move_with_the_model(transformer: Any) -> None:
+    """Turn the frequencies of the timestep embedding into a buffer.
+
+    diffusers keeps them in a plain attribute, which `to` does not move: every forward pass would copy them from the
+    host and synchronise with the GPU.
+    """
+    embeddings = transformer.time_embeddings
+    frequencies = embeddings.freqs
+    del embeddings.freqs
+    embeddings.register_buffer("freqs", frequencies, persistent=False)
+
+
+class FluxLatentEncoder(SampledLatents):
+    """Latents of pictures from the Flux VAE.
 
     The VAE's `shift_factor` is not applied, because the Kandinsky pipelines decode without it.
     """
 
-    def __init__(self, vae: AutoencoderKL, device: torch.device, dtype: torch.dtype) -> None:
-        self.vae, self.device, self.dtype = vae, device, dtype
-
-    @torch.no_grad()
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
-        """z of `B 3 1 H W` pixels in [-1, 1]: float32, `B 16 1 H/8 W/8`, on the CPU."""
-        posterior = self.vae.encode(pixels[:, :, 0].to(self.device, self.dtype)).latent_dist
-        return (sample_posterior(posterior, seeds) * self.vae.config.scaling_factor).unsqueeze(2)
+        """z of `B 3 1 H W` pixels: `B 16 1 H/8 W/8`."""
+        return super().encode(pixels[:, :, 0], seeds).unsqueeze(2)
 
     def decode(self, z: Tensor) -> Tensor:
-        latents = z[:, :, 0].to(self.device, self.dtype) / self.vae.config.scaling_factor
-        pixels: Tensor = self.vae.decode(latents).sample.float().clamp(-1, 1)
-        return pixels.unsqueeze(2)
-
-    def use_less_memory(self) -> bool:
-        """False: slicing in time does not apply to pictures."""
-        return False
-
-
-class StockImagePipeline(StockPipeline):
-    """The stock pipeline for pictures."""
-
-    def render(self, request: PreviewRequest) -> list[Image]:
-        """Sample one picture of exactly the requested size."""
-        # The pipeline rounds every request to its list of sizes, so the list is set to the requested size.
-        self.pipeline.resolutions = [(request.width, request.height)]
-        return list(self.pipeline(**self.inputs(request)).image[:1])
+        return super().decode(z[:, :, 0]).unsqueeze(2)
 
 
 class Kandinsky5ImageAdapter(Kandinsky5Adapter):
     """One Kandinsky 5 Image checkpoint."""
 
-    spec, vae_class, preview_class = KANDINSKY5_IMAGE, AutoencoderKL, StockImagePipeline
-    encoder_class = FluxLatentEncoder
-
-    def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> FluxLatentEncoder:
-        return FluxLatentEncoder(self.load_vae(device, dtype), device, dtype)
+    spec, vae_class, encoder_class = KANDINSKY5_IMAGE, AutoencoderKL, FluxLatentEncoder
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
         return noisy
 
-    def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
-        channels = self._source_channels(noisy) if self.takes_picture else ()
-        return self.velocity(transformer, noisy, channels, ROPE_SCALE)
-
-    def _source_channels(self, noisy: NoisyBatch) -> tuple[Tensor, Tensor]:
+    def condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, ...]:
         """The source picture's latents, and a mask channel of ones."""
+        if not self.takes_picture:
+            return ()
         if noisy.batch.condition is None:
             raise RuntimeError("an i2i batch needs the latents of its source pictures")
         source = channels_last(noisy.batch.condition)

@@ -25,7 +25,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from simpletuner.config.speed import is_installed
 from simpletuner.models.blocks import DEVICE_FAILURES, AttentionKernel
 from simpletuner.models.kandinsky5.attention import project
-from simpletuner.models.kandinsky5.geometry import TILE, TILE_SIDE
+from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE
 from simpletuner.models.kernels import KERNELS
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,11 @@
-"""The options that only Kandinsky 5 has."""
+"""The options that only Kandinsky 5 has, and the token grid of its clips: NABLA's tiles and the RoPE scale. Free of
+torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, PlainSerializer
@@ -22,13 +26,11 @@ def parse_rope_scale(value: object) -> RopeScale | None:
     if value is None or str(value).strip().lower() == AUTO:
         return None
     parts = value.strip("[]() ").split(",") if isinstance(value, str) else value
-    try:
+    with suppress(TypeError, ValueError):
         time, height, width = (parse_number(part) for part in parts)  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        raise ValueError("is not auto or three numbers above 0") from None
-    if min(time, height, width) <= 0:
-        raise ValueError("is not auto or three numbers above 0")
-    return time, height, width
+        if min(time, height, width) > 0:
+            return time, height, width
+    raise ValueError("is not auto or three numbers above 0")
 
 
 def write_rope_scale(scale: RopeScale | None) -> str:
@@ -48,3 +50,30 @@ class KandinskyOptions(Group):
     rope_scale: Annotated[RopeScale | None, BeforeValidator(parse_rope_scale), PlainSerializer(write_rope_scale)] = (
         option(None, "auto, or three numbers for time, height and width (video).", default_note=AUTO, form="text")
     )
+
+
+TILE_SIDE = 8  # tokens per side of a tile, within one latent frame
+TILE = TILE_SIDE**2  # tokens per tile; they share one row of the mask
+
+
+def is_sparse(transformer_config: Mapping[str, object]) -> bool:
+    """Whether a checkpoint was trained with NABLA."""
+    return transformer_config.get("attention_type") == "nabla"
+
+
+def is_sparse_flavour(name: str) -> bool:
+    """Whether the published checkpoint of a flavour was trained with NABLA."""
+    return "-pro-" in name or "-10s" in name
+
+
+STANDARD: RopeScale = (1.0, 2.0, 2.0)
+HIGH: RopeScale = (1.0, 3.16, 3.16)
+STANDARD_SIDES = (480, 854)  # pixels; as in diffusers, both sides must be in this range
+
+
+def rope_scale_of_size(size: tuple[int, int] | None, flavour: str) -> RopeScale:
+    """The scale that the stock pipeline uses at this size; without a size, the flavour's."""
+    if size is None:
+        return HIGH if flavour.endswith("-hd") else STANDARD
+    low, high = STANDARD_SIDES
+    return STANDARD if all(low <= side <= high for side in size) else HIGH

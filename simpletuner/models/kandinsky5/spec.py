@@ -1,18 +1,26 @@
-"""Kandinsky 5 as plain data: the family of pictures, which the family of clips builds on."""
+"""Kandinsky 5 as plain data: the family of pictures, and the family of clips, which differs in a few fields."""
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from simpletuner.config.load import FamilyOptions, RunConfig
 from simpletuner.config.values import Size
 from simpletuner.errors import Problem
-from simpletuner.models.kandinsky5.cost import IMAGE_COST, TRANSFORMER_CLASS
-from simpletuner.models.kandinsky5.options import KandinskyOptions, write_rope_scale
+from simpletuner.models.kandinsky5.cost import IMAGE_COST, TRANSFORMER_CLASS, VIDEO_COST
+from simpletuner.models.kandinsky5.options import (
+    TILE_SIDE,
+    KandinskyOptions,
+    is_sparse,
+    is_sparse_flavour,
+    rope_scale_of_size,
+    write_rope_scale,
+)
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, clean_caption
-from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import Component, FamilySpec, Flavour, Task
+from simpletuner.models.source import ModelSource, check_classes
+from simpletuner.models.spec import Component, FamilyChecks, FamilySpec, FamilyWords, Flavour, Task
 
 # A regular expression, because the bare name out_layer would also match the transformer's final layer.
 ALL_LINEAR = (
@@ -32,8 +40,6 @@ ADAPTER_CLASSES = {
     "Kandinsky5TransformerDecoderBlock": r"visual_transformer_blocks\.\d+",
 }
 
-IMAGE_VAE_CLASS = "AutoencoderKL"
-
 COMPONENTS = {
     "transformer": Component("transformer", "pretrained_transformer_model_name_or_path"),
     "vae": Component("vae", "pretrained_vae_model_name_or_path"),
@@ -49,79 +55,132 @@ TEMPLATES: dict[Task, TemplateName] = {"t2i": "image", "i2i": "image_edit", "t2v
 IMAGE_SIZES = ((1024, 1024), (640, 1408), (1408, 640), (768, 1280), (1280, 768), (896, 1152), (1152, 896))
 
 
-def _image_flavour(task: Task, stage: str) -> Flavour:
-    repository = f"kandinskylab/Kandinsky-5.0-{task.upper()}-Lite-{stage}-Diffusers"
+# Further sizes that the model of clips was trained at.
+SIZES_512 = ((512, 512), (512, 768), (768, 512))
+GUIDANCE_RANGE = (2, 6)  # of clips
+# With fewer frames the i2v pipeline renormalises more frames than there are, and returns NaN.
+SHORTEST_I2V_PREVIEW = 17
+SIZE_MULTIPLE = 16
+
+# Stages that sample without guidance, and in how many steps.
+DISTILLED = {"nocfg": 50, "distilled16steps": 16, "distilled": 16}
+IMAGE_FLAVOURS: tuple[str, ...] = ("t2i-lite-sft", "t2i-lite-pretrain", "i2i-lite-sft", "i2i-lite-pretrain")
+VIDEO_FLAVOURS = (
+    *(f"t2v-lite-{stage}-{length}" for stage in ("sft", "pretrain") for length in ("5s", "10s")),
+    *(f"t2v-pro-{stage}-{length}-hd" for stage in ("sft", "pretrain") for length in ("5s", "10s")),
+    "i2v-lite-5s",
+    "i2v-pro-sft-5s",
+    *(f"t2v-lite-{stage}-{length}" for stage in ("nocfg", "distilled16steps") for length in ("5s", "10s")),
+    "t2v-pro-distilled-5s-hd",
+    "i2v-pro-distilled-5s",
+)
+
+
+def _flavour(name: str) -> Flavour:
+    """The flavour of a name: `t2v-pro-sft-5s-hd` is in the repository Kandinsky-5.0-T2V-Pro-sft-5s-Diffusers."""
+    kind, *words = name.removesuffix("-hd").split("-")
+    task = next(task for task in TEMPLATES if task == kind)
+    title = "-".join(word.capitalize() if word in ("lite", "pro") else word for word in words)
+    repository = f"kandinskylab/Kandinsky-5.0-{kind.upper()}-{title}-Diffusers"
     needs = "a conditioning dataset with the source pictures" if task == "i2i" else ""
-    return Flavour(f"{task}-lite-{stage}", repository, task, needs)
+    steps = next((count for stage, count in DISTILLED.items() if stage in words), None)
+    defaults = {} if steps is None else {"validation_guidance": 1.0, "validation_num_inference_steps": steps}
+    return Flavour(name, repository, task, needs, defaults=defaults, distilled=steps is not None)
 
 
-def check_image(config: RunConfig, flavour: Flavour) -> list[Problem]:
+def check_image(config: RunConfig, flavour: Flavour) -> Iterator[Problem]:
     """Problems and hints for Kandinsky 5 Image."""
-    problems = []
-    shift = config.flow.flow_schedule_shift
+    shift, guidance = config.flow.flow_schedule_shift, config.validation.validation_guidance
     if shift is not None and not 1 / 3 <= shift <= 5:
         message = f"{shift:g} is far from 1; this model trains unstably with extreme shifts."
-        problems.append(Problem("flow_schedule_shift", message, fatal=False))
-    guidance = config.validation.validation_guidance
+        yield Problem("flow_schedule_shift", message, fatal=False)
     if guidance is not None and guidance >= 7:
         message = f"{guidance:g} oversaturates pictures of this model; about 5 is right."
-        problems.append(Problem("validation_guidance", message, fatal=False))
+        yield Problem("validation_guidance", message, fatal=False)
     scale = config.family.of(KandinskyOptions).rope_scale
     if scale is not None:
         message = f"{write_rope_scale(scale)!r}: pictures are always sampled with 1,1,1; leave it at auto."
-        problems.append(Problem("rope_scale", message))
-    return problems
+        yield Problem("rope_scale", message)
 
 
 def check_image_sizes(
     config: RunConfig, flavour: Flavour, used: Sequence[Size], trained: Mapping[str, Sequence[Size]]
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """Warnings about preview sizes that the stock pipeline does not render by default."""
-    others = [f"{width}x{height}" for width, height in used if (width, height) not in IMAGE_SIZES]
-    if not others or config.validation.validation_disable:
-        return []
-    native = ", ".join(f"{width}x{height}" for width, height in IMAGE_SIZES)
-    message = (
-        f"{', '.join(others)}: previews have this size, but the stock pipeline renders {native} only and would take "
-        "the nearest of them; set its `resolutions` to [(width, height)] to reproduce a preview."
-    )
-    return [Problem("validation_resolution", message, fatal=False)]
-
-
-def check_image_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
-    """Problems of the parts on this machine: wrong classes, or parts that do not fit together."""
-    return check_parts(source, IMAGE_VAE_CLASS) + check_condition(flavour, source, wanted=flavour.task == "i2i")
-
-
-def check_condition(flavour: Flavour, source: ModelSource, *, wanted: bool) -> list[Problem]:
-    """Whether the transformer takes a source picture exactly if the flavour has one."""
-    transformer = source.read_config("transformer")
-    has = bool(transformer and transformer.get("visual_cond"))
-    if transformer is None or wanted == has:
-        return []
-    kind = "takes" if has else "does not take"
-    where = f"the transformer in {source['transformer'].location!r}"
-    message = f"{flavour.name} does not fit: {where} {kind} a source picture (visual_cond is {str(has).lower()})."
-    return [Problem("model_flavour", message)]
-
-
-def check_parts(source: ModelSource, vae_class: str) -> list[Problem]:
-    """Whether transformer and VAE have the right classes and the same channels; absent parts are not checked."""
-    problems = []
-    transformer, vae = source.read_config("transformer"), source.read_config("vae")
-    if transformer is not None:
-        where = f"the transformer in {source['transformer'].location!r}"
-        if transformer.get("_class_name") != TRANSFORMER_CLASS:
-            problems.append(Problem("pretrained_model_name_or_path", f"{where} is not a {TRANSFORMER_CLASS}."))
-    if vae is not None and vae.get("_class_name") != vae_class:
-        message = f"the VAE in {source['vae'].location!r} is a {vae.get('_class_name')}, not an {vae_class}."
-        problems.append(Problem("pretrained_vae_model_name_or_path", message))
-    if vae is not None and transformer is not None and vae.get("latent_channels") != transformer.get("in_visual_dim"):
+    others = [size for size in used if size not in IMAGE_SIZES]
+    if others and not config.validation.validation_disable:
         message = (
-            f"the VAE has {vae.get('latent_channels')} channels, the transformer {transformer.get('in_visual_dim')}."
+            f"{_sizes(others)}: previews have this size, but the stock pipeline renders {_sizes(IMAGE_SIZES)} only and "
+            "would take the nearest of them; set its `resolutions` to [(width, height)] to reproduce a preview."
         )
-        problems.append(Problem("pretrained_vae_model_name_or_path", message))
-    return problems
+        yield Problem("validation_resolution", message, fatal=False)
+
+
+def check_video(config: RunConfig, flavour: Flavour) -> Iterator[Problem]:
+    """Problems and hints for Kandinsky 5 Video."""
+    guidance, frames = config.validation.validation_guidance, config.validation.validation_num_video_frames
+    (low, high), batch_size = GUIDANCE_RANGE, config.schedule.train_batch_size
+    if flavour.distilled and guidance not in (None, 1.0):
+        message = f"{guidance:g}: {flavour.name} is distilled to sample without guidance, which is 1."
+        yield Problem("validation_guidance", message, fatal=False)
+    elif not flavour.distilled and guidance is not None and not low <= guidance <= high:
+        message = f"{guidance:g}: below {low} or above {high} this model's clips turn black or noisy."
+        yield Problem("validation_guidance", message, fatal=False)
+    if flavour.task == "i2v" and frames is not None and frames < SHORTEST_I2V_PREVIEW:
+        message = f"{frames}: the i2v pipeline returns NaN below {SHORTEST_I2V_PREVIEW} frames."
+        yield Problem("validation_num_video_frames", message)
+    if batch_size > 1:
+        message = f"{batch_size}: clips need much memory; 1 with gradient accumulation is usual."
+        yield Problem("train_batch_size", message, fatal=False)
+
+
+def check_video_sizes(
+    config: RunConfig, flavour: Flavour, used: Sequence[Size], trained: Mapping[str, Sequence[Size]]
+) -> Iterator[Problem]:
+    """Warnings about sizes that the stock pipeline samples with another RoPE scale than they are trained with."""
+    explicit = config.family.of(KandinskyOptions).rope_scale
+    scale = explicit or rope_scale_of_size(used[0] if used else None, flavour.name)
+    others = [size for size in used if rope_scale_of_size(size, flavour.name) != scale]
+    if others:
+        message = f"{write_rope_scale(scale)} is trained; the pipeline samples {_sizes(others)} with another scale."
+        yield Problem("validation_resolution", message, fatal=False)
+    if explicit is not None:
+        return  # an explicit scale is meant for every bucket
+    for name, sizes in trained.items():
+        strange = [size for size in sizes if rope_scale_of_size(size, flavour.name) != scale]
+        if strange:
+            theirs = write_rope_scale(rope_scale_of_size(strange[0], flavour.name))
+            at = f", as {_sizes(used[:1])} is sampled" if used else ""
+            message = (
+                f"{_sizes(strange)} of {name}: the pipeline samples this size with {theirs}, it is trained with "
+                f"{write_rope_scale(scale)}{at}. Samples of the bucket's size would differ from training; "
+                "ignore this if you will sample at another size."
+            )
+            yield Problem("rope_scale", message, fatal=False)
+
+
+def _sizes(sizes: Sequence[Size]) -> str:
+    return ", ".join(f"{width}x{height}" for width, height in sizes)
+
+
+def check_checkpoint(flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+    """Problems of the parts on this machine: wrong classes, or parts that do not fit together."""
+    vae_class = "AutoencoderKL" if flavour.task in ("t2i", "i2i") else "AutoencoderKLHunyuanVideo"
+    yield from check_classes(source, flavour, TRANSFORMER_CLASS, vae_class, ("in_visual_dim", "latent_channels"))
+    transformer, wanted = source.read_config("transformer"), flavour.task in ("i2i", "i2v")
+    has = bool(transformer and transformer.get("visual_cond"))
+    if transformer is None or wanted == has or flavour.task == "t2v":  # t2v samples with either
+        return
+    kind, where = "takes" if has else "does not take", f"the transformer in {source['transformer'].location!r}"
+    message = f"{flavour.name} does not fit: {where} {kind} a source picture (visual_cond is {str(has).lower()})."
+    yield Problem("model_flavour", message)
+
+
+def pixel_grid(flavour: Flavour, source: ModelSource) -> int:
+    """128 px with block-sparse attention, else 16; decided by the flavour if the checkpoint is not here."""
+    transformer = source.read_config("transformer")
+    sparse = is_sparse_flavour(flavour.name) if transformer is None else is_sparse(transformer)
+    return SIZE_MULTIPLE * (TILE_SIDE if sparse else 1)
 
 
 def text_fingerprint(options: FamilyOptions, flavour: Flavour) -> str:
@@ -136,12 +195,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     name="kandinsky5-image",
     title="Kandinsky 5 Image",
     media="image",
-    flavours=(
-        _image_flavour("t2i", "sft"),
-        _image_flavour("t2i", "pretrain"),
-        _image_flavour("i2i", "sft"),
-        _image_flavour("i2i", "pretrain"),
-    ),
+    flavours=tuple(map(_flavour, IMAGE_FLAVOURS)),
     adapter="simpletuner.models.kandinsky5.image:Kandinsky5ImageAdapter",
     options=KandinskyOptions,
     defaults={
@@ -156,28 +210,53 @@ KANDINSKY5_IMAGE = FamilySpec(
         "crepa_block_index": 8,
     },
     components=COMPONENTS,
-    size_multiple=16,
+    size_multiple=SIZE_MULTIPLE,
     vae_stride=8,
     patch_size=2,
     largest_side=2048,
     native_sizes={1024: IMAGE_SIZES},
-    text_length_cap=512,
-    text_reserve=1,
-    captioner="simpletuner.annexes.captions.captioner:QwenCaptioner",
     lora_targets=("to_query", "to_key", "to_value"),
     lora_presets={"all-linear": ALL_LINEAR, "slider": SLIDER},
     adapter_classes=ADAPTER_CLASSES,
     quantised_layers=ALL_LINEAR,
     license="mit",
-    check=check_image,
-    check_sizes=check_image_sizes,
-    check_checkpoint=check_image_checkpoint,
-    clean_caption=clean_caption,
-    text_fingerprint=text_fingerprint,
+    checks=FamilyChecks(check_image, check_checkpoint, check_image_sizes),
+    words=FamilyWords(
+        longest=512,
+        reserved=1,
+        clean=clean_caption,
+        fingerprint=text_fingerprint,
+        hold_picture=frozenset({"i2i"}),
+        captioner="simpletuner.annexes.captions.captioner:QwenCaptioner",
+    ),
     fast_blocks=True,
     cost=IMAGE_COST,
-    prompt_holds_picture=frozenset({"i2i"}),
     in_comfyui=True,
     token_blocks="num_visual_blocks",
     block_counts={"text_transformer_blocks": "num_text_blocks", "visual_transformer_blocks": "num_visual_blocks"},
+)
+
+KANDINSKY5_VIDEO = replace(
+    KANDINSKY5_IMAGE,
+    name="kandinsky5-video",
+    title="Kandinsky 5 Video",
+    media="video",
+    flavours=tuple(map(_flavour, VIDEO_FLAVOURS)),
+    adapter="simpletuner.models.kandinsky5.video:Kandinsky5VideoAdapter",
+    defaults={
+        **KANDINSKY5_IMAGE.defaults,
+        "flow_schedule_shift": 5.0,
+        "resolution": 512,
+        "framerate": 24,
+        "validation_resolution": "512x768",
+        "validation_num_video_frames": 61,
+    },
+    native_sizes={512: SIZES_512, 1024: IMAGE_SIZES},
+    checks=FamilyChecks(check_video, check_checkpoint, check_video_sizes),
+    words=replace(KANDINSKY5_IMAGE.words, longest=256),
+    cost=VIDEO_COST,
+    grid=pixel_grid,
+    frame_rate=24,
+    frame_stride=4,
+    slices_convolutions=True,
 )

@@ -24,6 +24,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, ProcessorMixin, Qwen2_5_V
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.models.adapter import EncoderQuantiser, TextRequest
 from simpletuner.models.kandinsky5.loading import load_processor
+from simpletuner.models.kandinsky5.spec import COMPONENTS
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, TextTemplate, clean_caption
 from simpletuner.models.loading import load_whole, told_plainly
 from simpletuner.models.prompt_start import PromptStart, lengthen
@@ -48,9 +49,7 @@ def select_template(words: Literal["official", "diffusers"], name: TemplateName)
     from diffusers import Kandinsky5I2IPipeline, Kandinsky5T2IPipeline, Kandinsky5T2VPipeline
 
     classes = {"image": Kandinsky5T2IPipeline, "image_edit": Kandinsky5I2IPipeline, "video": Kandinsky5T2VPipeline}
-    pipeline_class = classes[name]
-    roles = ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "scheduler")
-    pipeline = pipeline_class(**dict.fromkeys(roles))
+    pipeline = classes[name](**dict.fromkeys(COMPONENTS))
     return TextTemplate(pipeline.prompt_template, pipeline.prompt_template_encode_start_idx)
 
 

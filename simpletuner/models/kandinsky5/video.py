@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
-from PIL.Image import Image
 from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
-from simpletuner.models.adapter import CheckpointSetup, PreviewRequest
+from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.kandinsky5 import nabla
-from simpletuner.models.kandinsky5.adapter import Kandinsky5Adapter
-from simpletuner.models.kandinsky5.denoiser import channels_last, sample_posterior
-from simpletuner.models.kandinsky5.geometry import is_sparse, rope_scale_of_size
-from simpletuner.models.kandinsky5.loading import StockPipeline
-from simpletuner.models.kandinsky5.video_spec import KANDINSKY5_VIDEO
+from simpletuner.models.kandinsky5.image import Kandinsky5Adapter, SampledLatents, channels_last
+from simpletuner.models.kandinsky5.options import is_sparse, rope_scale_of_size
+from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.loading import attend_by_frame, slice_convolutions
 
 
-class HunyuanLatentEncoder:
-    """Latents of clips from the HunyuanVideo VAE: a posterior sample times the scaling factor."""
+class HunyuanLatentEncoder(SampledLatents):
+    """Latents of clips from the HunyuanVideo VAE: `B 3 F H W` pixels with F = 4k + 1 become `B 16 k+1 H/8 W/8`."""
 
-    def __init__(self, vae: AutoencoderKLHunyuanVideo, device: torch.device, dtype: torch.dtype) -> None:
-        self.vae, self.device, self.dtype = vae, device, dtype
-        self.is_sliced = False
+    is_sliced = False
 
     def use_less_memory(self) -> bool:
         """Run convolutions in slices of time, unless they do already."""
@@ -36,32 +30,11 @@ class HunyuanLatentEncoder:
         self.is_sliced = slice_convolutions(self.vae) > 0
         return self.is_sliced
 
-    @torch.no_grad()
-    def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
-        """z of `B 3 F H W` pixels in [-1, 1] with F = 4k + 1: float32, `B 16 k+1 H/8 W/8`, on the CPU."""
-        posterior = self.vae.encode(pixels.to(self.device, self.dtype)).latent_dist
-        return sample_posterior(posterior, seeds) * self.vae.config.scaling_factor
-
-    def decode(self, z: Tensor) -> Tensor:
-        latents = z.to(self.device, self.dtype) / self.vae.config.scaling_factor
-        pixels: Tensor = self.vae.decode(latents).sample.float().clamp(-1, 1)
-        return pixels
-
-
-class StockVideoPipeline(StockPipeline):
-    """The stock pipeline for clips."""
-
-    def render(self, request: PreviewRequest) -> list[Image]:
-        """Sample one clip of exactly the requested size and length."""
-        output = self.pipeline(**self.inputs(request), num_frames=request.num_frames, output_type="pil")
-        return list(output.frames[0])
-
 
 class Kandinsky5VideoAdapter(Kandinsky5Adapter):
     """One Kandinsky 5 Video checkpoint; the size that the result will be sampled at decides the RoPE scale."""
 
-    spec, vae_class, preview_class = KANDINSKY5_VIDEO, AutoencoderKLHunyuanVideo, StockVideoPipeline
-    encoder_class = HunyuanLatentEncoder
+    spec, vae_class, encoder_class = KANDINSKY5_VIDEO, AutoencoderKLHunyuanVideo, HunyuanLatentEncoder
 
     def __init__(self, setup: CheckpointSetup) -> None:
         super().__init__(setup)
@@ -80,29 +53,25 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
     def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
         transformer: Any = super().load_transformer(dtype, hollow=hollow)
         self._settings = dict(transformer.config)
-        if is_sparse(self._settings):
-            self._tiles = nabla.install(transformer)
+        self._tiles = nabla.install(transformer) if is_sparse(self._settings) else None
         return transformer
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
         """For i2v, frame 0 is the clean picture and is excluded from the loss. Pictures and t2v clips are unchanged."""
         return hold_first_frame(noisy) if self.takes_picture else noisy
 
-    def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
-        channels = self._condition_channels(noisy) if self._settings.get("visual_cond") else ()
-        return self.velocity(transformer, noisy, channels, self.rope_scale, self._sparsity(noisy))
-
-    def _sparsity(self, noisy: NoisyBatch) -> dict[str, Any] | None:
-        """Parameters of block-sparse attention for a batch; None for dense checkpoints."""
-        if self._tiles is None or not is_sparse(self._settings):
+    def sparsity(self, noisy: NoisyBatch) -> dict[str, Any] | None:
+        if self._tiles is None:
             return None
         latents, settings = channels_last(noisy.noisy_latents), self._settings
         head_dim = sum(settings["axes_dims"])
         self._tiles.settle(latents.device, self.dtype, head_dim, settings["model_dim"] // head_dim)
         return nabla.sparse_params(tuple(latents.shape), settings, latents.device)
 
-    def _condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, Tensor]:
+    def condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, ...]:
         """Sixteen channels of zeros, and a mask that is 1 on a given first frame."""
+        if not self._settings.get("visual_cond"):
+            return ()
         latents = channels_last(noisy.noisy_latents)
         mask = torch.zeros_like(latents[..., :1])
         if self.takes_picture and noisy.batch.condition is not None and latents.shape[1] > 1:

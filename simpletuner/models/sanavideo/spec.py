@@ -1,19 +1,25 @@
-"""Sana Video as plain data: the flavour, its defaults and sizes, and its checks."""
+"""Sana Video as plain data: its flavours, their defaults and sizes, its prompt format, and its checks.
+
+A caption is lower-cased and stripped, followed by an optional motion score, and preceded by an instruction. Negative
+prompts and the empty caption have neither. `text` takes the default instruction from the pipeline.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterator
 
-from simpletuner.config.load import RunConfig
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.load import FamilyOptions, RunConfig
 from simpletuner.errors import Problem
 from simpletuner.models.sanavideo.cost import COST, COST_720, TEXT_LENGTH, TRANSFORMER_CLASS
 from simpletuner.models.sanavideo.options import SanaOptions
-from simpletuner.models.sanavideo.prompts import bare_fingerprint, clean_caption, dataset_caption, text_fingerprint
-from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import Component, FamilySpec, Flavour
+from simpletuner.models.source import MODEL_KEY, VAE_KEY, ModelSource, check_classes
+from simpletuner.models.spec import Component, FamilyChecks, FamilySpec, FamilyWords, Flavour
 
 WAN, LTX2 = "AutoencoderKLWan", "AutoencoderKLLTX2Video"  # classes of the VAE
-MODEL_KEY, VAE_KEY = "pretrained_model_name_or_path", "pretrained_vae_model_name_or_path"
 SCHEDULERS = ("DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 LONGEST_CLIP = 81  # frames that the model was trained with
 POSITIONS = 1024  # tokens per side in the position table
@@ -60,51 +66,55 @@ TRAINING_SIGMAS = {
 }
 
 
-def check_video(config: RunConfig, flavour: Flavour) -> list[Problem]:
+# A caption that already ends with a motion score keeps it.
+MOTION_SCORE = re.compile(r"motion score: *\d+(\.\d+)?\.?$")
+
+
+def clean_caption(caption: str) -> str:
+    """Clean a caption as the pipeline does."""
+    return caption.lower().strip()
+
+
+def with_motion_score(caption: str, score: float | None) -> str:
+    """Append the score to a cleaned caption, unless it is empty or already ends with one."""
+    if score is None or not caption or MOTION_SCORE.search(caption):
+        return caption
+    return f"{caption} motion score: {score:g}."
+
+
+def dataset_caption(dataset: DatasetConfig, caption: str) -> str:
+    """Append the dataset's own score to a caption; the score of the run is then not appended."""
+    if dataset.sana_motion_score is None:
+        return caption
+    return with_motion_score(clean_caption(caption), dataset.sana_motion_score)
+
+
+def text_fingerprint(options: FamilyOptions, flavour: Flavour) -> str:
+    """Instruction and motion score; the default instruction is identified by the release of diffusers."""
+    own = options.of(SanaOptions)
+    lines = own.sana_complex_human_instruction
+    words = f"diffusers {importlib.metadata.version('diffusers')} instruction" if lines is True else json.dumps(lines)
+    return f"{words}; motion score {own.sana_motion_score}"
+
+
+def check_video(config: RunConfig, flavour: Flavour) -> Iterator[Problem]:
     """Problems and hints for Sana Video."""
     named = f"video_{config.model.model_flavour} {config.model.pretrained_model_name_or_path}".lower()
-    reasons = [reason for word, reason in NOT_SUPPORTED.items() if word in named]
-    problems = [Problem("model_flavour", f"cannot be trained: {reason}.") for reason in reasons]
+    for reason in (reason for word, reason in NOT_SUPPORTED.items() if word in named):
+        yield Problem("model_flavour", f"cannot be trained: {reason}.")
     if config.tread.tread_config is not None:
         message = (
             "cannot be used with Sana Video: its feed-forward is a convolution over the whole grid of tokens, "
             "so no token can be dropped; remove the key."
         )
-        problems.append(Problem("tread_config", message))
+        yield Problem("tread_config", message)
     frames = config.validation.validation_num_video_frames
     if frames is not None and frames > LONGEST_CLIP:
         message = f"{frames}: the model was trained with up to {LONGEST_CLIP} frames."
-        problems.append(Problem("validation_num_video_frames", message, fatal=False))
+        yield Problem("validation_num_video_frames", message, fatal=False)
     if config.caching.vae_dtype not in (None, "fp32"):
         message = f"{config.caching.vae_dtype!r}: the pipelines encode and decode in fp32, so latents will differ."
-        problems.append(Problem("vae_dtype", message, fatal=False))
-    return problems
-
-
-def check_checkpoint(flavour: Flavour, source: ModelSource) -> list[Problem]:
-    """Problems of the parts on this machine: wrong classes, or parts that do not fit together."""
-    transformer, vae = source.read_config("transformer"), source.read_config("vae")
-    text_encoder = source.read_config("text_encoder")
-    problems = []
-    if transformer is not None and transformer.get("_class_name") != TRANSFORMER_CLASS:
-        message = f"the transformer in {source['transformer'].location!r} is not a {TRANSFORMER_CLASS}."
-        problems.append(Problem(MODEL_KEY, message))
-    if vae is not None:
-        problems += _check_vae(vae, source["vae"].location, flavour)
-    if problems or transformer is None:
-        return problems
-    channels = transformer.get("in_channels")
-    latent_channels = None if vae is None else vae.get("latent_channels" if vae_class(flavour) == LTX2 else "z_dim")
-    if vae is not None and latent_channels != channels:
-        problems.append(Problem(VAE_KEY, f"the VAE has {latent_channels} channels, the transformer {channels}."))
-    if transformer.get("out_channels") not in (None, channels):
-        message = f"the transformer takes {channels} channels but returns {transformer['out_channels']}."
-        problems.append(Problem(MODEL_KEY, message))
-    width = transformer.get("caption_channels")
-    if text_encoder is not None and text_encoder.get("hidden_size") != width:
-        message = f"the text encoder is {text_encoder.get('hidden_size')} wide, the transformer reads {width}."
-        problems.append(Problem("pretrained_gemma_model_name_or_path", message))
-    return problems
+        yield Problem("vae_dtype", message, fatal=False)
 
 
 def vae_class(flavour: Flavour) -> str:
@@ -112,21 +122,31 @@ def vae_class(flavour: Flavour) -> str:
     return LTX2 if flavour.name == "2b-720p" else WAN
 
 
-def _check_vae(vae: dict[str, Any], location: str, flavour: Flavour) -> list[Problem]:
-    """Problems of the VAE's class and statistics: every channel of the latents must be normalised."""
-    kind, wanted = vae.get("_class_name"), vae_class(flavour)
-    if kind != wanted:
-        message = f"the VAE in {location!r} is a {kind}, not an {wanted}, which model_flavour {flavour.name} has."
-        return [Problem(VAE_KEY, message)]
-    if wanted == LTX2:  # its statistics are among its weights
-        return []
-    problems = []
-    for name in ("latents_mean", "latents_std"):
+def check_checkpoint(flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
+    """Problems of the parts on this machine: wrong classes, or parts that do not fit together."""
+    is_wan = vae_class(flavour) == WAN
+    channel_keys = "in_channels", "z_dim" if is_wan else "latent_channels"
+    problems = [*check_classes(source, flavour, TRANSFORMER_CLASS, vae_class(flavour), channel_keys)]
+    yield from problems
+    if problems:
+        return
+    vae, transformer = source.read_config("vae") or {}, source.read_config("transformer")
+    # Every channel of the latents must be normalised; the other VAE has its statistics among its weights.
+    for name in ("latents_mean", "latents_std") if is_wan else ():
         count = len(vae.get(name) or ())
-        if count != vae.get("z_dim"):
-            message = f"the VAE in {location!r} has {count} values of {name} for {vae.get('z_dim')} channels."
-            problems.append(Problem(VAE_KEY, message))
-    return problems
+        if count != vae.get("z_dim", 0):
+            message = f"{count} values of {name} for {vae.get('z_dim')} channels."
+            yield Problem(VAE_KEY, f"the VAE in {source['vae'].location!r} has {message}")
+    if transformer is None:
+        return
+    channels, width = transformer.get("in_channels"), transformer.get("caption_channels")
+    if transformer.get("out_channels") not in (None, channels):
+        message = f"the transformer takes {channels} channels but returns {transformer['out_channels']}."
+        yield Problem(MODEL_KEY, message)
+    text_encoder = source.read_config("text_encoder")
+    if text_encoder is not None and text_encoder.get("hidden_size") != width:
+        message = f"the text encoder is {text_encoder.get('hidden_size')} wide, the transformer reads {width}."
+        yield Problem("pretrained_gemma_model_name_or_path", message)
 
 
 SANA_VIDEO = FamilySpec(
@@ -155,7 +175,6 @@ SANA_VIDEO = FamilySpec(
     adapter="simpletuner.models.sanavideo.video:SanaVideoAdapter",
     options=SanaOptions,
     block_counts={"transformer_blocks": "num_layers"},
-    dataset_keys=frozenset({"sana_motion_score"}),
     defaults={
         "resolution": 480,
         "aspect_bucket_alignment": "32",
@@ -182,8 +201,6 @@ SANA_VIDEO = FamilySpec(
     patch_size=2,
     largest_side=POSITIONS * 16,
     native_sizes={480: SIZES_480},
-    text_length_cap=TEXT_LENGTH,
-    text_reserve=2,
     lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
     lora_presets={"all-linear": ALL_LINEAR, "slider": SLIDER},
     adapter_classes={
@@ -194,13 +211,17 @@ SANA_VIDEO = FamilySpec(
     },
     quantised_layers=QUANTISED,
     license="other",
-    check=check_video,
-    check_checkpoint=check_checkpoint,
-    clean_caption=clean_caption,
-    text_fingerprint=text_fingerprint,
+    checks=FamilyChecks(check_video, check_checkpoint),
+    words=FamilyWords(
+        longest=TEXT_LENGTH,
+        reserved=2,
+        clean=clean_caption,
+        fingerprint=text_fingerprint,
+        bare_fingerprint="bare",  # no instruction and no motion score
+        dataset_keys=frozenset({"sana_motion_score"}),
+        of_dataset=dataset_caption,
+    ),
     cost=COST,
-    bare_fingerprint=bare_fingerprint,
-    dataset_caption=dataset_caption,
     frame_rate=16,
     frame_stride=4,
     decodes_in_strips=False,

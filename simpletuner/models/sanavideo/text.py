@@ -20,7 +20,7 @@ from simpletuner.models.adapter import EncoderQuantiser, TextRequest
 from simpletuner.models.loading import load_whole, told_plainly
 from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.sanavideo.options import SanaOptions
-from simpletuner.models.sanavideo.prompts import clean_caption, with_motion_score
+from simpletuner.models.sanavideo.spec import clean_caption, with_motion_score
 from simpletuner.models.source import ModelSource
 
 # Linear layers that can be quantised.

@@ -1,33 +1,222 @@
-"""Sana Video: text to clip, and picture to clip with the same checkpoint."""
+"""Sana Video: text to clip, and picture to clip with the same checkpoint.
+
+Conversions between the common batch layout and `SanaVideoTransformer3DModel` come first, then its latents and previews,
+then the adapter.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import diffusers
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, SanaImageToVideoPipeline, SanaVideoPipeline
 from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformer3DModel
+from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional
 
-from simpletuner.diffusion.batch import NoisyBatch
+from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds, upload
 from simpletuner.diffusion.flow import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, CheckpointSetup, EncoderQuantiser
-from simpletuner.models.loading import bare_pipeline, load_denoiser, load_scheduler, load_vae, with_solver
-from simpletuner.models.sanavideo.denoiser import (
-    CompiledOnGrid,
-    DistinctTimesteps,
-    Ltx2LatentEncoder,
-    WanLatentEncoder,
-    collate_text,
-    token_timesteps,
+from simpletuner.errors import UserError
+from simpletuner.models.adapter import (
+    BlockLayout,
+    CheckpointSetup,
+    Compiler,
+    EncoderQuantiser,
+    Forward,
+    LatentEncoder,
+    PreviewRequest,
 )
+from simpletuner.models.blocks import FreeSizes
+from simpletuner.models.loading import (
+    VaeEncoder,
+    bare_pipeline,
+    load_denoiser,
+    load_scheduler,
+    load_vae,
+    stock_pipeline,
+    with_solver,
+)
+from simpletuner.models.sanavideo.cost import TEXT_LENGTH
 from simpletuner.models.sanavideo.options import SanaOptions
-from simpletuner.models.sanavideo.previews import I2V_SHIFT, WITHOUT_TEXT, StockSanaPipelines
 from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO, vae_class
 from simpletuner.models.sanavideo.text import SanaTextEncoder
-from simpletuner.models.sanavideo.usage import usage_snippet
-from simpletuner.models.usage import Usage
+from simpletuner.models.source import ModelSource
+from simpletuner.models.usage import Usage, snippet, solver_code, text
+
+# Clips that start from a picture are sampled with Euler steps and this shift; the checkpoint's scheduler is for t2v.
+I2V_SHIFT = 8.0
+
+
+class StockSanaPipelines:
+    """The t2v pipeline, and the i2v pipeline for previews with a source picture.
+
+    Both use the transformer in training, and the VAE in float32; each has its own scheduler.
+    """
+
+    def __init__(
+        self, source: ModelSource, transformer: nn.Module, encoder: LatentEncoder, samplers: tuple[Any, Any],
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.vae, self.device, self.encoder = encoder.vae, device, encoder
+        self.from_text, self.from_picture = (
+            stock_pipeline(pipeline, source, transformer=transformer, vae=self.vae, scheduler=sampler)
+            for pipeline, sampler in zip((SanaVideoPipeline, SanaImageToVideoPipeline), samplers, strict=True)
+        )
+
+    def render(self, request: PreviewRequest) -> list[Image.Image]:
+        """Sample one clip of exactly the requested size and length."""
+        inputs = self._inputs(request)
+        if request.source is None:
+            return list(self.from_text(**inputs).frames[0])
+        return list(self.from_picture(**inputs, image=request.start).frames[0])
+
+    def _inputs(self, request: PreviewRequest) -> dict[str, Any]:
+        dtype = request.embeds["prompt_embeds"].dtype
+        text, mask = collate_text([request.embeds, request.negative], dtype)
+        return {
+            "prompt_embeds": text[:1].to(self.device),
+            "prompt_attention_mask": mask[:1].to(self.device),
+            "negative_prompt_embeds": text[1:].to(self.device),
+            "negative_prompt_attention_mask": mask[1:].to(self.device),
+            "negative_prompt": None,
+            "frames": request.num_frames,
+            "use_resolution_binning": False,
+            "output_type": "pil",
+            **request.inputs(lambda latents: latents),
+        }
+
+
+def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Embeddings `B 300 D`, zero-padded on the right, and the mask `B 300` of real tokens."""
+    prompts = [one["prompt_embeds"] for one in embeds]
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    text = torch.stack([functional.pad(prompt, (0, 0, 0, TEXT_LENGTH - len(prompt))) for prompt in prompts])
+    mask = torch.arange(TEXT_LENGTH) < lengths[:, None]
+    return text.to(dtype), upload(mask.long(), text.device)
+
+
+def token_timesteps(timesteps: Tensor, latents: Tensor, patch: int) -> Tensor:
+    """Timesteps per token, 0 on frame 0: `B 1 F H/patch W/patch` from timesteps `B` and latents `B C F H W`."""
+    _, _, frames, height, width = latents.shape
+    spread = timesteps.view(-1, 1, 1, 1, 1).repeat(1, 1, frames, height // patch, width // patch)
+    spread[:, :, 0] = 0
+    return spread
+
+
+class DistinctTimesteps:
+    """In training, embeds each distinct timestep of a batch once instead of once per token.
+
+    A clip has two, one for the given frame and one for the rest (`token_timesteps`), and an embedding is six times as
+    wide as a token. Hooks before and after the embedding module reduce its input to those and expand its output.
+    """
+
+    def __init__(self) -> None:
+        self._places: Tensor | None = None
+
+    def install(self, transformer: nn.Module) -> None:
+        """Attach to the timestep embedding of a transformer."""
+        time_embed = transformer.get_submodule("time_embed")
+        time_embed.register_forward_pre_hook(self.before, with_kwargs=True)
+        time_embed.register_forward_hook(self.after)
+
+    def before(self, module: nn.Module, inputs: tuple[Tensor], settings: dict[str, Any]) -> Any:
+        """Replace the timesteps by their distinct values, except in sampling or with one timestep per sample."""
+        (timesteps,) = inputs
+        if not torch.is_grad_enabled() or timesteps.numel() <= settings["batch_size"]:
+            return None
+        tokens = timesteps.view(settings["batch_size"], -1)  # `unique` would synchronise with the device
+        given, others = tokens[:, 0], tokens[:, -1]
+        clips = torch.arange(len(tokens), device=tokens.device)[:, None]
+        self._places = (2 * clips + (tokens != given[:, None])).flatten()
+        return (torch.stack([given, others], dim=1).flatten(),), settings
+
+    def after(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]) -> Any:
+        """Expand the embeddings to all tokens: (modulation, embedding), each `tokens D`."""
+        places, self._places = self._places, None
+        return None if places is None else tuple(functional.embedding(places, output) for output in outputs)
+
+
+def on_grid(
+    block: nn.Module, hidden: Tensor, text: Tensor, mask: Tensor, timestep: Tensor, rotary: Sequence[Tensor]
+) -> Tensor:
+    """`forward` of a block with tokens, timesteps and rotary tables as `B T H W C`, whose shape gives the grid. With
+    tokens as `B S C` and separate sizes, compiled code would specialise on the sizes, or contain symbolic quotients
+    such as S / (T H), on which inductor fails.
+    """
+    for each in (text, mask, timestep):
+        torch._check(len(each) == len(hidden))  # else the batch would have a symbol in each of them
+    tokens, tables = hidden.flatten(1, 3), tuple(each.flatten(1, 3) for each in rotary)
+    out: Tensor = type(block).forward(
+        block, tokens, None, text, mask, timestep.flatten(1, 3), *hidden.shape[1:4], tables
+    )
+    return out
+
+
+class CompiledOnGrid:
+    """`forward` of a block, compiled for a grid of any size and batches of one, or of more."""
+
+    def __init__(self, compiler: Compiler, forward: Forward) -> None:
+        bound: Any = forward
+        self.block, self.compiled, self.sizes = bound.__self__, compiler(on_grid), FreeSizes()
+
+    def __call__(
+        self, hidden: Tensor, no_mask: None, text: Tensor, mask: Tensor, timestep: Tensor,
+        frames: int, height: int, width: int, rotary: Sequence[Tensor],
+    ) -> Tensor:  # fmt: skip
+        grid = (frames, height, width)
+        hidden, *tables = (each.unflatten(1, grid) for each in (hidden, *rotary))
+        timestep = timestep.unflatten(1, grid if timestep.shape[1] > 1 else (1, 1, 1))
+        inputs = (hidden, text, mask, timestep, *tables)
+        self.sizes.mark(inputs, lambda tensor: range(4 if tensor.ndim > 3 else 1))  # batch and grid
+        out: Tensor = self.compiled(self.block, hidden, text, mask, timestep, tables)
+        return out
+
+
+class WanLatentEncoder(VaeEncoder):
+    """Latents of clips from the Wan VAE: the posterior's mode, normalised per channel with the VAE's own statistics."""
+
+    def __init__(self, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(vae, device, dtype)
+        self.mean, self.std = (
+            torch.as_tensor(values, dtype=torch.float32, device="cpu").view(1, -1, 1, 1, 1)
+            for values in self.statistics(vae)
+        )
+
+    @staticmethod
+    def statistics(vae: Any) -> tuple[Any, Any]:
+        """Mean and standard deviation of each channel."""
+        return vae.config.latents_mean, vae.config.latents_std
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
+        """z of `B 3 F H W` pixels in [-1, 1] with F = 4k + 1: float32, `B 16 k+1 H/8 W/8`, on the CPU.
+
+        The LTX-2 VAE takes F = 8k + 1 and gives `B 128 k+1 H/32 W/32`.
+
+        The mode is deterministic, so `seeds` has no effect.
+
+        Raises:
+            UserError: the VAE returned a value that is not finite.
+        """
+        mode = self.posterior(pixels).mode().float().cpu()
+        if not bool(mode.isfinite().all()):
+            raise UserError(f"The VAE gave values that are not finite ({self.dtype}); vae_dtype fp32 is the right one.")
+        latents: Tensor = (mode - self.mean) * (1.0 / self.std)
+        return latents
+
+    def decode(self, z: Tensor) -> Tensor:
+        return self.pixels(z * self.std.to(z.device) + self.mean.to(z.device))
+
+
+class Ltx2LatentEncoder(WanLatentEncoder):
+    """Latents of clips from the LTX-2 VAE, which keeps its statistics among its weights."""
+
+    @staticmethod
+    def statistics(vae: Any) -> tuple[Any, Any]:
+        return vae.latents_mean.cpu(), vae.latents_std.cpu()
 
 
 class SanaVideoAdapter:
@@ -47,7 +236,7 @@ class SanaVideoAdapter:
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> SanaTextEncoder:
-        return SanaTextEncoder(self.source, self.options, self.spec.text_length(self.text), device, dtype, quantise)
+        return SanaTextEncoder(self.source, self.options, self.spec.words.length(self.text), device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> WanLatentEncoder:
         vae = load_vae(getattr(diffusers, self.vae_class), self.source["vae"], self.caching, device, dtype)
@@ -98,16 +287,25 @@ class SanaVideoAdapter:
         """Both pipelines have fixed schedules; `shift` has no effect."""
         encoder = self.load_latent_encoder(device, torch.float32)
         text, picture = (self.load_sampler(shift, from_picture=given) for given in (False, True))
-        return StockSanaPipelines(transformer, encoder, (text, picture), device)
+        return StockSanaPipelines(self.source, transformer, encoder, (text, picture), device)
 
     @staticmethod
     def usage_snippet(usage: Usage) -> str:
-        return usage_snippet(usage)
+        """Python code that reproduces the preview of the same prompt and seed."""
+        is_i2v = usage.task == "i2v"
+        pipeline = "SanaImageToVideoPipeline" if is_i2v else "SanaVideoPipeline"
+        solver = usage.solver or ("euler" if is_i2v else None)
+        shift = f"{I2V_SHIFT:g}" if is_i2v else "pipe.scheduler.config.flow_shift"
+        return snippet(
+            usage,
+            pipeline,
+            [f"pipe = {pipeline}.from_pretrained({text(usage.model)}, dtype=torch.{usage.dtype})"],
+            scheduler=solver_code(solver, shift) if solver else None,
+            more=(f"frames={usage.frames}", "use_resolution_binning=False"),
+        )
 
     def load_bare_pipeline(self) -> Any:
-        from diffusers import SanaVideoPipeline
-
-        return bare_pipeline(SanaVideoPipeline, SanaVideoTransformer3DModel, self.source["transformer"], WITHOUT_TEXT)
+        return bare_pipeline(diffusers.SanaVideoPipeline, SanaVideoTransformer3DModel, self.source)
 
     def _timesteps(self, noisy: NoisyBatch) -> Tensor:
         """Timesteps as in the pipelines: whole numbers for t2v, one per token with a given frame 0."""

@@ -1,0 +1,74 @@
+"""`simpletuner plan` and `configure`: what precedes a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from simpletuner.cli.settings import Cached, command_settings, uncollected
+from simpletuner.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from simpletuner.config.sources import Arguments
+
+DEFAULT_FILE = Path("config/config.json")
+
+
+def plan(
+    context: typer.Context,
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="GB", help="Plan for a GPU with this much memory.")
+    ] = None,
+    devices: Annotated[str | None, typer.Option(metavar="N", help="Plan for this many devices together.")] = None,
+    machines: Annotated[str | None, typer.Option(metavar="N", help="Plan for devices in this many machines.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON document, for programs.")] = False,
+    cached: Cached = False,
+) -> None:
+    """Check everything that needs no weights, and print what a run would do, how long it takes and what it needs."""
+    arguments, problems = command_settings(context.args, cached=cached)
+    planned = {"plan_device_memory_gb": device_memory, "num_processes": devices, "num_machines": machines}
+    arguments.settings.extend((key, value) for key, value in planned.items() if value is not None)
+    print_plan(arguments, problems, as_json=as_json)
+
+
+def print_plan(arguments: Arguments, problems: list[Problem], *, as_json: bool = False) -> None:
+    """Print the plan of a run.
+
+    Raises:
+        ConfigError: with every problem at once.
+    """
+    from simpletuner.annexes.fitting.ready import weigh_plan
+    from simpletuner.annexes.fitting.show import plan_json, show_plan
+    from simpletuner.config.load import raise_if_fatal
+    from simpletuner.run.companions import read_ledger
+
+    try:
+        with uncollected():
+            plan, budget = weigh_plan(arguments, problems)
+    except ConfigError as error:
+        if as_json:
+            print(plan_json(None, error.problems))
+        raise
+    if as_json:
+        print(plan_json((plan, budget), [*plan.warnings, *problems]))
+    else:
+        show_plan(plan, budget, sys.stdout)
+        if plan.is_finished and (ledger := read_ledger(plan.output_dir)):
+            print(f"\nAn earlier session has not finished: {ledger}. `simpletuner train` does this first.")
+    raise_if_fatal(problems)  # a run that does not fit is refused below the numbers that show why
+
+
+def configure(
+    file: Annotated[Path, typer.Argument(help="The file to write, or to edit if it exists.")] = DEFAULT_FILE,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="Ask nothing: write the file with every default.")
+    ] = False,
+) -> None:
+    """Write config.json by answering questions; ? explains each. The dataset file is never touched."""
+    from simpletuner.annexes.wizard.session import run_session
+    from simpletuner.annexes.wizard.talk import Talk
+
+    run_session(file, Talk(defaults=defaults))

@@ -1,0 +1,81 @@
+"""What the commands that take settings share."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from simpletuner.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from simpletuner.config.sources import Arguments
+    from simpletuner.data.discovery import Scan
+    from simpletuner.plan.build import Plan
+
+# Unknown options are settings, which the option schema parses, not click.
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+Cached = Annotated[bool, typer.Option("--cached", help="Take the files of remote datasets that are here; fetch none.")]
+
+
+def command_settings(tokens: list[str], *, cached: bool = False) -> tuple[Arguments, list[Problem]]:
+    """The settings on the command line, and problems of their syntax; `cached` is the option of that name."""
+    from simpletuner.config.sources import parse_settings
+
+    arguments, problems = parse_settings(tokens)
+    arguments.collect = partial(_collect_remote, fetches=not cached)
+    return arguments, problems
+
+
+def planned(tokens: list[str], purpose: Literal["train", "survey"] = "train", *, cached: bool = False) -> Plan:
+    """The plan of the settings on the command line.
+
+    Raises:
+        ConfigError: with every problem at once.
+    """
+    from simpletuner.plan.build import make_plan
+
+    with uncollected():
+        return make_plan(*command_settings(tokens, cached=cached), purpose)
+
+
+def _collect_remote(*entries_and_more: Any, fetches: bool) -> Mapping[str, Scan]:
+    """The door to remote datasets; what is behind it is loaded when a dataset is remote."""
+    from simpletuner.annexes.remote.collect import collect
+
+    return collect(*entries_and_more, fetches=fetches)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Import or plan without garbage collection, and exempt the result from it.
+
+    Importing torch and listing many files create long-lived objects, which later collections would scan for nothing.
+    Does nothing if torch is imported already: the process is then not ours, and neither are its objects.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+def prepare_output(plan: Plan) -> None:
+    """Create the output folder; on some file systems only this shows that it is not writable.
+
+    Raises:
+        UserError: it cannot be created.
+    """
+    try:
+        plan.output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output_dir: {str(plan.output_dir)!r} cannot be created: {error.strerror}.") from None
