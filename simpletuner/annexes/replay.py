@@ -50,11 +50,7 @@ from simpletuner.run.rehearsal import rehearse_micro_step, unchanged
 from simpletuner.run.session import Session
 from simpletuner.run.train import prepare_machine
 from simpletuner.training.assemble import make_accelerator
-from simpletuner.training.guard import (
-    gradient_size,
-    stop_if_gradients_not_finite,
-    stop_if_losses_not_finite,
-)
+from simpletuner.training.guard import gradient_size, stop_if_gradients_not_finite, stop_if_losses_not_finite
 from simpletuner.training.manifest import Checkpoint, find_checkpoints
 from simpletuner.training.recorder import peak_memory
 from simpletuner.training.state import Assembly

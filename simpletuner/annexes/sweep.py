@@ -64,17 +64,9 @@ class StudioShot:
     number: int
 
     @property
-    def strength(self) -> float:
-        """Of the LoRA."""
-        return float(self.recipe["strength"])
-
-    @property
     def digest(self) -> str:
         """Equal where nothing that matters differs."""
         return digest({key: value for key, value in self.recipe.items() if key not in UNIMPORTANT})[:20]
-
-
-Naming = Callable[[StudioShot], Path]
 
 
 @dataclass
@@ -117,7 +109,9 @@ class Studio:
             for number, (subject, size, index) in enumerate(rows)
         ]
 
-    def render(self, shots: Iterable[StudioShot], name: Naming, events: EventStream, title: str) -> list[Path]:
+    def render(
+        self, shots: Iterable[StudioShot], name: Callable[[StudioShot], Path], events: EventStream, title: str
+    ) -> list[Path]:
         """Render each shot into the file that `name` gives it, with its recipe beside it."""
         shots, config = list(shots), self.plan.config
         dtype = DTYPES[trained_precision(config.optimizer, config.precision)]
@@ -207,10 +201,10 @@ def render_sweep(
         events.say(f"{len(shots) - len(absent)} of {len(shots)} cells are there already.")
     studio.render(absent, name, events, "Sweeping")
     records = []
-    for shot in sorted(shots, key=lambda shot: (shot.number, shot.strength)):
+    for shot in sorted(shots, key=lambda shot: (shot.number, shot.recipe["strength"])):
         made, row = shot.recipe, shot.subject.prompt.short_name
         if len(strengths) > 1:
-            row += f" at {shot.strength:g}"
+            row += f" at {made['strength']:g}"
         path = name(shot).relative_to(plan.output_dir).as_posix()
         shown = {key: made[key] for key in ("width", "height", "seed", "index", "prompt")}
         records.append(MediaRecord(step=made["step"] or 0, short_name=row, path=path, **shown))

@@ -21,18 +21,7 @@ from typing import Any, BinaryIO
 
 from simpletuner.atomic import writing_to
 from simpletuner.redaction import redact_texts
-from simpletuner.reporting import events
-from simpletuner.reporting.metrics import (
-    MEDIA_FILE,
-    METRICS_FILE,
-    VIDEO_MIME,
-    MediaFile,
-    MediaRecord,
-    MetricsFile,
-    parse_row,
-    read_media,
-    read_rows,
-)
+from simpletuner.reporting import events, metrics
 from simpletuner.reporting.pace import Pace, ending, line_of
 
 Payload = dict[str, Any]
@@ -143,12 +132,12 @@ def _steps(pace: Pace) -> Payload:
     """The progress of training, with its metrics."""
     if pace.last is None:
         return {**_progress("Training", pace.step, pace.total_steps), "metrics": {}}
-    metrics = {
+    figures = {
         **{"loss": pace.last.loss, "epoch": pace.last.epoch, "smoothed_loss": pace.loss},
         **{"seconds_per_step": pace.seconds_per_step, "memory_bytes": pace.last.memory_bytes},
         **pace.last.metrics,
     }
-    return {**_progress("Training", pace.step, pace.total_steps, pace.remaining_seconds), "metrics": metrics}
+    return {**_progress("Training", pace.step, pace.total_steps, pace.remaining_seconds), "metrics": figures}
 
 
 def _progress(label: str, current: int, total: int | None, eta: float | None = None) -> Payload:
@@ -176,11 +165,11 @@ def _sampled(event: events.PreviewGrew) -> Payload:
     return {"type": "validation.image", "title": message, "message": message, **shown, "data": data}
 
 
-def _shown(media: MediaRecord) -> Payload:
+def _shown(media: metrics.MediaRecord) -> Payload:
     """The fields that both kinds of previews have."""
     suffix = Path(media.path).suffix.lower()
     is_moving = media.is_video or suffix == ".gif"
-    video = {"src": media.path, "mime_type": VIDEO_MIME.get(suffix, "image/gif")}
+    video = {"src": media.path, "mime_type": metrics.VIDEO_MIME.get(suffix, "image/gif")}
     data = {
         "global_step": media.step, "resolution": [media.width, media.height],
         "validation_type": "ema" if media.ema else "trained",
@@ -238,7 +227,7 @@ def _last_id(file: BinaryIO) -> int:
 
 def _rows(file: BinaryIO) -> Iterator[Payload]:
     """The events from here on, without torn lines."""
-    return filter(None, (parse_row(line, "id") for line in file))
+    return filter(None, (metrics.parse_row(line, "id") for line in file))
 
 
 def offset_after(file: BinaryIO, number: int) -> int:
@@ -277,7 +266,7 @@ class Recorded:
     """
 
     evaluated: bool
-    previews: list[MediaRecord]
+    previews: list[metrics.MediaRecord]
 
 
 class RunRecord:
@@ -291,9 +280,12 @@ class RunRecord:
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        self._metrics, self._media = MetricsFile(folder / METRICS_FILE, step), MediaFile(folder / MEDIA_FILE, step)
-        here = [row for row in read_rows(folder / METRICS_FILE) if row["step"] == step]
-        previews = [record for record in read_media(folder / MEDIA_FILE) if record.step == step]
+        self._metrics, self._media = (
+            metrics.MetricsFile(folder / metrics.METRICS_FILE, step),
+            metrics.MediaFile(folder / metrics.MEDIA_FILE, step),
+        )
+        here = [row for row in metrics.read_rows(folder / metrics.METRICS_FILE) if row["step"] == step]
+        previews = [record for record in metrics.read_media(folder / metrics.MEDIA_FILE) if record.step == step]
         self.recorded = Recorded(any(name.startswith(events.EVALUATED) for row in here for name in row), previews)
         self._step = step
         self._losses: Mapping[str, float] = {}

@@ -229,7 +229,7 @@ def test_loss_that_is_not_finite_stops_before_the_update(
 
     opened: list[MetricsFile] = []
     monkeypatch.setattr(step, "elementwise_loss", broken)
-    monkeypatch.setattr(payloads, "MetricsFile", lambda *given: opened.append(MetricsFile(*given)) or opened[0])
+    monkeypatch.setattr(payloads.metrics, "MetricsFile", lambda *given: opened.append(MetricsFile(*given)) or opened[0])
     workspace.write_config(checkpoint_step_interval=1)
     assert workspace.train() == 1
     monkeypatch.chdir(workspace.folder)

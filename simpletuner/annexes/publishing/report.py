@@ -29,15 +29,7 @@ from simpletuner.reporting import events as happened
 from simpletuner.reporting.environment import describe_environment
 from simpletuner.reporting.events import ENDED, PREVIEWS, Event, EventStream
 from simpletuner.reporting.html import TrainingSample, evenly_spaced, gallery, render, thumbnail
-from simpletuner.reporting.metrics import (
-    MEDIA_FILE,
-    METRICS_FILE,
-    REPORT_FILE,
-    Columns,
-    read_media,
-    read_rows,
-    shares,
-)
+from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, REPORT_FILE, Columns, read_media, read_rows, shares
 from simpletuner.reporting.pace import clock, pace_text, shares_text
 from simpletuner.run.companions import Companion, Ledger
 
