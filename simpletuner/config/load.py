@@ -126,12 +126,16 @@ class RunConfig:
         return {name: value for group in groups for name, value in group.model_dump(by_alias=True).items()}
 
 
+def unwrapped(content: Any) -> Any:
+    """The settings in the content of config.json, which may be `{"_metadata": ..., "config": {...}}`."""
+    is_wrapped = isinstance(content, dict) and "_metadata" in content and isinstance(content.get("config"), dict)
+    return content["config"] if is_wrapped else content
+
+
 def read_json_layer(path: Path, problems: list[Problem]) -> Layer | None:
-    """config.json as a layer, or None if it cannot be read; `{"_metadata": ..., "config": {...}}` is unwrapped."""
+    """config.json as a layer, or None if it cannot be read."""
     known = len(problems)
-    content = read_json(path, problems)
-    if isinstance(content, dict) and "_metadata" in content and isinstance(content.get("config"), dict):
-        content = content["config"]
+    content = unwrapped(read_json(path, problems))
     if isinstance(content, dict):
         return Layer(str(path), list(content.items()))
     if not any(problem.fatal for problem in problems[known:]):
