@@ -96,15 +96,11 @@ def _complain_about_problems(error: ConfigError) -> int:
     """All problems as a list, warnings first, so that what must be fixed comes last."""
     from simpletuner.reporting.progress import in_red
 
-    for problem in error.problems:
-        if not problem.fatal:
-            print(redact(f"warning: {problem}"), file=sys.stderr)
-    fatal = [problem for problem in error.problems if problem.fatal]
-    for problem in fatal:
-        print(in_red(redact(f"error: {problem}"), sys.stderr), file=sys.stderr)
-    return _complain(
-        f"{len(fatal)} problem{'s' if len(fatal) > 1 else ''} to fix; nothing was started.", error.exit_code
-    )
+    for problem in sorted(error.problems, key=lambda problem: problem.fatal):
+        text = redact(f"{'error' if problem.fatal else 'warning'}: {problem}")
+        print(in_red(text, sys.stderr) if problem.fatal else text, file=sys.stderr)
+    count = sum(problem.fatal for problem in error.problems)
+    return _complain(f"{count} problem{'s' if count > 1 else ''} to fix; nothing was started.", error.exit_code)
 
 
 def _complain(text: str, code: int) -> int:
