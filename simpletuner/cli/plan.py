@@ -40,9 +40,8 @@ def print_plan(arguments: Arguments, problems: list[Problem], *, as_json: bool =
     Raises:
         ConfigError: with every problem at once.
     """
-    from simpletuner.annexes.fitting.document import plan_json
     from simpletuner.annexes.fitting.ready import weigh_plan
-    from simpletuner.annexes.fitting.show import show_plan
+    from simpletuner.annexes.fitting.show import plan_json, show_plan
     from simpletuner.config.load import raise_if_fatal
     from simpletuner.run.companions import read_ledger
 
