@@ -263,6 +263,13 @@ def read_datasets(path: Path, problems: list[Problem], *, placeholders: dict[str
         if not any(problem.fatal for problem in problems[known:]):
             problems.append(Problem(str(path), f"must hold a JSON list of datasets, not {json_kind(content)}."))
         return []
+    return parse_datasets(content, path, problems, placeholders)
+
+
+def parse_datasets(
+    content: list[Any], path: Path, problems: list[Problem], placeholders: dict[str, str]
+) -> list[DatasetConfig]:
+    """The enabled entries in the content of a dataset file."""
     if not content:
         problems.append(Problem(str(path), "holds no datasets."))
         return []

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +30,7 @@ from starlette.responses import JSONResponse, Response
 
 from simpletuner.annexes.page.project import EXAMPLE, Project, Refusal, problems_json, project_of, wanted
 from simpletuner.atomic import write_json
-from simpletuner.config.datasets import read_datasets
+from simpletuner.config.datasets import parse_datasets, read_datasets
 from simpletuner.config.json_files import read_json
 from simpletuner.config.load import raise_if_fatal, read_json_layer, unwrapped
 from simpletuner.config.schema import main_name
@@ -131,27 +130,24 @@ class Configuration:
             outside += self.project.without_outside(dict(beside))[1]
         judgement, problems = Draft(self.file).judge(values), list[Problem]()
         names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
-        with TemporaryDirectory() as folder:
-            path = self.write_datasets(Path(folder))
-            is_allowed = self.entries is not None or not [*self.project.check_path("data_backend_config", str(path))]
-            datasets = read_datasets(path, problems, placeholders=names) if is_allowed else []
-            problems = [replace(each, where=each.where.replace(f"{folder}/", "")) for each in problems]
-        outside += self.project.check_dataset_paths(datasets)
-        return judgement, outside, [] if self.entries is None else problems
-
-    def write_datasets(self, folder: Path) -> Path:
-        """The file of the datasets, written into a folder if the page sent them."""
-        if self.entries is None:
-            return self.datasets
-        write_json(folder / DATASET_FILE, self.entries)
-        return folder / DATASET_FILE
+        if self.entries is not None:
+            datasets = parse_datasets(self.entries, Path(DATASET_FILE), problems, names)
+        elif [*self.project.check_path("data_backend_config", str(self.datasets))]:
+            datasets = []
+        else:
+            datasets = read_datasets(self.datasets, [], placeholders=names)
+        return judgement, [*outside, *self.project.check_dataset_paths(datasets)], problems
 
     def write(self, folder: Path) -> list[str]:
         """Write them into an empty folder; returns the arguments that make a command use them."""
         write_json(folder / "config.json", self.values)
         if self.environment.is_file():
             shutil.copy(self.environment, folder)
-        return [f"config_path={folder / 'config.json'}", f"data_backend_config={self.write_datasets(folder)}"]
+        datasets = self.datasets
+        if self.entries is not None:
+            datasets = folder / DATASET_FILE
+            write_json(datasets, self.entries)
+        return [f"config_path={folder / 'config.json'}", f"data_backend_config={datasets}"]
 
 
 def configs(request: Request) -> Response:
