@@ -100,7 +100,7 @@ def assemble(
         place_model(transformer, blocks_to_stream(layout, config.offload), device)
     parameters, ratio = trained.parameters(), config.lora.lora_plus_ratio
     # LoRA+ (Hayou et al., arXiv:2402.12354): the matrices B at a multiple of the rate.
-    faster = [each for name, each in parameters.items() if ratio is not None and ".lora_B." in name]
+    faster = [weight for name, weight in parameters.items() if ratio is not None and ".lora_B." in name]
     optimizer = build_optimizer(
         parameters.values(), config.optimizer, precision.mixed_precision, spec.learning_rate, modules, faster, ratio
     )  # fmt: skip
@@ -303,7 +303,7 @@ def _checkpoint_and_compile(
 
     With `quantized_matmul` the first visual block tells the error of its gradients, uncompiled.
     """
-    dropout = any(isinstance(each, nn.Dropout) and each.p > 0 for each in transformer.modules())
+    dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in transformer.modules())
     keeps, inputs_leave = keeps_attention(config.speed), config.offload.offload_block_inputs
     enable_checkpointing(
         transformer,

@@ -152,7 +152,7 @@ def select_checkpoint(wanted: str, output_dir: Path, problems: list[Problem]) ->
     for path in (output_dir / wanted, Path(wanted).expanduser()):
         if checkpoint := open_checkpoint(path):
             return checkpoint
-    names = ", ".join(each.path.name for each in whole) or "none"
+    names = ", ".join(checkpoint.path.name for checkpoint in whole) or "none"
     problems.append(Problem(key, f"{wanted!r} is not a complete checkpoint. In {output_dir} there are: {names}."))
     return None
 
