@@ -9,9 +9,8 @@ from functools import partial
 from accelerate import Accelerator
 from PIL.Image import Image
 
-from simpletuner.budget.budget import Budget
+from simpletuner.budget.budget import Budget, find_rounds, steps_per_epoch
 from simpletuner.budget.device import DeviceRates
-from simpletuner.budget.rounds import find_rounds, steps_per_epoch
 from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.caching.read import BatchReader

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from simpletuner.atomic import build_folder, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
-from simpletuner.distributed.sharded_state import load_shards, shard_moments, without_shards
+from simpletuner.distributed.sharding import load_shards, shard_moments, without_shards
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.models.blocks import DEVICE_FAILURES
 from simpletuner.reporting.events import CheckpointSaved, EventStream, StepReport
