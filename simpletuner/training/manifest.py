@@ -109,7 +109,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         manifest = _MANIFEST.validate_json((folder / FILE_NAME).read_bytes())
     except (OSError, ValidationError):
         return None
-    whole = all(_size(folder / name) == size for name, (size, _) in manifest.files.items())
+    sizes = {folder / name: size for name, (size, _) in manifest.files.items()}
+    whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
     return manifest if whole else None
 
 
@@ -187,7 +188,3 @@ def result_step(output_dir: Path, model_type: str) -> int | None:
 def describe_errors(notes: Mapping[str, str]) -> str:
     """The errors of a converted LoRA, in words; empty if it is none."""
     return ", ".join(f"{notes[key]} {whole}" for key, whole in ERRORS.items() if key in notes)
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
