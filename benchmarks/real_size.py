@@ -43,7 +43,8 @@ from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.cost import BatchShape
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import DIFFUSERS_WEIGHTS, INDEX_SUFFIX, ModelSource
-from simpletuner.training.assemble import TrainingSpec, assemble
+from simpletuner.training.assemble import assemble
+from simpletuner.training.state import TrainingSpec
 
 BAR = 1.10
 SHARD = 10**9  # bytes

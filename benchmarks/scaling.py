@@ -16,17 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.first_gpus import STRONG, WEAK
 from benchmarks.gpu_sections import Line
-from benchmarks.planned_peak import BAR as PEAK_BAR
-from benchmarks.planned_peak import peak_of_step, planned_peak
-from benchmarks.variants import Settings, Variant
+from benchmarks.models import SHAPES, cost_of, hollow_transformer, lora_targets, make_config
+from benchmarks.variants import COMMON, Settings, Variant
+from simpletuner.budget.workload import Parts, kernels_on
 from simpletuner.distributed.joining import ConnectedWorld, connect, settle_meeting
 from simpletuner.distributed.world import Value, World, launched
+from simpletuner.models.cost import BatchShape
+from simpletuner.models.registry import FAMILIES
 
-SENT_BAR = 1.05
+SENT_BAR, PEAK_BAR = 1.05, 1.10
 STEPS = 3
 GATHERS = 20
 PR_SET_PDEATHSIG = 1
@@ -245,3 +249,41 @@ def end_with_parent() -> None:
     """Have this process killed when the launcher is, which starts it in a session of its own. On Linux only."""
     prctl: Callable[[int, int], int] = ctypes.CDLL(None).prctl
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def planned_peak(size: str, device: str, settings: Settings, latents: tuple[int, int, int] | None = None) -> float:
+    """Bytes that the plan expects of a step with one sample."""
+    shape = SHAPES[size]
+    spec = FAMILIES[shape.family]
+    precision = "no" if device == "cpu" else "bf16"
+    config = make_config(size, **{"mixed_precision": precision, **COMMON, **settings})
+    kernels = kernels_on(config, spec, is_gpu=device == "cuda")
+    cost = cost_of(spec.cost, hollow_transformer(size), kernels)
+    parts = Parts(spec, cost, lora_targets(size), {}, 0, 0, ())
+    frames, height, width = latents or shape.latents
+    load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, shape.caption)
+    return parts.model(config).memory(load).total
+
+
+def peak_of_step(variant: Variant, device: str) -> float:
+    """Bytes that steps have taken at most on a GPU; on a CPU, those of one more step."""
+    if device == "cuda":
+        return float(torch.cuda.max_memory_allocated())
+    before = _resident_bytes(variant)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        variant.step()
+    events: Any = profiler.profiler.kineto_results.events()
+    changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
+    peak = now = 0
+    for _, change in changes:
+        now += change
+        peak = max(peak, now)
+    return float(before + peak)
+
+
+def _resident_bytes(variant: Variant) -> int:
+    """Weights, buffers and the optimizer's state; of what is sharded, this process's part."""
+    model, optimizer = variant.assembly.transformer, variant.assembly.optimizer
+    state = [each for values in optimizer.state.values() for each in values.values() if isinstance(each, torch.Tensor)]
+    tensors = (*model.parameters(), *model.buffers(), *state)
+    return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors)

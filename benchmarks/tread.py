@@ -1,20 +1,13 @@
-"""A step with token routes against one without, beside what the saved arithmetic alone allows."""
+"""What the arithmetic that token routes save allows: the limit of their speed-up."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from benchmarks.models import SHAPES, clock_of
-from benchmarks.timing import Ratio, arguments, compare, interleave, show
-from benchmarks.variants import Variant
+from benchmarks.models import SHAPES
 from simpletuner.config.tread import Route
-from simpletuner.techniques.tread import Tread
 
-ROUTES = [Route(0.5, 2, -2)]
-# deep has as many blocks and tokens as a CPU gets through; Sana's convolutions allow no routes.
-MODELS = ("deep", "lite", "image", "pro")
+MODELS = ("deep", "lite", "image", "pro")  # Sana's convolutions allow no routes
 
 # How often a LoRA step does the arithmetic of the forward pass: in it, in the recomputation, and backward. There
 # frozen weights take one product for each of theirs, attention five for its two.
@@ -44,28 +37,6 @@ def share_of_arithmetic(size: str, routes: Sequence[Route]) -> float:
     return sum(flops(size, count) for count in counts) / (blocks * flops(size, tokens))
 
 
-def main() -> None:
-    options = arguments(__doc__, MODELS, rounds=5).parse_args()
-    torch.set_num_threads(1)
-    steps = {
-        "plain": Variant(options.size, options.device, {}),
-        "routed": Variant(options.size, options.device, {}, [Tread(ROUTES)]),
-    }
-    variants = {name: lambda variant=variant: (variant.step(), None)[1] for name, variant in steps.items()}
-    seconds = interleave(variants, options.rounds, clock_of(options.device))
-    limit, bar = share_of_arithmetic(options.size, ROUTES), 0.85 if options.device == "cpu" else 0.9
-    time = compare("time of a step, with routes / without", seconds, "routed", "plain")
-    beside = Ratio(
-        "the same / its arithmetic", [each / limit for each in time.rounds], 1 / bar,
-        f"speed-up {1 / time.median:.2f} of {1 / limit:.2f}: {limit / time.median:.0%}, at least {bar:.0%} wanted",
-    )  # fmt: skip
-    title = f"Token routes, {ROUTES[0].ratio:.0%} left out of blocks 2 to -2, {options.size} model on {options.device}"
-    show(title, [time, beside], options)
-    print("\nSpeed-up that the arithmetic of the published models allows, by the share that is left out:")
-    for row in speed_up_table():
-        print("".join(f"{cell:>8}" for cell in row))
-
-
 def speed_up_table() -> list[list[str]]:
     """What can be gained from blocks 2 to -2 of the published models, by the share of tokens that is left out."""
     models, ratios = ("image", "lite", "pro"), (0.25, 0.5, 0.75)
@@ -74,7 +45,3 @@ def speed_up_table() -> list[list[str]]:
         ["", *models],
         *([f"{ratio:g}", *(f"{each:.2f}" for each in row)] for ratio, row in zip(ratios, rows, strict=True)),
     ]
-
-
-if __name__ == "__main__":
-    main()

@@ -107,6 +107,11 @@ class RunConfig:
         groups = (getattr(self, attribute) for attribute in schema.GROUPS)
         return [group for group in groups if isinstance(group, TechniqueGroup)]
 
+    @property
+    def sampling_shift(self) -> float | None:
+        """The shift that the user set explicitly for training, which replaces the checkpoint's in sampling."""
+        return self.flow.flow_schedule_shift if self.is_explicit("flow_schedule_shift") else None
+
     def is_explicit(self, key: str) -> bool:
         """Whether the user set the key, in a file or on the command line."""
         return self.origins.get(key, "default") not in NOT_SET_BY_USER

@@ -100,6 +100,13 @@ class Group(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def beyond_last(chosen: Mapping[str, int | None], blocks: int | None) -> Iterator[Problem]:
+    """Keys that choose a block which the model does not have."""
+    for key, block in chosen.items():
+        if block is not None and blocks is not None and block >= blocks:
+            yield Problem(key, f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.")
+
+
 class TechniqueGroup(Group):
     """The keys of a technique, and what the plan asks of them; by default nothing is wrong."""
 

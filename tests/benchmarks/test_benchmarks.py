@@ -20,13 +20,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALLEST = {
     "chain": "--size tiny --clips 1",
     "data_wait": "--size tiny --steps 2",
-    "planned_peak": "--size tiny",
     "startup": "--only help",
     "step": "--size tiny --batches 1 --steps 1",
-    "tread": "",
 }
 ELSEWHERE = {
-    "ablation",
     "first_gpu",
     "first_gpus",
     "cost_table",

@@ -9,7 +9,7 @@ import pytest
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import Layer, build_group, resolve
-from simpletuner.config.option import LARGEST_NUMBER, Option
+from simpletuner.config.option import LARGEST_NUMBER
 from simpletuner.config.schema import all_options
 from simpletuner.errors import Problem
 
@@ -18,7 +18,10 @@ OPTIONS = all_options()
 FLAGS = [option for option in OPTIONS.values() if option.is_flag]
 CHOICES = [option for option in OPTIONS.values() if option.choices]
 LIMITED = [option for option in OPTIONS.values() if option.limits]
-NUMBERS = [option for option in OPTIONS.values() if option.type_name in ("integer", "number")]
+NUMBERS = {
+    whole: [option for option in OPTIONS.values() if option.type_name == ("integer" if whole else "number")]
+    for whole in (True, False)
+}
 
 
 def read(key: str, value: Any) -> tuple[Any, list[Problem]]:
@@ -28,18 +31,14 @@ def read(key: str, value: Any) -> tuple[Any, list[Problem]]:
     return config.flat()[key], problems
 
 
-def name(option: Option) -> str:
-    return option.name
-
-
-@pytest.mark.parametrize("option", FLAGS, ids=name)
-def test_a_flag_takes_the_usual_words(option: Option) -> None:
-    for word in (True, "true", "TRUE", "1", 1, "yes", "On"):
-        assert read(option.name, word) == (True, [])
-    for word in (False, "false", "False", "0", 0, "no", "OFF"):
-        assert read(option.name, word) == (False, [])
-    _, (problem,) = read(option.name, "maybe")
-    assert str(problem) == f"{option.name}: 'maybe' is not true or false. (config.json)"
+def test_a_flag_takes_the_usual_words() -> None:
+    for option in FLAGS:
+        for word in (True, "true", "TRUE", "1", 1, "yes", "On"):
+            assert read(option.name, word) == (True, []), (option.name, word)
+        for word in (False, "false", "False", "0", 0, "no", "OFF"):
+            assert read(option.name, word) == (False, []), (option.name, word)
+        _, (problem,) = read(option.name, "maybe")
+        assert str(problem) == f"{option.name}: 'maybe' is not true or false. (config.json)"
 
 
 @pytest.mark.parametrize("text", ["10G", "10 gb", "10000M", "0.01TB", 10, "10"])
@@ -49,46 +48,48 @@ def test_a_size_on_disk_takes_the_usual_units(text: Any) -> None:
     assert "is not a size such as 10G or 500M" in problem.message
 
 
-@pytest.mark.parametrize("option", CHOICES, ids=name)
-def test_a_word_that_is_not_allowed_is_told_with_all_that_are(option: Option) -> None:
-    for word in option.choices:
-        assert read(option.name, word) == (word, [])
-    value, (problem,) = read(option.name, option.choices[0] + "x")
-    assert all(word in problem.message for word in option.choices)
-    assert "Did you mean '" in problem.message
-    assert value in option.choices, "the rest is checked with the nearest word"
+def test_a_word_that_is_not_allowed_is_told_with_all_that_are() -> None:
+    for option in CHOICES:
+        for word in option.choices:
+            assert read(option.name, word) == (word, []), (option.name, word)
+        value, (problem,) = read(option.name, option.choices[0] + "x")
+        assert all(word in problem.message for word in option.choices), problem
+        assert "Did you mean '" in problem.message, problem
+        assert value in option.choices, f"{option.name}: the rest is checked with the nearest word"
 
 
-@pytest.mark.parametrize("option", NUMBERS, ids=name)
-def test_a_number_may_be_text_and_nothing_else(option: Option) -> None:
-    whole = option.type_name == "integer"
-    good = next(number for number in (1, 0, 64) if within(number, option.limits))
-    for spelling in (good, str(good), f"{good}.0", f"{float(good):e}"):
-        assert read(option.name, spelling) == (good, [])
-    for bad in ("abc", True, [], {}, "nan", "inf", "1e999", 10**400, *(["1.5", 1.5] if whole else [])):
-        _, (problem,) = read(option.name, bad)
-        assert problem.where == option.name
-        assert "is not a" in problem.message or "is too large" in problem.message
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_number_may_be_text_and_nothing_else(whole: bool) -> None:
+    for option in NUMBERS[whole]:
+        good = next(number for number in (1, 0, 64) if within(number, option.limits))
+        for spelling in (good, str(good), f"{good}.0", f"{float(good):e}"):
+            assert read(option.name, spelling) == (good, []), (option.name, spelling)
+        for bad in ("abc", True, [], {}, "nan", "inf", "1e999", 10**400, *(["1.5", 1.5] if whole else [])):
+            _, (problem,) = read(option.name, bad)
+            assert problem.where == option.name, (option.name, bad)
+            assert "is not a" in problem.message or "is too large" in problem.message, problem
 
 
-@pytest.mark.parametrize("option", LIMITED, ids=name)
-def test_a_number_out_of_range_is_told_with_the_limit(option: Option) -> None:
+def test_a_number_out_of_range_is_told_with_the_limit() -> None:
     outside = {"ge": -1.0, "gt": -1.0, "le": 1.0, "lt": 1.0}
-    for bound, limit in option.limits.items():
-        value = limit if bound in ("gt", "lt") else limit + outside[bound]
-        _, (problem,) = read(option.name, int(value) if option.type_name == "integer" else value)
-        assert problem.message.endswith(f"is out of range; it must be {sign(bound)} {limit:g}. (config.json)")
+    for option in LIMITED:
+        for bound, limit in option.limits.items():
+            value = limit if bound in ("gt", "lt") else limit + outside[bound]
+            _, (problem,) = read(option.name, int(value) if option.type_name == "integer" else value)
+            end = f"is out of range; it must be {sign(bound)} {limit:g}. (config.json)"
+            assert problem.message.endswith(end), (option.name, problem)
 
 
-@pytest.mark.parametrize("option", NUMBERS, ids=name)
-def test_a_number_that_no_key_can_mean(option: Option) -> None:
-    bound = min(option.limits.get("le", LARGEST_NUMBER), option.limits.get("lt", LARGEST_NUMBER))
-    found = [each.message for each in read(option.name, 10**12)[1]]
-    if option.name in ("seed", "validation_seed", "sana_motion_score"):  # any number is one
-        assert found == []
-    else:
-        end = f" is out of range; it must be {'<' if 'lt' in option.limits else '≤'} {bound:g}. (config.json)"
-        assert [message.removeprefix("1000000000000").removeprefix(".0") for message in found] == [end]
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_number_that_no_key_can_mean(whole: bool) -> None:
+    for option in NUMBERS[whole]:
+        bound = min(option.limits.get("le", LARGEST_NUMBER), option.limits.get("lt", LARGEST_NUMBER))
+        told = [problem.message for problem in read(option.name, 10**12)[1]]
+        if option.name in ("seed", "validation_seed", "sana_motion_score"):  # any number is one
+            assert told == [], option.name
+        else:
+            end = f" is out of range; it must be {'<' if 'lt' in option.limits else '≤'} {bound:g}. (config.json)"
+            assert [text.removeprefix("1000000000000").removeprefix(".0") for text in told] == [end], option.name
 
 
 @pytest.mark.parametrize("key", ["validation_num_inference_steps", "num_validation_images", "eval_timesteps"])

@@ -22,8 +22,8 @@ from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.loading import HollowWeights
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource
-from simpletuner.training import frozen
-from simpletuner.training.frozen import load_frozen
+from simpletuner.training import assemble as assembling
+from simpletuner.training.assemble import load_frozen
 from tests.fidelity.family import CPU, make_adapter, make_config
 from tests.memory.test_precision import gradients
 from tests.tiny import make_checkpoint
@@ -116,7 +116,7 @@ def test_a_block_is_packed_before_the_next_is_read(t2i_checkpoint: Path, monkeyp
     monkeypatch.setattr(
         adapter, "load_transformer", lambda *words, **more: models.append(load(*words, **more)) or models[0]
     )
-    monkeypatch.setattr(frozen, "pack_group", pack)
+    monkeypatch.setattr(assembling, "pack_group", pack)
     load_frozen(config, adapter, CPU)
     assert len(images) == len(adapter.block_layout(models[0]).blocks)
 
