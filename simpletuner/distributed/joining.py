@@ -220,8 +220,8 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
     if place.is_main:
         watch = Watch(0, place.size, secrets.token_hex(8), limit)
         if store.add("first", 1) > 1:
-            other = json.loads(store.get(FIRST))[0]
-            raise UserError(f"RANK: process 0 runs already on {other}, so process {watch.own} is one too many.")
+            host = json.loads(store.get(FIRST))[0]
+            raise UserError(f"RANK: process 0 runs already on {host}, so process {watch.own} is one too many.")
         address = LOOPBACK if place.is_on_one_machine else ""
         store.set(FIRST, json.dumps([watch.own.host, address, watch.links.listen(address), watch.links.key]))
     else:

@@ -82,7 +82,7 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
     if multiplied(plan.config.precision) and plan.config.offload.plan_device_memory_gb is None:
         judged += check_capability(plan.config.precision, compute_capability())
     problems.extend(judged)
-    return replace(plan, warnings=[*plan.warnings, *(each for each in judged if not each.fatal)]), budget
+    return replace(plan, warnings=[*plan.warnings, *(problem for problem in judged if not problem.fatal)]), budget
 
 
 def _sparing(plan: Plan, budget: Budget) -> dict[str, object]:
