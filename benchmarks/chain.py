@@ -47,8 +47,8 @@ from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.entries import list_entries, make_catalogue
 from simpletuner.reporting.events import EventStream, PhaseStarted, RunningPhase
 from simpletuner.run.caches import build_adapter
-from simpletuner.training.assemble import TrainingSpec, assemble
-from simpletuner.training.state import Assembly
+from simpletuner.training.assemble import assemble
+from simpletuner.training.state import Assembly, TrainingSpec
 from simpletuner.training.step import optimizer_step
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace

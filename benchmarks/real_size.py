@@ -36,15 +36,15 @@ from benchmarks.models import (
 )
 from benchmarks.timing import Ratio, arguments, show
 from simpletuner.budget.budget import HOST_BASE
-from simpletuner.budget.estimate import passing_bytes, step_memory, streamed_bytes
-from simpletuner.budget.parts import Parts
+from simpletuner.budget.workload import Parts
 from simpletuner.config.load import RunConfig
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.cost import BatchShape
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import DIFFUSERS_WEIGHTS, INDEX_SUFFIX, ModelSource
-from simpletuner.training.assemble import TrainingSpec, assemble
+from simpletuner.training.assemble import assemble
+from simpletuner.training.state import TrainingSpec
 
 BAR = 1.10
 SHARD = 10**9  # bytes
@@ -212,13 +212,13 @@ def planned(config: RunConfig, size: str) -> tuple[float, float, float]:
     """Bytes that the plan expects of loading and of the step, and those of the packed weights."""
     spec = FAMILIES[SHAPES[size].family]
     cost = cost_of(spec.cost, hollow_transformer(size))
-    setup = Parts(spec, cost, lora_targets(size), {}, 0, 0, ()).setup(config)
+    model = Parts(spec, cost, lora_targets(size), {}, 0, 0, ()).model(config)
     frames, height, width = LATENTS
     load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, CAPTION)
     on_disk = config.offload.group_offload_to_disk_path is not None
-    waiting = HOST_BASE + (0.0 if on_disk else streamed_bytes(cost, setup))
-    packed = sum(cost.block_bytes(setup.dtype, quantised=setup.quantised)) + cost.rest_bytes(setup.dtype)
-    return waiting + passing_bytes(cost, setup), waiting + step_memory(cost, setup, load).total, packed
+    waiting = HOST_BASE + (0.0 if on_disk else model.streamed_bytes)
+    packed = sum(model.blocks) + model.rest
+    return waiting + model.passing_bytes, waiting + model.memory(load).total, packed
 
 
 class Watch:

@@ -24,10 +24,8 @@ from benchmarks.first_gpus import STRONG, WEAK
 from benchmarks.gpu_sections import Line
 from benchmarks.models import SHAPES, cost_of, hollow_transformer, lora_targets, make_config
 from benchmarks.variants import COMMON, Settings, Variant
-from simpletuner.budget.estimate import step_memory
-from simpletuner.budget.parts import Parts, kernels_on
-from simpletuner.distributed.exchange import ConnectedWorld
-from simpletuner.distributed.joining import connect, settle_meeting
+from simpletuner.budget.workload import Parts, kernels_on
+from simpletuner.distributed.joining import ConnectedWorld, connect, settle_meeting
 from simpletuner.distributed.world import Value, World, launched
 from simpletuner.models.cost import BatchShape
 from simpletuner.models.registry import FAMILIES
@@ -264,7 +262,7 @@ def planned_peak(size: str, device: str, settings: Settings, latents: tuple[int,
     parts = Parts(spec, cost, lora_targets(size), {}, 0, 0, ())
     frames, height, width = latents or shape.latents
     load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, shape.caption)
-    return step_memory(cost, parts.setup(config), load).total
+    return parts.model(config).memory(load).total
 
 
 def peak_of_step(variant: Variant, device: str) -> float:

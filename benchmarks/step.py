@@ -35,10 +35,10 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.progress import PlainDisplay
 from simpletuner.run.records import RunRecord
-from simpletuner.training.assemble import TrainingSpec, assemble
+from simpletuner.training.assemble import assemble
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.recorder import Recorder
-from simpletuner.training.state import TrainState
+from simpletuner.training.state import TrainingSpec, TrainState
 from simpletuner.training.step import optimizer_step
 
 RATE = 1e-4

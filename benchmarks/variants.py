@@ -17,8 +17,8 @@ from simpletuner.distributed.world import World
 from simpletuner.reporting.events import StepReport
 from simpletuner.techniques.base import Technique
 from simpletuner.training import assemble as assembling
-from simpletuner.training.assemble import TrainingSpec, assemble
-from simpletuner.training.state import Assembly
+from simpletuner.training.assemble import assemble
+from simpletuner.training.state import Assembly, TrainingSpec
 from simpletuner.training.step import optimizer_step
 
 RATE = 1e-4

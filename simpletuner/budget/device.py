@@ -119,6 +119,16 @@ class Device:
             return self.memory
         return self.memory * (1 - FRAGMENTS) - DEVICE_OVERHEAD - self.taken - self.buffers
 
+    @property
+    def taken_by_others(self) -> str:
+        """What other programs use of the memory, as a phrase; empty if they use none."""
+        return f"{gigabytes(self.taken)} in use by {self.users or 'other programs'}" if self.taken else ""
+
+
+def gigabytes(number: float) -> str:
+    """Bytes as text, in GB or MB (10^9 or 10^6 bytes)."""
+    return f"{number / 1e6:.3g} MB" if number < 0.95e8 else f"{number / 1e9:.1f} GB"
+
 
 def _rates(tflops: float, memory_tb: float, transfer_gb: float) -> Rates:
     return Rates(tflops * 1e12, ATTENTION_SHARE * tflops * 1e12, memory_tb * 1e12, transfer_gb * 1e9)
@@ -183,12 +193,10 @@ def find_device(planned_gigabytes: float | None = None, output_dir: Path | None 
     gpu = query_gpu()
     host = host_memory()
     if planned_gigabytes is not None:
-        name = f"a GPU with {planned_gigabytes:g} GiB"
-        usual = [card for least, card in USUAL if planned_gigabytes >= least][-1]
-        like = gpu.name if gpu else f"an {usual}"
+        name, memory = f"a GPU with {planned_gigabytes:g} GiB", planned_gigabytes * 2**30
+        like = gpu.name if gpu else "an " + [card for least, card in USUAL if planned_gigabytes >= least][-1]
         # Without a GPU here, the run will be on another machine, whose host memory is unknown.
-        memory, rates = planned_gigabytes * 2**30, rates_of(like)
-        return Device(name, memory, host if gpu else None, True, rates, f"as fast as {like}, assumed")
+        return Device(name, memory, host if gpu else None, True, rates_of(like), f"as fast as {like}, assumed")
     if gpu and torch_uses_gpus():
         # Processes that a launcher started must decide alike, and hold memory of the device themselves by now.
         taken = gpu.taken if launched(os.environ) is None else 0.0
@@ -229,17 +237,15 @@ def with_measured(device: Device, folder: Path) -> Device:
 
     Rates of float32 products are ignored: the assumed rates are for 16 bits.
     """
-    found = read_rates(folder)
-    if found is None or found.device != device.name:
-        return device
+    rates = read_rates(folder)
     measured: dict[str, float] = {}
-    if found.dtype in ("bfloat16", "float16", ""):
-        measured |= {"matmul": found.matmul_flops, "attention": ATTENTION_SHARE * found.matmul_flops}
-    if found.host_to_device_bytes is not None:
-        measured["transfer"] = found.host_to_device_bytes
-    if not measured:
-        return device
-    return replace(device, rates=replace(device.rates, **measured), note=f"{', '.join(measured)} measured")
+    if rates is not None and rates.device == device.name:
+        if rates.dtype in ("bfloat16", "float16", ""):
+            measured |= {"matmul": rates.matmul_flops, "attention": ATTENTION_SHARE * rates.matmul_flops}
+        if rates.host_to_device_bytes is not None:
+            measured["transfer"] = rates.host_to_device_bytes
+    note = f"{', '.join(measured)} measured" if measured else device.note
+    return replace(device, rates=replace(device.rates, **measured), note=note)
 
 
 class Gpu(NamedTuple):
@@ -251,77 +257,57 @@ class Gpu(NamedTuple):
 
 
 def query_gpu() -> Gpu | None:
-    """The first NVIDIA GPU visible to this process, from nvidia-smi; None if there is none."""
-    program, chosen = _driver()
+    """The first NVIDIA GPU visible to this process, from nvidia-smi; None if there is none, or the driver is broken,
+    which torch reports later."""
+    if part := _slice(ask_driver("-L") if driver() else [], _first_visible()):
+        return part
     try:
-        part = _slice(ask_driver(program, "-L"), chosen) if program else None
-        if part is not None:
-            return part
-        name, total, used = _ask_about(program, chosen, "name,memory.total,memory.used")[0].rsplit(",", 2)
+        name, total, used = _ask_about("gpu=name,memory.total,memory.used", _first_visible())[0].rsplit(",", 2)
         taken = float(used) * 2**20
         return Gpu(name.strip(), float(total) * 2**20, taken if taken > IDLE else 0.0)
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None  # plan as without a GPU; if the driver is broken, torch reports it later
+    except (ValueError, IndexError):
+        return None
 
 
 def query_users() -> str:
     """The programs that compute on that GPU, such as "python (process 4711)"; desktops are not among them."""
-    program, chosen = _driver()
-    try:
-        rows = [each.split(",") for each in _ask_about(program, chosen, "pid,process_name", of="compute-apps")]
-        return ", ".join(f"{Path(name.strip()).name} (process {pid})" for pid, name in rows)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return ""
+    rows = (line.partition(",") for line in _ask_about("compute-apps=pid,process_name", _first_visible()))
+    return ", ".join(f"{Path(name.strip()).name} (process {pid})" for pid, _, name in rows)
 
 
 def compute_capability() -> tuple[int, int] | None:
     """CUDA compute capability of that GPU; None if unknown."""
-    program, chosen = _driver()
-    try:
-        whole = "" if chosen.startswith("MIG-") else chosen
-        major, _, minor = _ask_about(program, whole, "compute_cap")[0].partition(".")
-        return int(major), int(minor)
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None
-
-
-def _driver() -> tuple[str | None, str]:
-    """nvidia-smi, None if no GPU is visible; the index or UUID of the first one, empty if all are visible."""
-    return driver(), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-
-
-def _ask_about(program: str | None, chosen: str, what: str, *, of: str = "gpu") -> list[str]:
-    """The answer of nvidia-smi about a GPU, or about the programs on it.
-
-    Raises:
-        OSError, SubprocessError, ValueError: there is no answer.
-    """
-    if program is None:
-        raise ValueError("no GPU")
-    words = ["-i", chosen] if chosen else []
-    return ask_driver(program, *words, f"--query-{of}={what}", "--format=csv,noheader,nounits")
+    first = _first_visible()
+    answer = "".join(_ask_about("gpu=compute_cap", "" if first.startswith("MIG-") else first)[:1])
+    numbers = re.fullmatch(r"(\d+)\.(\d+)", answer)
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
 
 
 def count_gpus() -> int:
     """How many NVIDIA GPUs this process sees; 0 if there are none or the driver does not answer."""
-    program, visible = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if program is None:
-        return 0
-    if visible is not None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and shutil.which("nvidia-smi"):
         return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
+    return sum(WHOLE.match(line) is not None for line in ask_driver("-L"))
+
+
+def _first_visible() -> str:
+    """The index or UUID of the first visible GPU; empty if all are visible."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+
+
+def _ask_about(what: str, gpu: str) -> list[str]:
+    """The answer of nvidia-smi about a GPU, or about the programs on it; nothing if none is visible."""
+    words = ["-i", gpu] if gpu else []
+    return ask_driver(*words, f"--query-{what}", "--format=csv,noheader,nounits") if driver() else []
+
+
+def ask_driver(*words: str) -> list[str]:
+    """The lines that nvidia-smi prints; none if it is not there, fails or hangs."""
     try:
-        return sum(WHOLE.match(line) is not None for line in ask_driver(program, "-L"))
+        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=QUERY_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
-        return 0
-
-
-def ask_driver(program: str, *words: str) -> list[str]:
-    """Run nvidia-smi; returns the lines that it prints.
-
-    Raises:
-        OSError, SubprocessError: it does not run, fails or hangs.
-    """
-    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=QUERY_SECONDS, check=True)
+        return []
     return done.stdout.strip().splitlines()
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletuner.budget.budget import Budget, gigabytes
-from simpletuner.budget.estimate import AVERAGE, streamed_bytes, trained_numbers
+from simpletuner.budget.budget import Budget
+from simpletuner.budget.device import gigabytes
+from simpletuner.budget.estimate import AVERAGE
 from simpletuner.caching.catalogue import FeatureCost
 from simpletuner.config.precision import text_encoder_dtype
+from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem
 from simpletuner.models.cost import BYTES
 from simpletuner.models.spec import FamilySpec
@@ -33,44 +35,34 @@ class Writing:
     at_once: float
 
 
-def find_writings(plan: Plan, budget: Budget) -> list[Writing]:
+def find_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
     """Checkpoints, cache entries and weights offloaded to disk."""
-    cost, setup, limits = budget.parts.transformer, budget.setup, plan.config.checkpoints
-    copies = 1 if setup.is_full else 2
-    average = AVERAGE + setup.trained_bytes if setup.averaged else 0.0  # saved as state, and as weights
-    one = trained_numbers(cost, setup) * (copies * setup.trained_bytes + setup.state_bytes + average)
+    model, limits = budget.model, plan.config.checkpoints
+    copies = 1 if model.is_full else 2
+    average = AVERAGE + model.number_bytes if model.averaged else 0.0  # saved as state, and as weights
+    one = model.trained_numbers * (copies * model.number_bytes + model.state_bytes + average)
     saves = -(-plan.length.total_steps // limits.checkpoint_step_interval)
     kept = min(saves, limits.checkpoints_total_limit or saves) + 1  # a new one is written before the oldest is removed
     kept += limits.checkpoints_rolling_total_limit if limits.checkpointing_rolling_steps else 0
-    checkpoints = Writing("checkpoints", plan.output_dir, (kept + 1) * one, 2 * one)
-    return [checkpoints, *_cache_writings(plan, budget), *_offloaded(plan, budget)]
-
-
-def _offloaded(plan: Plan, budget: Budget) -> Iterator[Writing]:
-    """Blocks that stream from disk; every run writes them again."""
+    yield Writing("checkpoints", plan.output_dir, (kept + 1) * one, 2 * one)
+    if budget.listing is not None:
+        yield from _cache_writings(plan, budget, budget.listing)
     folder = plan.config.offload.group_offload_to_disk_path
-    weights = streamed_bytes(budget.parts.transformer, budget.setup)
-    if folder is not None and weights:
-        yield Writing("offloaded weights", Path(folder).expanduser(), weights, weights)
+    if folder is not None and model.streamed_bytes:  # every run writes these again
+        yield Writing("offloaded weights", Path(folder).expanduser(), model.streamed_bytes, model.streamed_bytes)
 
 
-def _cache_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
-    if budget.listing is None:
-        return
-    later = [entry for entry in budget.listing.encoded_in_training if entry.storage == "ondemand"]
-    written = [*budget.listing.ahead.missing, *later]
-    latents = sum(latent_bytes(plan.spec, *each.sample.geometry.size, each.sample.frames) *
-                  (COMPRESSED if each.compress else 1.0) for each in written)  # fmt: skip
+def _cache_writings(plan: Plan, budget: Budget, listing: Listing) -> Iterator[Writing]:
+    written = [*listing.ahead.missing, *(each for each in listing.encoded_in_training if each.storage == "ondemand")]
+    latents = sum(latent_bytes(plan.spec, entry.sample) * (COMPRESSED if entry.compress else 1.0) for entry in written)
     if written:
         yield Writing("latents", written[0].folder, latents, latents)
-    features = feature_costs(plan.spec, budget.listing)
+    features = feature_costs(plan.spec, listing)
     if features.stored:
-        yield Writing("features", budget.listing.features.missing[0].folder, features.stored, features.stored)
+        yield Writing("features", listing.features.missing[0].folder, features.stored, features.stored)
     longest = max((bucket.text for bucket in budget.workload.buckets), default=0)
     width = budget.parts.transformer.shapes[f"{plan.spec.cost.prompt_layer}.weight"][1]
-    texts = float(
-        len(budget.listing.texts.missing) * longest * width * BYTES[text_encoder_dtype(plan.config.precision)]
-    )
+    texts = float(len(listing.texts.missing) * longest * width * BYTES[text_encoder_dtype(plan.config.precision)])
     if texts:
         yield Writing("text embeddings", text_folder(plan), texts, texts * USUAL_CAPTION)
 
@@ -85,12 +77,12 @@ def feature_costs(spec: FamilySpec, listing: Listing | None) -> FeatureCost:
     return FeatureCost(sum(each.stored for each in costs), sum(each.flops for each in costs))
 
 
-def latent_bytes(spec: FamilySpec, width: int, height: int, frames: int) -> float:
+def latent_bytes(spec: FamilySpec, sample: Sample) -> float:
     """Bytes of a sample's latents: 16 channels in float32."""
-    return 4.0 * 16 * math.prod(spec.latent_size(width, height, frames))
+    return 4.0 * 16 * math.prod(spec.latent_size(*sample.geometry.size, sample.frames))
 
 
-def check_disk(plan: Plan, writings: Sequence[Writing]) -> Iterator[Problem]:
+def check_disk(plan: Plan, writings: Iterable[Writing]) -> Iterator[Problem]:
     """Problems of small disks: fatal if `at_once` does not fit, a warning if `total` may not."""
     by_disk: dict[int, list[Writing]] = {}
     for writing in writings:

@@ -1,16 +1,27 @@
-"""The workload of a run: the buckets it trains on, what is encoded, and the previews."""
+"""What a run computes with: its model, from the files on this machine or from the published checkpoint, the buckets it
+trains on, what is encoded, and the previews."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from simpletuner.budget.estimate import StepModel
 from simpletuner.config.load import RunConfig
+from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, trained_precision, widens_second_moment
+from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
+from simpletuner.config.schema import OptimizerName
+from simpletuner.config.speed import compile_backend, keeps_attention, plain_math
 from simpletuner.data.sample import Sample
-from simpletuner.models.cost import VaeLoad
+from simpletuner.models.adapter_kinds import planned_adapters
+from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, FamilyCost, Kernels, TransformerCost, VaeLoad
+from simpletuner.models.lora_keys import Targets, weights_of
+from simpletuner.models.source import Part
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
+from simpletuner.techniques.spec import TechniqueSpec
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,10 @@ class Bucket:
         frames = f"@{self.frames}" if self.frames > 1 else ""
         return f"{self.width}x{self.height}{frames}" + (f", batch {self.batch}" if self.batch > 1 else "")
 
+    @property
+    def pixels(self) -> int:
+        return self.batch * self.frames * self.width * self.height
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -48,10 +63,10 @@ class Workload:
         encoded: samples that the VAE has to encode, by shape; empty if all latents are cached. Batch size and tiling
             depend on the settings.
         encodes_text: captions or prompts are missing from the cache.
-        encodes_features: features of techniques are.
         previews: sizes and frames of previews; empty without validation.
         waiting: most bytes of decoded pixels that wait for the VAE.
         encoded_in_training: samples that training encodes, one at a time, by shape.
+        encodes_features: features of techniques are missing from the cache.
     """
 
     buckets: Sequence[Bucket]
@@ -87,27 +102,25 @@ class Workload:
         return replace(self, buckets=[replace(each, batch=min(each.batch, batch)) for each in self.buckets])
 
 
-Choice = tuple[RunConfig, Workload]  # settings and their workload
-
-
-def workload_of(plan: Plan, missing_texts: int, missing: Sequence[Sample], later: Sequence[Sample] = ()) -> Workload:
+def workload_of(
+    plan: Plan, *, texts: int, features: bool, ahead: Sequence[Sample], later: Sequence[Sample]
+) -> Workload:
     """The workload of a plan.
 
     Args:
-        missing_texts, missing: captions and samples that are encoded before training.
-        later: samples that training encodes.
+        texts, features: how many captions, and whether any features, are encoded before training.
+        ahead, later: samples that are encoded before training, and by it.
     """
-    shapes = Counter((each.geometry.size, each.frames) for each in missing)
-    encoded = [VaeLoad(count, frames, *size) for (size, frames), count in shapes.items()]
-    one_by_one = {VaeLoad(1, each.frames, *each.geometry.size) for each in later}
-    pixels = sum(3.0 * each.geometry.size[0] * each.geometry.size[1] * each.frames for each in missing)
+    shapes = Counter((sample.geometry.size, sample.frames) for sample in ahead)
+    pixels = sum(3.0 * count * math.prod(size) * frames for (size, frames), count in shapes.items())
     return Workload(
         buckets=buckets_of(plan),
-        encoded=encoded,
-        encodes_text=missing_texts > 0,
+        encoded=[VaeLoad(count, frames, *size) for (size, frames), count in shapes.items()],
+        encodes_text=texts > 0,
         previews=previews_of(plan),
         waiting=min(pixels, 1e9),
-        encoded_in_training=list(one_by_one),
+        encoded_in_training=list({VaeLoad(1, sample.frames, *sample.geometry.size) for sample in later}),
+        encodes_features=features,
     )
 
 
@@ -117,17 +130,11 @@ def buckets_of(plan: Plan) -> list[Bucket]:
     for dataset in plan.trained:
         for samples in dataset.buckets.values():
             first = samples[0]
-            width, height = first.geometry.size
             text = prompt_length(plan, first.partner.geometry.size if first.partner else None)
-            bucket = Bucket(width, height, first.frames, dataset.batch_size, 0.0, text, first.is_i2v)
+            bucket = Bucket(*first.geometry.size, first.frames, dataset.batch_size, 0.0, text, first.is_i2v)
             counts[bucket] += -(-len(samples) * (dataset.repeats + 1) // dataset.batch_size)
-    total = sum(counts.values())
-    buckets = [replace(bucket, share=count / total) for bucket, count in counts.items()]
-    return sorted(buckets, key=_size, reverse=True)
-
-
-def _size(bucket: Bucket) -> int:
-    return bucket.batch * bucket.frames * bucket.width * bucket.height
+    buckets = [replace(bucket, share=count / counts.total()) for bucket, count in counts.items()]
+    return sorted(buckets, key=lambda bucket: bucket.pixels, reverse=True)
 
 
 def prompt_length(plan: Plan, picture: tuple[int, int] | None) -> int:
@@ -146,8 +153,162 @@ def previews_of(plan: Plan) -> list[Bucket]:
     frames = 1 if plan.spec.frame_rate is None else validation.validation_num_video_frames or 1
     batch = 2 if plan.spec.cost.guided_together and (validation.validation_guidance or 1) > 1 else 1
     timed = plan.flavour.task == "i2v" and plan.spec.cost.guided_together
-    buckets = [
-        Bucket(width, height, frames, batch, 0.0, prompt_length(plan, (width, height)), timed)
-        for width, height in plan.sizes
-    ]
-    return sorted(buckets, key=_size, reverse=True)
+    previews = [Bucket(*size, frames, batch, 0.0, prompt_length(plan, size), timed) for size in plan.sizes]
+    return sorted(previews, key=lambda preview: preview.pixels, reverse=True)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The transformer, VAE and text encoders of a run.
+
+    Attributes:
+        transformer: cost of the transformer.
+        targets: selection of the modules that get a LoRA.
+        vae: the VAE's config; empty if it is not on this machine.
+        vae_parameters, text_parameters: parameters of the VAE and of all text encoders.
+        text_dropped: of the text encoders, what never gets to the device: the language head, and the vision tower
+            where prompts hold no picture.
+        assumed: parts that are not on this machine, so that the published checkpoint's dimensions are used.
+        techniques: those in use, which may add memory and time to a step.
+        trains: whether anything is trained; otherwise previews are all there is.
+        on_gpu: whether cuDNN computes.
+        lora_bytes: of the further LoRAs that previews are rendered with.
+    """
+
+    spec: FamilySpec
+    transformer: TransformerCost
+    targets: Targets
+    vae: Mapping[str, object]
+    vae_parameters: int
+    text_parameters: int
+    assumed: tuple[str, ...]
+    techniques: tuple[TechniqueSpec, ...] = ()
+    trains: bool = True
+    lora_bytes: int = 0
+    text_dropped: int = 0
+    on_gpu: bool = False
+
+    @property
+    def cost(self) -> FamilyCost:
+        return self.spec.cost
+
+    def load(self, bucket: Bucket) -> BatchShape:
+        """The micro-batch of a bucket, in tokens."""
+        frames, height, width = self.spec.latent_size(bucket.width, bucket.height, bucket.frames)
+        patch = self.spec.patch_size
+        return BatchShape(bucket.batch, frames, height // patch, width // patch, bucket.text, bucket.timed)
+
+    def encoder_bytes(self, config: RunConfig) -> tuple[float, float]:
+        """Bytes of the weights of the VAE, and of the text encoders together."""
+        vae = self.vae_parameters * BYTES[vae_dtype(config.precision, config.caching)]
+        quantised = quantised_bytes(config.precision.text_encoder_1_precision)
+        return float(vae), self.text_parameters * (quantised or BYTES[text_encoder_dtype(config.precision)])
+
+    def model(self, config: RunConfig) -> StepModel:
+        """The transformer with the settings that determine memory and time."""
+        is_lora, offload = config.model.model_type == "lora", config.offload
+        precision, launch = config.precision, config.launch
+        optimizer = optimizer_name(config.optimizer, precision.mixed_precision)
+        trained = trained_precision(config.optimizer, precision)
+        widened = widens_second_moment(config.optimizer, precision.mixed_precision)
+        weights, adapted = weights_of(self.transformer.shapes), is_lora and self.trains
+        on_host = config.ema.ema_cpu_only or config.ema.ema_device == "cpu"
+        return StepModel(
+            cost=self.transformer,
+            dtype=transformer_dtype(precision) if is_lora else trained,
+            number_bytes=BYTES[trained],
+            state_bytes=optimizer_state_bytes(optimizer, BYTES[trained], is_bf16=trained == "bf16", widened=widened),
+            adapters=planned_adapters(config.lora, self.spec, self.targets, weights) if adapted else NO_ADAPTERS,
+            optimizer=optimizer,
+            checkpoint_interval=precision.checkpoint_interval,
+            kept_blocks=precision.gradient_checkpointing_kept_blocks,
+            keep_attention=precision.gradient_checkpointing and keeps_attention(config.speed),
+            streamed=offload.enable_group_offload and is_lora,
+            residents=offload.group_offload_resident_blocks,
+            group=offload.group_offload_blocks_per_group,
+            overlapped=offload.group_offload_use_stream,
+            inputs_on_host=offload.offload_block_inputs and precision.gradient_checkpointing,
+            quantised=quantised_bytes(precision.base_model_precision),
+            released=config.optimizer.optimizer_release_gradients and not is_lora,
+            state_on_host=offload.offload_optimizer_state,
+            multiplies=precision.quantized_matmul,
+            averaged="" if not config.ema.use_ema else "host" if on_host else "device",
+            routes=tuple(route for technique in self.techniques for route in technique.routes),
+            techniques=self.techniques,
+            trains=self.trains,
+            processes=launch.num_processes,
+            sharded=launch.is_sharded,
+            reshards=launch.fsdp_reshard_after_forward,
+            whole_gradients=launch.fsdp_whole_gradients and config.schedule.gradient_accumulation_steps > 1,
+            from_base=is_lora and config.lora.starts_from_base,
+        )
+
+
+def optimizer_state_bytes(name: OptimizerName, number_bytes: float, *, is_bf16: bool, widened: bool = False) -> float:
+    """Bytes of optimizer state per trained number.
+
+    Args:
+        is_bf16: bf16 weights are trained, whose compensated summation needs one more tensor.
+        widened: their second moment is float32.
+    """
+    spec = OPTIMIZERS[name]
+    size = number_bytes if spec.moment_bytes is None else spec.moment_bytes
+    compensation = number_bytes if is_bf16 and not spec.rounds_randomly else 0.0
+    return spec.moments * size + compensation + (BYTES["fp32"] - size if is_bf16 and widened else 0.0)
+
+
+def quantised_bytes(precision: str) -> float:
+    """Bytes per weight of a quantising precision; 0 for a plain one."""
+    stored = quantisation(precision)
+    return stored.bytes_per_weight if stored else 0.0
+
+
+def kernels_on(config: RunConfig, spec: FamilySpec, *, is_gpu: bool) -> Kernels:
+    """What the blocks run in. Compiled blocks are counted where they were measured: a family's own fast ones, and on a
+    GPU stock ones, which on a CPU fail the check of their gradients."""
+    backend = compile_backend(config.speed, config.launch, "cuda" if is_gpu else "cpu")
+    measured = plain_math(config.speed) if spec.fast_blocks else is_gpu
+    return Kernels(backend == "inductor" and measured, is_gpu)
+
+
+def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
+    """The parts of a plan on a GPU or a CPU: measured from files on this machine, otherwise as published."""
+    cost, source, kernels = plan.spec.cost, plan.source, kernels_on(plan.config, plan.spec, is_gpu=is_gpu)
+    settings, shapes = source.read_config("transformer"), source["transformer"].weight_shapes()
+    if settings is None or not shapes:
+        transformer = cost.of_flavour(plan.flavour.name, kernels)
+    else:
+        transformer = cost.transformer(settings, shapes, kernels)
+    vae = source.read_config("vae")
+    encoders = [source[role] for role in ("text_encoder", "text_encoder_2") if role in source.parts]
+    counts = [count_parameters(part) for part in encoders]
+    absent = {"transformer": settings is None or not shapes, "VAE": vae is None, "text encoders": not all(counts)}
+    return Parts(
+        spec=plan.spec,
+        transformer=transformer,
+        targets=plan.lora_targets,
+        vae=vae or {},
+        vae_parameters=count_parameters(source["vae"]) or cost.vae_parameters,
+        text_parameters=sum(counts) if all(counts) else cost.text_parameters,
+        assumed=tuple(name for name, is_absent in absent.items() if is_absent),
+        techniques=plan.techniques,
+        trains=bool(plan.trained),
+        lora_bytes=plan.lora_bytes,
+        text_dropped=_dropped_parameters(plan, encoders if all(counts) else ()),
+        on_gpu=is_gpu,
+    )
+
+
+def _dropped_parameters(plan: Plan, encoders: Sequence[Part]) -> int:
+    """Parameters of the text encoders that are dropped once they are loaded; as published if none is given."""
+    sees, cost = plan.flavour.task in plan.spec.words.hold_picture, plan.spec.cost
+    if not encoders:
+        return cost.head_parameters + (0 if sees else cost.vision_parameters)
+    names = ("lm_head.",) if sees else ("lm_head.", "visual.")
+    shapes = [item for part in encoders for item in part.weight_shapes().items()]
+    return sum(math.prod(shape) for name, shape in shapes if name.removeprefix("model.").startswith(names))
+
+
+def count_parameters(part: Part) -> int:
+    """Parameters in the files of a part; 0 if it has none on this machine, or they do not tell."""
+    return sum(math.prod(shape) for shape in part.weight_shapes().values())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from simpletuner.cli.settings import PASS_THROUGH, command_settings, uncollected
+from simpletuner.cli.settings import PASS_THROUGH, planned
 from simpletuner.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def fill(
 ) -> None:
     """Encode every caption and picture that is not cached yet, then stop. Settings follow as in train."""
     number, count = parse_share(shard)
-    plan = _plan(context.args)
+    plan = planned(context.args)
     from simpletuner.caching.catalogue import Share
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
@@ -54,7 +54,7 @@ def verify(context: typer.Context) -> None:
 
     After Ctrl-C it goes on where it stopped; verified.json in each cache folder says what was read and when.
     """
-    plan = _plan(context.args)
+    plan = planned(context.args)
     from simpletuner.caching.inspect import begin_verifications
     from simpletuner.plan.entries import cache_folders
     from simpletuner.reporting.progress import shown_events
@@ -119,15 +119,8 @@ def explain_file(context: typer.Context, file: str) -> None:
         typer.echo(line)
 
 
-def _plan(tokens: list[str]) -> Plan:
-    from simpletuner.plan.build import make_plan
-
-    with uncollected():
-        return make_plan(*command_settings(tokens))
-
-
 def _listing(tokens: list[str]) -> tuple[Plan, Listing]:
-    plan = _plan(tokens)
+    plan = planned(tokens)
     from simpletuner.plan.entries import list_entries, make_catalogue
 
     catalogue = make_catalogue(plan)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from simpletuner.cli.settings import Cached, command_settings, uncollected
+from simpletuner.cli.settings import Cached, planned, uncollected
 
 PREVIEWED = 3
 
@@ -25,15 +25,12 @@ def caption(
     Nothing is overwritten, and a call that was stopped continues when repeated. Settings follow as in train.
     """
     from simpletuner.annexes.captions.wording import Wording, check_captions, uncaptioned, unread
-    from simpletuner.plan.build import make_plan
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
 
-    arguments, problems = command_settings(context.args)
-    wording = Wording(style, trigger)
-    found = make_plan(arguments, problems, "survey")
-    check_captions(found, wording, dataset)
-    files = list(uncaptioned(found.datasets, dataset))[:limit]
+    plan, wording = planned(context.args, "survey"), Wording(style, trigger)
+    check_captions(plan, wording, dataset)
+    files = list(uncaptioned(plan.datasets, dataset))[:limit]
     setup_logging()
     with shown_events() as events:
         for note in unread(files):
@@ -45,10 +42,10 @@ def caption(
             from simpletuner.annexes.captions.caption import described, write_captions
             from simpletuner.reporting.previews import evenly_spaced
         if preview:
-            for file, text in described(found, evenly_spaced(PREVIEWED, files), wording, events):
+            for file, text in described(plan, evenly_spaced(PREVIEWED, files), wording, events):
                 events.say(f"{file.path}\n  {text}")
         else:
-            written = write_captions(found, files, wording, events)
+            written = write_captions(plan, files, wording, events)
             events.say(f"Wrote {written} captions; {len(files) - written} files are left out.")
 
 
@@ -61,13 +58,11 @@ def dataset(
 
     No file of a dataset is touched. Settings follow as in train.
     """
-    from simpletuner.plan.build import make_plan
     from simpletuner.reporting.progress import shown_events
 
-    arguments, problems = command_settings(context.args, cached=cached)
-    found = make_plan(arguments, problems, "survey")
+    plan = planned(context.args, "survey", cached=cached)
     with shown_events() as events:
         from simpletuner.annexes.captions.dataset_page import write_page
 
-        write_page(found, out, events)
+        write_page(plan, out, events)
         events.say(f"Saved {out}")

@@ -20,14 +20,10 @@ DEFAULT_FILE = Path("config/config.json")
 def plan(
     context: typer.Context,
     device_memory: Annotated[
-        str | None, typer.Option("--device-memory", metavar="GB", help="Plan for a GPU with this much memory.")
+        str | None, typer.Option(metavar="GB", help="Plan for a GPU with this much memory.")
     ] = None,
-    devices: Annotated[
-        str | None, typer.Option("--devices", metavar="N", help="Plan for this many devices together.")
-    ] = None,
-    machines: Annotated[
-        str | None, typer.Option("--machines", metavar="N", help="Plan for devices in this many machines.")
-    ] = None,
+    devices: Annotated[str | None, typer.Option(metavar="N", help="Plan for this many devices together.")] = None,
+    machines: Annotated[str | None, typer.Option(metavar="N", help="Plan for devices in this many machines.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON document, for programs.")] = False,
     cached: Cached = False,
 ) -> None:
@@ -44,9 +40,8 @@ def print_plan(arguments: Arguments, problems: list[Problem], *, as_json: bool =
     Raises:
         ConfigError: with every problem at once.
     """
-    from simpletuner.annexes.fitting.document import plan_json
     from simpletuner.annexes.fitting.ready import weigh_plan
-    from simpletuner.annexes.fitting.show import show_plan
+    from simpletuner.annexes.fitting.show import plan_json, show_plan
     from simpletuner.config.load import raise_if_fatal
     from simpletuner.run.companions import read_ledger
 

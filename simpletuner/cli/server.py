@@ -48,21 +48,21 @@ def server(
     ] = None,
     mode: Annotated[
         Literal["unified", "trainer", "callback"],
-        typer.Option("--mode", help="trainer: the page; callback: only take events of runs elsewhere; unified: both."),
+        typer.Option(help="trainer: the page; callback: only take events of runs elsewhere; unified: both."),
     ] = "unified",
-    env: Annotated[str | None, typer.Option("--env", help="Start the run of config/NAME/config.json at once.")] = None,
+    env: Annotated[str | None, typer.Option(help="Start the run of config/NAME/config.json at once.")] = None,
     root: Annotated[
-        list[Path] | None, typer.Option("--root", help="A folder outside the project that the page may read and write.")
+        list[Path] | None, typer.Option(help="A folder outside the project that the page may read and write.")
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="File with the token to ask for; made if it does not exist.")
+        Path | None, typer.Option(help="File with the token to ask for; made if it does not exist.")
     ] = None,
     no_auth: Annotated[
         bool, typer.Option("--no-auth", help="Let everybody in who can reach the address, other users included.")
     ] = False,
     ssl: Annotated[bool, typer.Option("--ssl", help="Serve https with --ssl-key and --ssl-cert.")] = False,
-    ssl_key: Annotated[Path | None, typer.Option("--ssl-key", help="Private key, a PEM file.")] = None,
-    ssl_cert: Annotated[Path | None, typer.Option("--ssl-cert", help="Certificate, a PEM file.")] = None,
+    ssl_key: Annotated[Path | None, typer.Option(help="Private key, a PEM file.")] = None,
+    ssl_cert: Annotated[Path | None, typer.Option(help="Certificate, a PEM file.")] = None,
     ssl_no_verify: Annotated[
         bool, typer.Option("--ssl-no-verify", help="Runs send webhooks to addresses with any certificate.")
     ] = False,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -30,6 +30,18 @@ def command_settings(tokens: list[str], *, cached: bool = False) -> tuple[Argume
     arguments, problems = parse_settings(tokens)
     arguments.collect = partial(_collect_remote, fetches=not cached)
     return arguments, problems
+
+
+def planned(tokens: list[str], purpose: Literal["train", "survey"] = "train", *, cached: bool = False) -> Plan:
+    """The plan of the settings on the command line.
+
+    Raises:
+        ConfigError: with every problem at once.
+    """
+    from simpletuner.plan.build import make_plan
+
+    with uncollected():
+        return make_plan(*command_settings(tokens, cached=cached), purpose)
 
 
 def _collect_remote(*entries_and_more: Any, fetches: bool) -> Mapping[str, Scan]:

@@ -89,7 +89,7 @@ def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
     Raises:
         ConfigError: it needs consent.
     """
-    from simpletuner.annexes.fitting.no_gpu import check_gpu, needs_consent
+    from simpletuner.annexes.fitting.ready import check_gpu, needs_consent
 
     if slow := list(check_gpu(plan, budget)):
         with uncollected():
@@ -171,7 +171,7 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
 
 def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
     """Say what begins, check what the plan could not, and run."""
-    from simpletuner.annexes.fitting.no_gpu import check_gpu, on_cpu
+    from simpletuner.annexes.fitting.ready import check_gpu, on_cpu
     from simpletuner.annexes.fitting.show import MISSING_GPU, start_lines
     from simpletuner.annexes.publishing.upload import prepared_destinations
     from simpletuner.models.registry import load_adapter

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.option import TechniqueGroup, common, option, when
+from simpletuner.config.option import TechniqueGroup, beyond_last, common, option, when
 from simpletuner.config.values import Flag, Integer, Number, Text, parse_text
 from simpletuner.errors import Problem
 
@@ -150,7 +150,7 @@ class CrepaConfig(TechniqueGroup):
         """Contradictions between the keys."""
         if not self.crepa_enabled:
             return
-        yield from self._check_source(config.is_explicit)
+        yield from _check_source(self, config.is_explicit)
         if self.crepa_scheduler != "constant" and 0 < self.crepa_decay_steps <= self.crepa_warmup_steps:
             message = f"{self.crepa_decay_steps} is not after crepa_warmup_steps {self.crepa_warmup_steps}, where the"
             yield Problem("crepa_decay_steps", f"{message} decay begins: the weight drops in one step.", fatal=False)
@@ -159,24 +159,6 @@ class CrepaConfig(TechniqueGroup):
             below = side // PATCH * PATCH
             message = f"{side} is not a multiple of {PATCH}; the nearest are {below} and {below + PATCH}."
             yield Problem("crepa_encoder_image_size", message)
-
-    def _check_source(self, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
-        """One source of features, and a teacher that is another block than the student."""
-        source, flag = self.crepa_feature_source, self.crepa_use_backbone_features
-        both = is_explicit("crepa_feature_source") and is_explicit("crepa_use_backbone_features")
-        if both and flag != (source == "backbone"):
-            message = f"{source!r} contradicts crepa_use_backbone_features {str(flag).lower()}; remove one of them."
-            yield Problem("crepa_feature_source", message)
-        teacher, student = self.crepa_teacher_block_index, self.crepa_block_index
-        if not self.from_backbone:
-            return
-        if teacher is None or teacher == student:
-            unset = "is not set" if teacher is None else f"{teacher} is crepa_block_index, too"
-            message = f"{unset}: a block cannot be its own teacher; name a later one."
-            yield Problem("crepa_teacher_block_index", message)
-        elif student is not None and teacher < student:
-            message = f"{teacher} comes before crepa_block_index {student}; a teacher is a later block."
-            yield Problem("crepa_teacher_block_index", message, fatal=False)
 
     def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
         """Frames to align, and blocks that the model has."""
@@ -188,23 +170,43 @@ class CrepaConfig(TechniqueGroup):
         chosen = {"crepa_block_index": self.crepa_block_index}
         if self.from_backbone:
             chosen["crepa_teacher_block_index"] = self.crepa_teacher_block_index
-        for key, block in chosen.items():
-            if block is not None and blocks is not None and block >= blocks:
-                yield Problem(key, f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.")
+        yield from beyond_last(chosen, blocks)
 
     def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
         """Pixels that are still to be encoded when the teacher is loaded."""
         for dataset in (each.config for each in datasets if self.needs_encoder and each.config.is_trained):
-            ondemand = "vae_cache_ondemand" if config.caching.vae_cache_ondemand else ""
-            uncached = "vae_cache_disable" if dataset.vae_cache_disable else ondemand
-            later = uncached or ("vae_cache_clear_each_epoch" if dataset.vae_cache_clear_each_epoch else "")
-            if uncached and self.crepa_cache != "off":
+            reasons = {
+                "vae_cache_disable": dataset.vae_cache_disable,
+                "vae_cache_ondemand": config.caching.vae_cache_ondemand,
+                "vae_cache_clear_each_epoch": dataset.vae_cache_clear_each_epoch,
+            }
+            later = [key for key, is_on in reasons.items() if is_on]
+            if later and later[0] != "vae_cache_clear_each_epoch" and self.crepa_cache != "off":
                 message = f"{self.crepa_cache!r} needs latents that are cached before training;"
-                yield Problem("crepa_cache", f"{message} with {uncached} use off.")
+                yield Problem("crepa_cache", f"{message} with {later[0]} use off.")
             if later and self.crepa_drop_vae_encoder:
-                message = f"with {later} {dataset.id} is encoded during training, which needs that half;"
+                message = f"with {later[0]} {dataset.id} is encoded during training, which needs that half;"
                 yield Problem("crepa_drop_vae_encoder", f"{message} remove one of them.")
 
     @property
     def late(self) -> Mapping[str, str]:
         return {"crepa_warmup_steps": "crepa_lambda is never reached"} if self.crepa_enabled else {}
+
+
+def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
+    """One source of features, and a teacher that is another block than the student."""
+    source, flag = crepa.crepa_feature_source, crepa.crepa_use_backbone_features
+    both = is_explicit("crepa_feature_source") and is_explicit("crepa_use_backbone_features")
+    if both and flag != (source == "backbone"):
+        message = f"{source!r} contradicts crepa_use_backbone_features {str(flag).lower()}; remove one of them."
+        yield Problem("crepa_feature_source", message)
+    teacher, student = crepa.crepa_teacher_block_index, crepa.crepa_block_index
+    if not crepa.from_backbone:
+        return
+    if teacher is None or teacher == student:
+        unset = "is not set" if teacher is None else f"{teacher} is crepa_block_index, too"
+        message = f"{unset}: a block cannot be its own teacher; name a later one."
+        yield Problem("crepa_teacher_block_index", message)
+    elif student is not None and teacher < student:
+        message = f"{teacher} comes before crepa_block_index {student}; a teacher is a later block."
+        yield Problem("crepa_teacher_block_index", message, fatal=False)

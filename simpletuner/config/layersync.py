@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from simpletuner.config.option import TechniqueGroup, common, option, when
+from simpletuner.config.option import TechniqueGroup, beyond_last, common, option, when
 from simpletuner.config.tread import Route
 from simpletuner.config.values import Flag, Integer, Number
 from simpletuner.errors import Problem
@@ -57,15 +57,13 @@ def check_layersync(config: LayerSyncConfig, routes: Sequence[Route], blocks: in
     given = config.blocks
     for key in (key for key in BLOCKS if key not in given):
         yield Problem(key, f"is required by {SWITCH}: a block of the transformer, counted from 0.")
-    for key, block in given.items():
-        if blocks is not None and block >= blocks:
-            yield Problem(key, f"{block} is out of range: the model has {blocks} blocks, 0 to {blocks - 1}.")
+    yield from beyond_last(given, blocks)
     if len(given) > len(set(given.values())):
         yield Problem(BLOCKS[1], "is the student block, too; a block always equals itself, so choose a deeper one.")
     elif len(given) == 2 and given[BLOCKS[0]] > given[BLOCKS[1]]:
         message = f"{given[BLOCKS[1]]} comes before {BLOCKS[0]} {given[BLOCKS[0]]}; LayerSync aligns with a deeper one."
         yield Problem(BLOCKS[1], message, fatal=False)
-    ranges = [] if blocks is None else [route.among(blocks) for route in routes]
-    if sum(any(route.first <= block <= route.last for block in given.values()) for route in ranges) > 1:
+    touched = [route for route in routes if blocks is not None and route.among(blocks).holds(*given.values())]
+    if len(touched) > 1:
         message = "and the student block are in two routes of tread_config, which keep different tokens; use one route."
         yield Problem(BLOCKS[1], message)

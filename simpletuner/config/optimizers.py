@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from simpletuner.config.load import CHOSEN, RunConfig
+from simpletuner.config.load import RunConfig
 from simpletuner.config.option import (
     BITSANDBYTES,
     PRODIGY,
@@ -22,7 +22,7 @@ from simpletuner.config.option import (
     check_installed,
 )
 from simpletuner.config.precision import transformer_dtype
-from simpletuner.config.schema import DEFAULT_LEARNING_RATES, OptimizerConfig, OptimizerName, PrecisionConfig
+from simpletuner.config.schema import CHOSEN, DEFAULT_LEARNING_RATES, OptimizerConfig, OptimizerName, PrecisionConfig
 from simpletuner.config.speed import has_compiler
 from simpletuner.config.values import parse_flag, parse_number
 from simpletuner.errors import NoEffect, Problem, did_you_mean
@@ -212,8 +212,10 @@ def update_kernel(
         widened: the second moment is wider than the weights, to whose dtype Triton kernels would round it.
     """
     kernels = OPTIMIZERS[name].kernels
-    if not kernels or device != "cuda":
-        return "loop" if kernels else None
+    if not kernels:
+        return None
+    if device != "cuda":
+        return "loop"
     if "fused" in kernels:
         return "fused"
     suits_foreach = widened or (weights >= MANY_WEIGHTS and numbers < weights * LARGE_WEIGHT)
@@ -269,18 +271,14 @@ def is_schedule_free(name: OptimizerName | None) -> bool:
 
 
 def optimizer_settings(config: OptimizerConfig, mixed_precision: str) -> dict[str, OptimizerValue]:
-    """The optimizer's settings: its defaults, overridden by adam_* keys, the pair of betas, then optimizer_config.
-
-    Raises:
-        KeyError, ValueError: what `check_optimizer` reports.
-    """
+    """The optimizer's settings: its defaults, overridden by adam_* keys, the pair of betas, then optimizer_config."""
     spec = OPTIMIZERS[optimizer_name(config, mixed_precision)]
     settings = dict(spec.settings)
     if spec.is_adam:
         settings |= _given(config, ADAM_KEYS)
     if "beta1" in settings:
         settings |= _given(config, PAIR)
-    return settings | {key: _parse_setting(key, text, spec.settings[key]) for key, text in _overrides(config)}
+    return settings | _overrides(config, spec)[0]
 
 
 def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[Problem]:
@@ -290,7 +288,7 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[P
     if name == "adamw_bf16" and mixed_precision != "bf16":
         message = f"'adamw_bf16' needs mixed_precision bf16, which is {mixed_precision!r}; use adamw or optimi-adamw."
         yield Problem("optimizer", message)
-    yield from _check_overrides(config, spec)
+    yield from _overrides(config, spec)[1]
     yield from _check_numbers(config, name, spec)
     if spec.package is not None:
         yield from check_installed(spec.package, "optimizer", name)
@@ -352,25 +350,21 @@ def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, Optimizer
     return {setting: values[key] for key, setting in keys.items() if values[key] is not None}
 
 
-def _overrides(config: OptimizerConfig) -> Iterator[tuple[str, str]]:
-    """Names and values in `optimizer_config`, as text."""
+def _overrides(config: OptimizerConfig, spec: OptimizerSpec) -> tuple[dict[str, OptimizerValue], list[Problem]]:
+    """The settings in `optimizer_config`, and what is wrong with the others."""
+    values, problems = dict[str, OptimizerValue](), list[Problem]()
     for part in (config.optimizer_config or "").split(","):
         key, equals, text = (piece.strip() for piece in part.partition("="))
-        if key or equals:  # not after a trailing comma
-            yield key, text
-
-
-def _check_overrides(config: OptimizerConfig, spec: OptimizerSpec) -> Iterator[Problem]:
-    for key, text in _overrides(config):
-        if key not in spec.settings:
+        if key in spec.settings:
+            try:
+                values[key] = _parse_setting(key, text, spec.settings[key])
+            except ValueError as error:
+                problems.append(Problem("optimizer_config", f"{key}={text!r} {error}."))
+        elif key or equals:  # not after a trailing comma
             allowed = ", ".join(spec.settings)
             message = f"unknown setting {key!r}; this optimizer takes {allowed}.{did_you_mean(key, spec.settings)}"
-            yield Problem("optimizer_config", message)
-            continue
-        try:
-            _parse_setting(key, text, spec.settings[key])
-        except ValueError as error:
-            yield Problem("optimizer_config", f"{key}={text!r} {error}.")
+            problems.append(Problem("optimizer_config", message))
+    return values, problems
 
 
 def _parse_setting(key: str, text: str, default: OptimizerValue) -> OptimizerValue:
@@ -386,8 +380,6 @@ def _parse_setting(key: str, text: str, default: OptimizerValue) -> OptimizerVal
         raise ValueError("must be at least 0 and below 1")
     if number < 0:
         raise ValueError("must not be negative")
-    if isinstance(default, int):
-        if not number.is_integer():
-            raise ValueError("is not a whole number")
-        return int(number)
-    return number
+    if isinstance(default, int) and not number.is_integer():
+        raise ValueError("is not a whole number")
+    return int(number) if isinstance(default, int) else number

@@ -38,6 +38,10 @@ class Route:
         first, last = (edge + blocks if edge < 0 else edge for edge in (self.first, self.last))
         return replace(self, first=first, last=last)
 
+    def holds(self, *blocks: int) -> bool:
+        """Whether the range, counted from the start, has any of these blocks."""
+        return any(self.first <= block <= self.last for block in blocks)
+
     @property
     def written(self) -> str:
         """The ends of the range as in the config."""
@@ -85,10 +89,11 @@ def check_routes(routes: Sequence[Route], blocks: int | None) -> Iterator[Proble
             if (route.first < 0) == (route.last < 0) and route.first > route.last:
                 yield _problem(f"the route from {route.written} starts after its end.")
             continue
-        outside = [edge for edge in (route.first, route.last) if not -blocks <= edge < blocks]
+        outside = {edge: None for edge in (route.first, route.last) if not -blocks <= edge < blocks}
+        for edge in outside:
+            message = f"the model has {blocks} blocks, so an index is between {-blocks} and {blocks - 1},"
+            yield _problem(f"{message} not {edge}.")
         if outside:
-            message = f"the model has {blocks} blocks, so an index is between {-blocks} and {blocks - 1}, not {{}}."
-            yield from (_problem(message.format(edge)) for edge in dict.fromkeys(outside))
             continue
         counted = route.among(blocks)
         if counted.first > counted.last:
@@ -120,5 +125,5 @@ def tokens_by_block(routes: Sequence[Route], blocks: int, tokens: int, unit: int
     for route in (each.among(blocks) for each in routes):
         kept = count_kept(route.ratio, tokens // unit)
         if kept < tokens // unit:
-            counts = [kept * unit if route.first <= block <= route.last else n for block, n in enumerate(counts)]
+            counts = [kept * unit if route.holds(block) else n for block, n in enumerate(counts)]
     return tuple(counts) if min(counts) < tokens else ()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from simpletuner.config.option import Group, common, option, when
 from simpletuner.config.values import Number, Text, TextList, parse_json_text
 from simpletuner.errors import Problem
 
-KEY = "validation_adapter_config"
 of_adapter = partial(option, requires=when("validation_adapter_path"))
 Strength = Annotated[Number, Field(gt=0)]
 
@@ -27,22 +25,16 @@ def parse_runs(value: object) -> object:
     return [{"path": each} if isinstance(each, str) else each for each in value] if isinstance(value, list) else value
 
 
-@dataclass(frozen=True)
-class Adapter:
+class Adapter(Group):
     """A LoRA of a run; its strength is that of the run unless given."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     path: Text
     strength: Strength | None = None
     adapter_name: Text | None = None
 
 
-@dataclass(frozen=True)
-class AdapterEntry:
+class AdapterEntry(Group):
     """A run: previews with one or several LoRAs."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     label: Text | None = None
     path: Text | None = None
@@ -93,8 +85,8 @@ class ValidationAdapterConfig(Group):
         if self.validation_adapter_mode == "none":
             return []
         name, path = self.validation_adapter_name, self.validation_adapter_path
-        single = AdapterEntry(name, path, strength=self.validation_adapter_strength)
-        return [*([single] if path else []), *(self.validation_adapter_config or [])]
+        single = [AdapterEntry(label=name, path=path, strength=self.validation_adapter_strength)] if path else []
+        return [*single, *(self.validation_adapter_config or [])]
 
     @property
     def renders_without(self) -> bool:
@@ -107,4 +99,4 @@ def check_listed(config: ValidationAdapterConfig) -> Iterator[Problem]:
     """Runs without a LoRA."""
     for index, entry in enumerate(config.validation_adapter_config or []):
         if not entry.loras:
-            yield Problem(f"{KEY}[{index}]", "names no LoRA; give it path, paths or adapters.")
+            yield Problem(f"validation_adapter_config[{index}]", "names no LoRA; give it path, paths or adapters.")

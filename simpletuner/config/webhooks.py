@@ -15,14 +15,14 @@ from simpletuner.config.values import Flag, Integer, Text, parse_flag, parse_obj
 from simpletuner.errors import Problem
 from simpletuner.redaction import REFERENCE
 
-KEY = "webhook_config"
+WEBHOOK_CONFIG = "webhook_config"
 NO_VERIFY = "SIMPLETUNER_SSL_NO_VERIFY"
 Level = Literal["critical", "error", "warning", "info", "debug"]
 
 
 def parse_hooks(value: object) -> object:
     """The list of webhooks."""
-    return parse_objects(KEY, value)
+    return parse_objects(WEBHOOK_CONFIG, value)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Hook:
 class WebhookConfig(Group):
     """Webhooks"""
 
-    requires = when(KEY)
+    requires = when(WEBHOOK_CONFIG)
 
     webhook_config: Annotated[list[Annotated[Hook, Field(title="webhook")]], BeforeValidator(parse_hooks)] | None = (
         common(
@@ -87,7 +87,7 @@ class WebhookConfig(Group):
 def check_webhooks(config: WebhookConfig) -> Iterator[Problem]:
     """Addresses that are missing or of another protocol. No message shows an address."""
     for index, hook in enumerate(config.hooks):
-        where = f"{KEY}[{index}]"
+        where = f"{WEBHOOK_CONFIG}[{index}]"
         key = "webhook_url" if hook.webhook_type == "discord" else "callback_url"
         if not hook.address:
             yield Problem(f"{where}.{key}", f"is required for a {hook.webhook_type} webhook: its address.")

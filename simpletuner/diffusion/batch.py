@@ -7,7 +7,8 @@ its transformer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,19 +59,18 @@ class Batch:
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        def move_each(embeds: list[TextEmbeds]) -> list[TextEmbeds]:
-            return [{name: move(tensor) for name, tensor in one.items()} for one in embeds]
+        """The same batch with every tensor moved, but for the mask that stays on the host."""
+        moved = {each.name: _moved(getattr(self, each.name), move) for each in fields(self)}
+        return Batch(**{**moved, "host_mask": self.host_mask})
 
-        return replace(
-            self,
-            latents=move(self.latents),
-            embeds=move_each(self.embeds),
-            other_embeds=None if self.other_embeds is None else move_each(self.other_embeds),
-            condition=None if self.condition is None else move(self.condition),
-            noise=None if self.noise is None else move(self.noise),
-            loss_mask=None if self.loss_mask is None else move(self.loss_mask),
-            features={name: [move(tensor) for tensor in each] for name, each in self.features.items()},
-        )
+
+def _moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    """A value with every tensor moved that it is or holds."""
+    if isinstance(value, dict):
+        return {name: _moved(each, move) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_moved(each, move) for each in value]
+    return move(value) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)
@@ -108,17 +108,12 @@ class NoisyBatch:
         def pick(tensor: Tensor) -> Tensor:
             return torch.stack([tensor[row] for row in rows])  # an index would have to be copied to the device
 
-        batch, condition = self.batch, self.batch.condition
-        embeds, names = [batch.embeds[row] for row in rows], [batch.names[row] for row in rows]
-        condition = None if condition is None else pick(condition)
-        return NoisyBatch(
-            Batch(pick(batch.latents), embeds, names, batch.dataset_id, condition),
-            noise=pick(self.noise),
-            sigmas=pick(self.sigmas),
-            noisy_latents=pick(self.noisy_latents),
-            timesteps=pick(self.timesteps),
-            target=pick(self.target),
-        )
+        whole = self.batch
+        embeds, names = [whole.embeds[row] for row in rows], [whole.names[row] for row in rows]
+        condition = None if whole.condition is None else pick(whole.condition)
+        batch = Batch(pick(whole.latents), embeds, names, whole.dataset_id, condition)
+        noise, sigmas, latents = pick(self.noise), pick(self.sigmas), pick(self.noisy_latents)
+        return NoisyBatch(batch, noise, sigmas, latents, pick(self.timesteps), pick(self.target))
 
     @property
     def given_frames(self) -> int:
@@ -133,9 +128,13 @@ class NoisyBatch:
 
     def is_drawn(self, share: float, purpose: str) -> bool:
         """Whether this micro-batch is in a random share; one draw for all processes."""
+        return bool(torch.rand((), generator=self.place_for(purpose).shared_generator(purpose)) < share)
+
+    def place_for(self, technique: str) -> Place:
+        """The position in the run, which a technique needs for its schedule or random numbers."""
         if self.place is None:
-            raise ValueError(f"{purpose} draws random numbers, so the batch needs its place in the run")
-        return bool(torch.rand((), generator=self.place.shared_generator(purpose)) < share)
+            raise ValueError(f"{technique} depends on the place in the run, which this batch does not have")
+        return self.place
 
     def at(self, sigmas: Tensor, latents: Tensor) -> NoisyBatch:
         """The same batch, noise and target at other noise levels; a conditioning first frame is kept.

@@ -1,4 +1,4 @@
-"""Flow matching: drawing noise levels, and adding noise to a batch.
+"""Flow matching: drawing noise levels, adding noise to a batch, and the distance to the true velocity.
 
 All families train on `x_s = (1 - s) z + s noise` with the target `noise - z` and the timestep `1000 s`, s in (0, 1],
 where 1 is pure noise. Everything here is float32 or better; a bf16 sigma would be off by up to 0.4 %.
@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from simpletuner.config.load import RunConfig
+from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch, upload
 from simpletuner.diffusion.seeds import Place
@@ -64,7 +64,7 @@ def law_quantiles(shares: Tensor, flow: FlowConfig, offset: float = 0.0) -> Tens
     return torch.sigmoid(offset + flow.flow_sigmoid_scale * torch.special.ndtri(shares))
 
 
-def slowed_sigmas(place: Place, sigmas: Tensor, gamma: float) -> Tensor:
+def mixflow_sigmas(place: Place, sigmas: Tensor, gamma: float) -> Tensor:
     """Noise levels above `sigmas`, like the lag of a sampler: s + u gamma (1 - s), u uniform; `B`, on the CPU.
 
     Li et al., "MixFlow Training: Alleviating Exposure Bias with Slowed Interpolation Mixture", arXiv 2512.19311.
@@ -92,11 +92,6 @@ def choose_shift(
     return 1.0 if flow.flow_schedule_shift is None else flow.flow_schedule_shift
 
 
-def sampling_shift(config: RunConfig) -> float | None:
-    """The shift that the user set explicitly for training, which replaces the checkpoint's in sampling; else None."""
-    return config.flow.flow_schedule_shift if config.is_explicit("flow_schedule_shift") else None
-
-
 def sample_noise(latents: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     """Standard normal noise like `latents`, float32, drawn on the CPU with one generator per sample, then moved."""
     shape = latents.shape[1:]
@@ -107,10 +102,7 @@ def make_noisy(
     batch: Batch,
     sigmas: Tensor,
     noise: Tensor,
-    *,
-    input_perturbation: float = 0.0,
-    noise_offset: float = 0.0,
-    noise_offset_probability: float = 1.0,
+    loss: LossConfig = LossConfig(),
     levels: Tensor | None = None,
     place: Place | None = None,
 ) -> NoisyBatch:
@@ -124,24 +116,26 @@ def make_noisy(
     Args:
         sigmas: `B`, in (0, 1], on any device.
         noise: standard normal, shape of `batch.latents`.
+        loss: how much the noise is shifted and perturbed.
         levels: noise levels of the input, if they differ from the timesteps.
-        place: position in the run; required if one of the two strengths is not 0, and by techniques that draw random
+        place: position in the run; required for what `loss` adds, and by techniques that draw random
             numbers.
     """
     latents = batch.latents.float()
     noise = upload(noise.float(), latents.device)
     in_input = noise
-    if noise_offset or input_perturbation:
+    if loss.noise_offset or loss.input_perturbation:
         if place is None:
             raise ValueError("noise_offset and input_perturbation draw random numbers: pass the place in the run")
         # Both draw from the same generators, so their order is part of the result.
         generators = place.generators("perturbation")
-        if noise_offset:
-            shifted = [torch.rand(1, generator=draw) < noise_offset_probability for draw in place.generators("offset")]
-            strength = noise_offset * upload(torch.cat(shifted).view(-1, 1, 1, 1, 1), latents.device)
+        if loss.noise_offset:
+            draws = (torch.rand(1, generator=each) for each in place.generators("offset"))
+            shifted = [draw < loss.noise_offset_probability for draw in draws]
+            strength = loss.noise_offset * upload(torch.cat(shifted).view(-1, 1, 1, 1, 1), latents.device)
             in_input = noise = noise + strength * sample_noise(latents[..., :1, :1, :1], generators)
-        if input_perturbation:
-            in_input = noise + input_perturbation * sample_noise(latents, generators)
+        if perturbation := loss.input_perturbation_at(place.global_step):
+            in_input = noise + perturbation * sample_noise(latents, generators)
     sigmas = upload(sigmas.float(), latents.device)
     share = (sigmas if levels is None else upload(levels.float(), latents.device)).view(-1, 1, 1, 1, 1)
     return NoisyBatch(
@@ -218,3 +212,61 @@ def hold_first_frame(noisy: NoisyBatch) -> NoisyBatch:
     weights = upload(torch.where(first, 0.0, frames / (frames - 1)), noisy_latents.device)
     # The other frames continue the first one, so techniques that drop tokens must keep all of it.
     return replace(noisy, noisy_latents=noisy_latents, frame_weights=weights, protected=first)
+
+
+def diffusion_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) -> Tensor:
+    """Mean loss of each sample: float32, `B`. See `elementwise_loss`."""
+    return per_sample(elementwise_loss(prediction, noisy, config))
+
+
+def per_sample(loss: Tensor) -> Tensor:
+    """The mean of each sample, `B`, of an elementwise loss `B C F H W`."""
+    return loss.mean(dim=(1, 2, 3, 4))
+
+
+def elementwise_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) -> Tensor:
+    """The loss of each predicted number.
+
+    If the batch has a mask, or its frames have weights, the loss of each position is multiplied by them, and the mean
+    is still taken over all positions: black contributes nothing, a mask of ones changes nothing, and an all-black mask
+        gives 0, not NaN.
+
+    Args:
+        prediction: of `noisy.target`, any float dtype, `B C F H W`.
+
+    Returns:
+        float32, `B C F H W`.
+    """
+    error = prediction.float() - noisy.target.float()  # B C F H W
+    loss = _distance(error, noisy.sigmas, config)
+    return loss if noisy.coverage is None else loss * noisy.coverage
+
+
+def _distance(error: Tensor, sigmas: Tensor, config: LossConfig) -> Tensor:
+    """Elementwise distance, not reduced.
+
+    Both Huber kinds are the pseudo-Huber of Khrapov et al., arXiv 2403.16728: with d the error and c the scale,
+    huber = 2c (sqrt(d^2 + c^2) - c), which is d^2 for small d and 2c|d| for large d; smooth_l1 = huber / c.
+    """
+    if config.loss_type == "l2":
+        return error.square()
+    scale = huber_scales(sigmas, config).view(-1, 1, 1, 1, 1)
+    # d^2 / (sqrt(d^2 + c^2) + c) equals sqrt(d^2 + c^2) - c, without cancellation for small d.
+    rise = error.square() / ((error.square() + scale.square()).sqrt() + scale)
+    return 2 * scale * rise if config.loss_type == "huber" else 2 * rise
+
+
+def huber_scales(sigmas: Tensor, config: LossConfig) -> Tensor:
+    """The scale c of each sample; float32, `B`.
+
+    The schedules of arXiv 2403.16728 for flow matching, with c0 = `huber_c`: exponential is exp(s log c0), which is 1
+    without noise and c0 at pure noise. snr is (1 - c0) / (1 + r)^2 + c0 with the noise-to-signal ratio r, which is
+    s / (1 - s) here, so that 1 / (1 + r) = 1 - s.
+    """
+    c = config.huber_c
+    sigmas = sigmas.float()
+    if config.huber_schedule == "constant":
+        return torch.full_like(sigmas, c)
+    if config.huber_schedule == "exponential":
+        return torch.pow(c, sigmas)
+    return (1 - c) * (1 - sigmas).square() + c

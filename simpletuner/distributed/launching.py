@@ -23,8 +23,7 @@ from typing import Any
 import typer
 
 from simpletuner.config.launch import LaunchConfig
-from simpletuner.distributed.exchange import ConnectedWorld
-from simpletuner.distributed.joining import START_SECONDS, connect, settle_meeting
+from simpletuner.distributed.joining import START_SECONDS, ConnectedWorld, connect, settle_meeting
 from simpletuner.distributed.requests import handling, signals_as_interrupt
 from simpletuner.distributed.watch import GONE, GRACE_SECONDS, Watch
 from simpletuner.distributed.world import World, usable_cores

@@ -49,7 +49,7 @@ GONE = "exited without reporting an error: it was killed, or it crashed"
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
 # Modules in which a main thread waits for other processes. That of checkpoints writes files; it waits in another one.
 WAITING_IN, WRITING_IN = ("torch.distributed", "torch.autograd"), "torch.distributed.checkpoint"
-EXCHANGING = ("simpletuner.distributed.world", "simpletuner.distributed.exchange")
+EXCHANGING = ("simpletuner.distributed.world", "simpletuner.distributed.joining")
 Failure = tuple[str, int]
 
 

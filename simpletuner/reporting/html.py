@@ -38,14 +38,14 @@ def render(template: str, **values: object) -> str:
 
 def gallery(metrics: Columns, previews: Sequence[MediaRecord], folder: Path, *, with_mfu: bool) -> dict[str, Any]:
     """What templates need for the curves of some metrics and a grid of previews, whose paths are below `folder`."""
-    grid, charts = build_grid(previews, folder), charts_of(metrics, with_mfu=with_mfu)
-    return {
-        "grid": grid,
-        "left_out": left_out(grid),
-        "charts": charts,
-        "chart_data": {"charts": [chart.to_json() for chart in charts], "hours": hours_of(metrics)},
-        "scripts": ("curves.js", "viewer.js", "page.js"),
-    }
+    grid, scripts = build_grid(previews, folder), ("curves.js", "viewer.js", "page.js")
+    return {"grid": grid, "left_out": left_out(grid), "scripts": scripts, **curves(metrics, with_mfu=with_mfu)}
+
+
+def curves(metrics: Columns, *, with_mfu: bool = True) -> dict[str, Any]:
+    """What templates need for the curves of some metrics."""
+    charts = charts_of(metrics, with_mfu=with_mfu)
+    return {"charts": charts, "chart_data": {"charts": [each.to_json() for each in charts], "hours": hours_of(metrics)}}
 
 
 def left_out(grid: PreviewGrid) -> list[str]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from simpletuner.config.precision import transformer_dtype
 from simpletuner.diffusion.batch import Batch
-from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import redact_texts
@@ -39,7 +38,7 @@ def publish_result(
     if not assembly.world.is_main and assembly.trained.sharers.size == 1:
         return ""
     dtype = DTYPES[transformer_dtype(plan.config.precision)]
-    shift, predict = sampling_shift(plan.config), partial(predict_once, assembly, read)
+    shift, predict = plan.config.sampling_shift, partial(predict_once, assembly, read)
     publication = Publication(assembly.adapter, plan.source, dtype, shift, note, predict)
     with assembly.sampling_weights():
         stop_if_result_not_finite(assembly, ema)

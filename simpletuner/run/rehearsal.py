@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from simpletuner.budget.budget import Budget, gigabytes
+from simpletuner.budget.budget import Budget
+from simpletuner.budget.device import gigabytes
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.sharding import local
@@ -100,7 +101,7 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
         return Rehearsal(title, expected, None)
     peak = float(torch.cuda.max_memory_allocated())
     if phase == "training":  # after the backward pass, with its gradients
-        peak = max(peak, torch.cuda.memory_allocated() + budget.setup.update_bytes * _numbers(assembly))
+        peak = max(peak, torch.cuda.memory_allocated() + budget.model.update_bytes * _numbers(assembly))
     peak += coming_state(assembly, budget)
     torch.cuda.reset_peak_memory_stats()
     return Rehearsal(title, expected, peak)
@@ -109,9 +110,9 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
 def coming_state(assembly: Assembly, budget: Budget) -> float:
     """Bytes that the optimizer will allocate in its first step; 0 for a resumed run, whose state is loaded, and for
     state in host memory."""
-    if assembly.optimizer.state or budget.setup.state_on_host:
+    if assembly.optimizer.state or budget.model.state_on_host:
         return 0.0
-    return budget.setup.state_bytes * _numbers(assembly)
+    return budget.model.state_bytes * _numbers(assembly)
 
 
 def _numbers(assembly: Assembly) -> int:

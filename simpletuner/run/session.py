@@ -9,9 +9,8 @@ from functools import partial
 from accelerate import Accelerator
 from PIL.Image import Image
 
-from simpletuner.budget.budget import Budget
+from simpletuner.budget.budget import Budget, find_rounds, steps_per_epoch
 from simpletuner.budget.device import DeviceRates
-from simpletuner.budget.rounds import find_rounds, steps_per_epoch
 from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.caching.read import BatchReader
@@ -30,13 +29,13 @@ from simpletuner.run.caches import CacheFiller
 from simpletuner.run.companions import Companion
 from simpletuner.run.publish import weight_note
 from simpletuner.run.records import Recorded
-from simpletuner.training.assemble import TrainingSpec, assemble
+from simpletuner.training.assemble import assemble
 from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
-from simpletuner.training.ema import Ema, EmaUpdater
+from simpletuner.training.ema import Ema
 from simpletuner.training.loop import Callback
 from simpletuner.training.noise import with_noise
-from simpletuner.training.recorder import Recorder, RequestHandler
-from simpletuner.training.state import Assembly, TrainState
+from simpletuner.training.recorder import EmaUpdater, Recorder, RequestHandler
+from simpletuner.training.state import Assembly, TrainingSpec, TrainState
 from simpletuner.validation.adapters import fetched_runs
 from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.runner import Subject, ValidationRunner

@@ -28,17 +28,18 @@ ExtraPass = Callable[[Predict], Mapping[str, Tensor]]
 
 
 class Technique:
-    """Base class of all techniques. Its methods change nothing; override those that are needed."""
+    """Base class of all techniques. Its methods change nothing; override those that are needed.
+
+    Attributes:
+        routes: ranges of blocks that some tokens skip; the FLOPs of a step are counted accordingly.
+    """
+
+    routes: Sequence[Route] = ()
 
     @property
     def name(self) -> str:
         """Identifies its module and state in a checkpoint; a run has at most one technique of a class."""
         return type(self).__name__
-
-    @property
-    def routes(self) -> Sequence[Route]:
-        """Ranges of blocks that some tokens skip; the FLOPs of a step are counted accordingly."""
-        return ()
 
     def attach(self, site: Site) -> None:
         """Register hooks and build a module; called once, after the model and before the optimizer are built.
@@ -47,6 +48,7 @@ class Technique:
         hooks twice. For hidden states use `site.hidden`, which records each only once.
         torch's global generators are seeded for the technique, and restored afterwards.
         """
+        self.site = site
 
     def module(self) -> nn.Module | None:
         """The technique's own float32 weights, built in `attach`; None if it has none.
@@ -136,8 +138,8 @@ class Site:
 
     def kept_tokens(self, block: int) -> Tensor | None:
         """The tokens in the hidden states of a visual block, int64 `B K`; None if all are."""
-        found = (technique.kept_tokens(block) for technique in self.others)
-        return next((kept for kept in found if kept is not None), None)
+        everyone = (technique.kept_tokens(block) for technique in self.others)
+        return next((kept for kept in everyone if kept is not None), None)
 
 
 class HiddenStates:
@@ -184,4 +186,4 @@ class HiddenStates:
 
     def _keep(self, block: int, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if self._is_open:
-            self._found[block] = self._layout.tokens_of(block, output)
+            self._found[block] = output

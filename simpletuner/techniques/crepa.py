@@ -154,7 +154,8 @@ class Crepa(Technique):
     _log: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def attach(self, site: Site) -> None:
-        config, self._site = self.config, site
+        super().attach(site)
+        config = self.config
         self._student = config.crepa_block_index or 0
         self._teacher = config.crepa_teacher_block_index or 0
         site.hidden.watch(self._student)
@@ -177,9 +178,7 @@ class Crepa(Technique):
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         """Decide the weight of this micro-step, and compute what is not cached before activations take memory."""
-        if noisy.place is None:
-            raise ValueError("CREPA follows a schedule, so the batch needs its place in the run")
-        step, cutoff = noisy.place.global_step, self.config.crepa_cutoff_step
+        step, cutoff = noisy.place_for("CREPA").global_step, self.config.crepa_cutoff_step
         is_aligned = noisy.batch.dataset_id not in self.regularised
         self._scheduled = weight_at(self.config, step, self.total_steps) if is_aligned else 0.0
         self._follow_threshold()
@@ -205,7 +204,7 @@ class Crepa(Technique):
             if weight > 0:
                 return {"crepa_loss": weight * loss}
         # The projector takes part in every step, as gradient synchronisation requires.
-        nothing = self._project(torch.zeros(1, 1, 1, 1, self._site.layout.width, device=prediction.device))
+        nothing = self._project(torch.zeros(1, 1, 1, 1, self.site.layout.width, device=prediction.device))
         return {"crepa_loss": 0.0 * nothing.sum()}
 
     def metrics(self) -> Mapping[str, Tensor]:
@@ -216,7 +215,7 @@ class Crepa(Technique):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         average, self._is_off = state["average"], state["off"]
-        self._average = None if average is None else torch.tensor(average, device=self._site.device)
+        self._average = None if average is None else torch.tensor(average, device=self.site.device)
 
     def _follow_threshold(self) -> None:
         """Switch off at the threshold, and on again below it unless that is permanent."""
@@ -242,7 +241,7 @@ class Crepa(Technique):
     def _record(self, found: Alignment) -> None:
         """Update the moving average and the logged metrics."""
         score, decay = found.mean(found.score.detach()), self.config.crepa_similarity_ema_decay
-        world = self._site.world
+        world = self.site.world
         if world.size > 1 and self.config.crepa_similarity_threshold is not None:  # all processes must decide alike
             score = score.new_tensor(world.mean([score.item()])[0])
         self._average = score if self._average is None else decay * self._average + (1 - decay) * score
@@ -263,11 +262,11 @@ class Crepa(Technique):
 
     def _tokens(self, noisy: NoisyBatch, block: int) -> Grid:
         """The hidden states of a block on the grid, float32."""
-        hidden, patch = self._site.hidden[block].float(), self._site.adapter.spec.patch_size
+        hidden, patch = self.site.hidden[block].float(), self.site.adapter.spec.patch_size
         frames, height, width = noisy.noisy_latents.shape[2:]
         grid = frames, height // patch, width // patch
-        order = upload(self._site.layout.order(*grid), hidden.device)
-        kept = self._site.kept_tokens(block)
+        order = upload(self.site.layout.order(*grid), hidden.device)
+        kept = self.site.kept_tokens(block)
         places = order.expand(len(hidden), -1) if kept is None else order[kept]  # B S
         values = hidden.new_zeros(len(hidden), math.prod(grid), hidden.shape[-1])
         values = values.scatter(1, places[..., None].expand_as(hidden), hidden)

@@ -28,7 +28,7 @@ class LayerSync(Technique):
         self._student, self._teacher, self._weight, self._skipped = student, teacher, weight, skipped
 
     def attach(self, site: Site) -> None:
-        self._site = site
+        super().attach(site)
         for block in (self._student, self._teacher):
             site.hidden.watch(block)
 
@@ -41,7 +41,7 @@ class LayerSync(Technique):
 
     def _tokens(self, block: int, other: int) -> Tensor:
         """The tokens of a block, `B S D`, that also pass through the other block."""
-        hidden, kept = self._site.hidden[block], self._site.kept_tokens(other)
-        if kept is None or self._site.kept_tokens(block) is not None:  # the plan allows at most one route
+        hidden, kept = self.site.hidden[block], self.site.kept_tokens(other)
+        if kept is None or self.site.kept_tokens(block) is not None:  # the plan allows at most one route
             return hidden
         return hidden.gather(1, kept[..., None].expand(-1, -1, hidden.shape[-1]))

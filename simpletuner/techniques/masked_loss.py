@@ -1,6 +1,6 @@
 """Masked loss: white areas of a mask are learned, black ones are not, grey ones in proportion.
 
-The mask of a batch is in latent positions already (`data.masks`), and `diffusion.loss` multiplies by it. Here it
+The mask of a batch is in latent positions already (`data.masks`), and `diffusion.flow` multiplies by it. Here it
 becomes weights: they apply to a share of the batches, black may keep a weight (the floor), and the weights may be
 divided by their mean. Tokens under white areas are never dropped.
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from simpletuner.config.loss import LossConfig, MaskedLossConfig
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.diffusion.loss import elementwise_loss
-from simpletuner.techniques.base import Predict, Site, Technique
+from simpletuner.diffusion.flow import elementwise_loss
+from simpletuner.techniques.base import Predict, Technique
 
 # Lower bound of the divisor: a tiny mask would otherwise give a huge gradient.
 SMALLEST_MEAN = 0.05
@@ -30,9 +30,6 @@ class MaskedLoss(Technique):
         self._config = config
         self._prior: NoisyBatch | None = None
 
-    def attach(self, site: Site) -> None:
-        self._disabled = site.disabled
-
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         self._prior = None
         mask = noisy.batch.loss_mask
@@ -41,7 +38,7 @@ class MaskedLoss(Technique):
         if not noisy.is_drawn(self._config.masked_loss_probability, "masked loss"):
             return _masked(noisy, None)
         if self._config.masked_loss_prior:
-            with self._disabled():
+            with self.site.disabled():
                 self._prior = replace(_masked(noisy, 1 - mask), target=predict(noisy))
         protected = (mask if noisy.batch.host_mask is None else noisy.batch.host_mask) >= 0.5
         if noisy.protected is not None:

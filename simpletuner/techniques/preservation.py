@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.techniques.base import ExtraPass, Predict, Site, Technique
+from simpletuner.techniques.base import ExtraPass, Predict, Technique
 
 
 class Preservation(Technique):
@@ -28,9 +28,6 @@ class Preservation(Technique):
 
     def __init__(self, weight: float, probability: float) -> None:
         self.weight, self.probability = weight, probability
-
-    def attach(self, site: Site) -> None:
-        self._disabled = site.disabled
 
     def extra_passes(self, noisy: NoisyBatch) -> Sequence[ExtraPass]:
         others = noisy.batch.other_embeds
@@ -40,7 +37,7 @@ class Preservation(Technique):
 
     def _change(self, other: NoisyBatch, forward: Predict) -> Mapping[str, Tensor]:
         """`preservation_loss`, the mean over all latent positions except a given first frame."""
-        with torch.no_grad(), self._disabled():
+        with torch.no_grad(), self.site.disabled():
             base = forward(other)
         change = (forward(other) - base)[:, :, other.given_frames :]
         return {"preservation_loss": self.weight * change.square().mean()}
@@ -52,11 +49,8 @@ class Regularisation(Technique):
     def __init__(self, dataset_ids: frozenset[str]) -> None:
         self.dataset_ids = dataset_ids
 
-    def attach(self, site: Site) -> None:
-        self._disabled = site.disabled
-
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         if noisy.batch.dataset_id not in self.dataset_ids:
             return noisy
-        with self._disabled():
+        with self.site.disabled():
             return replace(noisy, target=predict(noisy))

@@ -23,11 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from simpletuner.config.load import RunConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.diffusion.batch import NoisyBatch, upload
-from simpletuner.diffusion.flow import sampling_shift
-from simpletuner.diffusion.loss import per_sample
+from simpletuner.diffusion.flow import per_sample
 from simpletuner.diffusion.seeds import Place
 from simpletuner.techniques.base import Predict, Site, Technique
 
@@ -60,8 +58,7 @@ class ScheduledSampling(Technique):
         self._watch = _Watch()
 
     def attach(self, site: Site) -> None:
-        self._is_sharded = site.is_sharded
-        self._grids = {}
+        self._is_sharded, self._grids = site.is_sharded, dict[bool, np.ndarray]()
         for from_picture in (False, True):
             sampler = site.adapter.load_sampler(self._shift, from_picture=from_picture)
             sampler.set_timesteps(self._steps)
@@ -69,10 +66,7 @@ class ScheduledSampling(Technique):
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         """Replace the inputs of the samples that this micro-step draws."""
-        place = noisy.place
-        if place is None:
-            raise ValueError("scheduled sampling draws random numbers, so the batch needs its place in the run")
-        self._sampled = None
+        place, self._sampled = noisy.place_for("scheduled sampling"), None
         self._watch.begin(place.global_step)
         offsets = [] if noisy.batch.dataset_id in self._skipped else self._offsets(place)
         if not any(offsets):
@@ -183,12 +177,6 @@ class ScheduledSampling(Technique):
         solver.timesteps, solver.num_inference_steps = 1000 * solver.sigmas[:-1], len(path) - 1
         solver.set_begin_index(0)
         return solver
-
-
-def build(config: RunConfig, skipped: frozenset[str]) -> ScheduledSampling:
-    """Scheduled sampling for a run."""
-    steps: Any = config.validation.validation_num_inference_steps  # every family sets it
-    return ScheduledSampling(config.scheduled_sampling, steps, sampling_shift(config), skipped)
 
 
 @dataclass

@@ -90,8 +90,9 @@ def _scheduled_sampling(config: RunConfig, data: TrainedData) -> TechniqueSpec |
     sampling = config.scheduled_sampling
     if not sampling.is_on:
         return None
-    forwards = data.plain * sampling.mean_passes(data.total_steps)
-    return TechniqueSpec(_later("scheduled_sampling:build", config, data.ids), cost=_passes(forwards))
+    steps = config.validation.validation_num_inference_steps  # every family sets it
+    build = _later("scheduled_sampling:ScheduledSampling", sampling, steps, config.sampling_shift, data.ids)
+    return TechniqueSpec(build, cost=_passes(data.plain * sampling.mean_passes(data.total_steps)))
 
 
 def _regularisation(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:

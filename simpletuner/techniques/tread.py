@@ -30,11 +30,7 @@ class Tread(Technique):
     """Lets tokens skip the blocks of the configured routes."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        self._routes = tuple(routes)
-
-    @property
-    def routes(self) -> Sequence[Route]:
-        return self._routes
+        self.routes = routes
 
     def attach(self, site: Site) -> None:
         layout, spec = site.layout, site.adapter.spec
@@ -55,16 +51,14 @@ class Tread(Technique):
 
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         """Draw which tokens each route keeps in this micro-step."""
-        if noisy.place is None:
-            raise ValueError("TREAD draws random numbers, so the batch needs its place in the run")
-        protected = self._protected(noisy)
+        place, protected = noisy.place_for("TREAD"), self._protected(noisy)
         units = self._spec.tokens(*noisy.noisy_latents.shape[2:]) // self._unit
         # Constant over steps, so that compiled blocks see one shape, unless a sample has more protected tokens.
         most = 0 if protected is None else int(protected.sum(1).max())
         if noisy.batch.loss_mask is not None:  # distinguishes samples, across processes too
             most = max(self._world.gather(most))
         for number, window in enumerate(self._windows):
-            generators = noisy.place.generators(f"tread {number}")
+            generators = place.generators(f"tread {number}")
             kept = draw_kept(units, max(count_kept(window.route.ratio, units), most), protected, generators)
             tokens = None if kept.shape[1] == units else whole_units(kept, self._unit)
             window.begin(None if tokens is None else upload(tokens, noisy.sigmas.device))
@@ -75,7 +69,7 @@ class Tread(Technique):
 
         `HiddenStates` records the output of the block itself, so the last block of a window also has only these.
         """
-        windows = (each for each in self._windows if each.route.first <= block <= each.route.last)
+        windows = (each for each in self._windows if each.route.holds(block))
         return next((each.kept for each in windows), None)
 
     def _protected(self, noisy: NoisyBatch) -> Tensor | None:

@@ -3,6 +3,10 @@
     load and quantise, block by block ─► adapter ─► fast blocks ─► activation checkpointing ─► compile ─► techniques
     ─► place or shard ─► optimizer ─► prepare ─► stream
 
+Weights are read some blocks at a time, cast, quantised, then packed (blocks that stream), moved to the device, or
+shared with the processes of the machine (FSDP2 will split them). So loading takes the host memory of a few blocks, and
+what is packed or shared is there once on a machine.
+
 The order matters: peft wraps the quantised layers, checkpointing and compilation replace the `forward` of blocks that
 hold the LoRA already, and the optimizer needs parameters on their final device.
 """
@@ -10,8 +14,8 @@ hold the LoRA already, and the optimizer needs parameters on their final device.
 from __future__ import annotations
 
 import pkgutil
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -31,47 +35,27 @@ from simpletuner.diffusion.seeds import seeded, step_seed
 from simpletuner.distributed.sharding import shard
 from simpletuner.distributed.world import World
 from simpletuner.memory.heap import large_tensors_apart
-from simpletuner.memory.offload.attach import attach_offload, place_model
+from simpletuner.memory.offload.attach import attach_offload, in_groups, pack_group, place_model, streamed_blocks
 from simpletuner.memory.offload.block_inputs import BlockInputs
-from simpletuner.memory.offload.image import WeightImage
+from simpletuner.memory.offload.image import WeightImage, share_by_machine
 from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
-from simpletuner.memory.precision import DTYPES, use_quantised_products
+from simpletuner.memory.precision import DTYPES, quantise, use_quantised_products
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.blocks import FastBlocks
-from simpletuner.models.float32 import keep_full_float32
-from simpletuner.models.lora_targets import Targets
+from simpletuner.models.loading import DeferredWeights, keep_full_float32
+from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import kernel_chooser
 from simpletuner.speed.compile import FirstGradients, compile_blocks
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import HiddenStates, Site, Technique
-from simpletuner.training.frozen import blocks_to_stream, load_frozen
 from simpletuner.training.lora import add_lora, start_from
 from simpletuner.training.meter import count_flops
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease, HostState
-from simpletuner.training.state import Assembly, StepSettings
+from simpletuner.training.state import Assembly, StepSettings, TrainingSpec
 from simpletuner.training.trained import FullModel, Trained
-
-
-@dataclass(frozen=True)
-class TrainingSpec:
-    """The plan's decisions that training depends on.
-
-    Attributes:
-        lora_targets: modules that get a LoRA.
-        seed: of the run; drawn by the plan if the user set none.
-        total_steps: optimizer steps of the whole run.
-        learning_rate: peak rate, after `lr_scale` and `lr_scale_sqrt`.
-        timestep_offsets: `timestep_sampling_offset` of the datasets that set one, by id.
-    """
-
-    lora_targets: Targets
-    seed: int
-    total_steps: int
-    learning_rate: float
-    timestep_offsets: Mapping[str, float] = field(default_factory=dict)
 
 
 def make_accelerator() -> Accelerator:
@@ -96,40 +80,39 @@ def assemble(
     world: World = World(),
 ) -> Assembly:
     """Load the transformer and make it trainable."""
-    device = accelerator.device
-    base_dtype = DTYPES[transformer_dtype(config.precision)]
+    device, precision = accelerator.device, config.precision
     sharded = config.launch.fsdp_enable and world.size > 1
     trained, packed = _load(config, spec, adapter, device, world, world if sharded else World())
     transformer, is_lora = trained.transformer, config.model.model_type == "lora"
-    layout = adapter.block_layout(transformer)
+    layout, dtype = adapter.block_layout(transformer), DTYPES[transformer_dtype(precision)]
     fast = _use_fast_blocks(transformer, config, adapter, device)
-    _checkpoint_blocks(transformer, layout, fast, config, device)
-    _compile_blocks(transformer, layout, fast, config, device)
-    hidden = HiddenStates(layout)
-    load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(config.precision, config.caching)])
-    site = Site(adapter, transformer, layout, device, base_dtype, techniques, trained.disabled, hidden, load_vae, world,
-                sharded)  # fmt: skip
+    _checkpoint_and_compile(transformer, layout, fast, config, device)
+    load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(precision, config.caching)])
+    site = Site(
+        adapter, transformer, layout, device, dtype, techniques, trained.disabled, HiddenStates(layout), load_vae,
+        world, sharded,
+    )  # fmt: skip
     modules = _attach(techniques, site, spec.seed)
     if sharded:
         shard(transformer, layout.blocks, config.launch, device, world, keep_trained=is_lora)
-    streamed = [] if sharded else _place(transformer, layout, config.offload, device)
-    parameters = trained.parameters()
-    optimizer = _build_optimizer(config, spec, parameters, modules)
+    else:
+        place_model(transformer, blocks_to_stream(layout, config.offload), device)
+    parameters, ratio = trained.parameters(), config.lora.lora_plus_ratio
+    # LoRA+ (Hayou et al., arXiv:2402.12354): the matrices B at a multiple of the rate.
+    faster = [each for name, each in parameters.items() if ratio is not None and ".lora_B." in name]
+    optimizer = build_optimizer(
+        parameters.values(), config.optimizer, precision.mixed_precision, spec.learning_rate, modules, faster, ratio
+    )  # fmt: skip
     prepared = transformer if sharded and not is_lora else _replicate(transformer, accelerator, sharded=sharded)
-    streamer = _stream(transformer, streamed, config, device, world, packed)
+    streamer = None if sharded else _stream(transformer, layout, config, device, world, packed)
     if streamer is not None and fast is not None:
-        fast.beyond = RememberedPlaces(streamer)
+        fast.outside_checkpoint = RememberedPlaces(streamer)
     return Assembly(
-        adapter=adapter,
-        accelerator=accelerator,
-        transformer=prepared,
-        trained=trained,
-        parameters=parameters,
-        optimizer=optimizer,
+        adapter, accelerator, prepared, trained, parameters, optimizer,
         # Only float16 gradients underflow without a loss scale.
-        scaler=torch.amp.GradScaler(device.type, enabled=base_dtype == torch.float16),
-        settings=_step_settings(config, spec),
-        hidden=hidden,
+        scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
+        settings=StepSettings.of(config, spec),
+        hidden=site.hidden,
         techniques=list(techniques),
         modules=modules,
         wrapped_modules=_wrap_modules(techniques, modules, accelerator),
@@ -138,7 +121,16 @@ def assemble(
         release=_release(config, parameters, optimizer, device),
         world=world,
         is_sharded=sharded,
-    )
+    )  # fmt: skip
+
+
+def _release(
+    config: RunConfig, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, device: torch.device
+) -> GradientRelease | None:
+    if not config.optimizer.optimizer_release_gradients:
+        return None
+    host = HostState(optimizer, device) if config.offload.offload_optimizer_state else None
+    return GradientRelease(parameters, optimizer, config.optimizer, host)
 
 
 def _load(
@@ -161,15 +153,75 @@ def _load(
         return _add_adapter(transformer, config, spec, adapter.spec, trained_dtype), packed
 
 
+def load_frozen(
+    config: RunConfig,
+    adapter: FamilyAdapter,
+    device: torch.device,
+    world: World = World(),
+    *,
+    sharers: World = World(),
+    adapted: Targets = "",
+    dtype: torch.dtype | None = None,
+    on_host: bool = False,
+) -> tuple[nn.Module, list[WeightImage]]:
+    """Load a frozen transformer, in the precision of the settings. Collective.
+
+    Args:
+        device: what it will compute on. Blocks that stay there are moved to it at once.
+        world: the processes that share the images.
+        sharers: the processes that will split the weights among them; until then each machine has one copy.
+        adapted: the modules that will be trained, or get an adapter.
+        dtype: another one than that of the settings.
+        on_host: leave all blocks on the CPU.
+
+    Returns:
+        the transformer, and the images of the blocks that will stream, in order; see `attach_offload`.
+    """
+    dtype = dtype or DTYPES[transformer_dtype(config.precision)]
+    stored = quantisation(config.precision.base_model_precision)
+    transformer = adapter.load_transformer(dtype, empty=True).requires_grad_(False)
+    layout, images = adapter.block_layout(transformer), []
+    in_bf16 = bf16_modulation(config.speed) and _adapts_only(transformer, adapted, adapter.spec.quantised_layers)
+    weights = DeferredWeights(transformer, adapter.source["transformer"], dtype)
+    moving = blocks_to_stream(layout, config.offload)
+    streamed, staying = in_groups(moving, config.offload), [[block] for block in layout.blocks if block not in moving]
+    for modules in [*streamed, *staying, [transformer]]:
+        weights.fill(modules)
+        if stored is not None:
+            via, layers = config.precision.quantize_via, adapter.spec.quantised_layers
+            quantise(transformer, layers, stored, via=via, accelerator=device, within=modules)
+        for module in modules if in_bf16 else ():
+            adapter.store_modulation_in_bf16(module)
+        if modules in streamed:
+            images.append(pack_group(modules, config.offload, device, world))
+        elif modules in staying and sharers.size > 1:
+            share_by_machine(modules, sharers)
+        elif modules in staying and not on_host:
+            modules[0].to(device)
+    return transformer, images
+
+
+def _adapts_only(transformer: nn.Module, adapted: Targets, layers: str) -> bool:
+    """Whether all modules that get an adapter are layers that can be quantised: others keep their dtype till then."""
+    names = [name for name, _ in transformer.named_modules()]
+    return all(re.fullmatch(layers, name) for name in matching_modules(names, adapted))
+
+
 def load_for_sampling(config: RunConfig, adapter: FamilyAdapter, device: torch.device) -> nn.Module:
     """Load a transformer for sampling alone: frozen, quantised, sped up, placed and streamed as in training."""
     with large_tensors_apart():
         transformer, packed = load_frozen(config, adapter, device)
     transformer.eval()
     _use_fast_blocks(transformer, config, adapter, device)
-    streamed = _place(transformer, adapter.block_layout(transformer), config.offload, device)
-    _stream(transformer, streamed, config, device, World(), packed)
+    layout = adapter.block_layout(transformer)
+    place_model(transformer, blocks_to_stream(layout, config.offload), device)
+    _stream(transformer, layout, config, device, World(), packed)
     return transformer
+
+
+def blocks_to_stream(layout: BlockLayout, config: OffloadConfig) -> list[nn.Module]:
+    """The blocks whose weights do not stay on the device."""
+    return streamed_blocks(layout.blocks, config.group_offload_resident_blocks) if config.enable_group_offload else []
 
 
 def _attach(techniques: Sequence[Technique], site: Site, seed: int) -> dict[str, nn.Module]:
@@ -225,31 +277,6 @@ def _add_adapter(
     return lora
 
 
-def _build_optimizer(
-    config: RunConfig, spec: TrainingSpec, parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]
-) -> Optimizer:
-    slower, faster = _split_factors(parameters, config.lora.lora_plus_ratio)
-    precision = config.precision.mixed_precision
-    return build_optimizer(slower, config.optimizer, precision, spec.learning_rate, modules, faster)
-
-
-def _release(
-    config: RunConfig, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, device: torch.device
-) -> GradientRelease | None:
-    if not config.optimizer.optimizer_release_gradients:
-        return None
-    host = HostState(optimizer, device) if config.offload.offload_optimizer_state else None
-    return GradientRelease(parameters, optimizer, config.optimizer, host)
-
-
-def _split_factors(
-    parameters: Mapping[str, nn.Parameter], ratio: float | None
-) -> tuple[list[nn.Parameter], tuple[list[nn.Parameter], float]]:
-    """With LoRA+ (Hayou et al., arXiv:2402.12354) the B matrices apart, with the ratio of their learning rate."""
-    fast = {name: each for name, each in parameters.items() if ratio is not None and ".lora_B." in name}
-    return [each for name, each in parameters.items() if name not in fast], ([*fast.values()], ratio or 1.0)
-
-
 def _use_fast_blocks(
     transformer: nn.Module, config: RunConfig, adapter: FamilyAdapter, device: torch.device
 ) -> FastBlocks | None:
@@ -268,72 +295,42 @@ def _use_fast_blocks(
     return fast
 
 
-def _checkpoint_blocks(
+def _checkpoint_and_compile(
     transformer: nn.Module, layout: BlockLayout, fast: FastBlocks | None, config: RunConfig, device: torch.device
 ) -> None:
+    """Checkpoint blocks, then compile them.
+
+    With `quantized_matmul` the first visual block tells the error of its gradients, uncompiled.
+    """
+    dropout = any(isinstance(each, nn.Dropout) and each.p > 0 for each in transformer.modules())
+    keeps, inputs_leave = keeps_attention(config.speed), config.offload.offload_block_inputs
     enable_checkpointing(
         transformer,
         layout,
         config.precision,
-        dropout=_has_dropout(transformer),
-        block_inputs=BlockInputs(device) if config.offload.offload_block_inputs else None,
-        keep=fast.self_attention if fast is not None and keeps_attention(config.speed) else None,
+        dropout=dropout,
+        block_inputs=BlockInputs(device) if inputs_leave else None,
+        keep=fast.self_attention if fast is not None and keeps else None,
     )
-
-
-def _has_dropout(transformer: nn.Module) -> bool:
-    return any(isinstance(each, nn.Dropout) and each.p > 0 for each in transformer.modules())
-
-
-def _recomputes_inside(transformer: nn.Module, config: RunConfig) -> bool:
-    """Whether the last functions of checkpointed blocks recompute themselves: they keep the attention's result, and
-    their inputs on the device, and do not restore the state of the random generator."""
-    stays = not config.offload.offload_block_inputs
-    return keeps_attention(config.speed) and stays and not _has_dropout(transformer)
-
-
-def _compile_blocks(
-    transformer: nn.Module, layout: BlockLayout, fast: FastBlocks | None, config: RunConfig, device: torch.device
-) -> None:
-    """Compile the blocks; with `quantized_matmul` the first visual one tells the error of its gradients, uncompiled."""
     stored = quantisation(config.precision.base_model_precision) if config.precision.quantized_matmul else None
     first = stored and FirstGradients(stored.name.partition("-")[0], layout.visual_blocks[0], fast)
     backend = compile_backend(config.speed, config.launch, device.type)
     if backend is not None:
-        sampling, inside = config.validation.validation_torch_compile, _recomputes_inside(transformer, config)
+        # The last functions of checkpointed blocks recompute themselves if they keep the attention's result, and their
+        # inputs on the device, and do not restore the state of the random generator.
+        inside, sampling = keeps and not inputs_leave and not dropout, config.validation.validation_torch_compile
         compile_blocks(layout, fast, backend, config.launch, sampling=sampling, recomputing=inside)
     if first:
         first.install()
 
 
-def _place(transformer: nn.Module, layout: BlockLayout, config: OffloadConfig, device: torch.device) -> list[nn.Module]:
-    """Move the transformer to the device, except for the frozen weights of blocks to stream; returns those blocks."""
-    streamed = blocks_to_stream(layout, config)
-    place_model(transformer, streamed, device)
-    return streamed
-
-
 def _stream(
-    transformer: nn.Module, streamed: Sequence[nn.Module], config: RunConfig, device: torch.device, world: World,
+    transformer: nn.Module, layout: BlockLayout, config: RunConfig, device: torch.device, world: World,
     packed: list[WeightImage],
 ) -> Streamer | None:  # fmt: skip
     if not config.offload.enable_group_offload:
         return None
-    keeps_saved, offload = not config.precision.checkpoints_all, config.offload
-    return attach_offload(transformer, streamed, offload, device, keeps_saved=keeps_saved, world=world, packed=packed)
-
-
-def _step_settings(config: RunConfig, spec: TrainingSpec) -> StepSettings:
-    return StepSettings(
-        seed=spec.seed,
-        accumulation=config.schedule.gradient_accumulation_steps,
-        total_steps=spec.total_steps,
-        base_learning_rate=spec.learning_rate,
-        shift_is_explicit=config.is_explicit("flow_schedule_shift"),
-        shared_noise=not config.run.seed_for_each_device,
-        mixed_precision=config.precision.mixed_precision,
-        flow=config.flow,
-        loss=config.loss,
-        optimizer=config.optimizer,
-        timestep_offsets=spec.timestep_offsets,
-    )
+    streamed, keeps_saved = blocks_to_stream(layout, config.offload), not config.precision.checkpoints_all
+    return attach_offload(
+        transformer, streamed, config.offload, device, keeps_saved=keeps_saved, world=world, packed=packed
+    )  # fmt: skip

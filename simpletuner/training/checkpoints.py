@@ -32,12 +32,13 @@ from safetensors.torch import load_file, save_file
 from simpletuner.atomic import build_folder, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
-from simpletuner.distributed.sharded_state import load_shards, shard_moments, without_shards
+from simpletuner.distributed.sharding import load_shards, shard_moments, without_shards
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.models.blocks import DEVICE_FAILURES
 from simpletuner.reporting.events import CheckpointSaved, EventStream, StepReport
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import refuse_not_finite, stop_if_result_not_finite
+from simpletuner.training.loop import Callback
 from simpletuner.training.manifest import (
     STATE_FOLDER,
     Checkpoint,
@@ -63,47 +64,6 @@ FOREIGN = (
 )  # fmt: skip
 
 
-def write_checkpoint(
-    final: Path, assembly: Assembly, state: TrainState, loader: BatchLoader, ema: Ema | None, identity: Identity,
-    settings: Mapping[str, Any], note: Mapping[str, str], *, in_shards: bool = True,
-) -> Callable[[], None]:  # fmt: skip
-    """Write the files of a checkpoint; collective if processes share the trained weights.
-
-    Args:
-        in_shards: every process writes its parts of the state; otherwise the main process gathers all of them.
-
-    Returns:
-        what completes the checkpoint or, if it fails, removes the files. It hashes and flushes them, for which it needs
-        neither the weights nor other processes.
-
-    Raises:
-        NonFiniteError: a weight is NaN or infinite; nothing is written.
-        DiskFullError: no space left; earlier checkpoints are kept.
-    """
-    stop_if_result_not_finite(assembly, ema)
-    sharers = assembly.trained.sharers
-    with ExitStack() as building:
-        folder = sharers.on_main(lambda: building.enter_context(build_folder(final)))
-        sharers.on_main((folder / STATE_FOLDER).mkdir)
-        assembly.trained.save(folder, ema=ema, note=note)
-        content = _state_of(assembly, state, loader, ema)
-        content = without_shards(content, folder / STATE_FOLDER if in_shards else None, sharers)
-        sharers.on_main(partial(_write_rest, folder, assembly, content, settings))
-        written = building.pop_all()
-    manifest = Manifest(state.global_step, state.epoch, identity, {})
-    return partial(_complete, written, folder, manifest) if sharers.is_main else written.close
-
-
-def _write_rest(folder: Path, assembly: Assembly, content: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Write what one process writes, when all others have written their parts."""
-    assembly.trained.save_exact(folder)
-    _save_modules(assembly, folder / STATE_FOLDER)
-    with open_atomically(folder / STATE_FOLDER / STATE_FILE) as file:
-        # Straight into the file: a full fine-tune's state may not fit into memory a second time.
-        torch.save(content, file)
-    write_json(folder / "config.json", dict(settings))
-
-
 def _complete(written: ExitStack, folder: Path, manifest: Manifest) -> None:
     """Write the manifest, and give the folder its name."""
     with written:
@@ -122,8 +82,7 @@ def load_checkpoint(
         UserError: the checkpoint is damaged or edited, holds NaN or infinity, or was made with other trained layers or
             another optimizer.
     """
-    damaged = damaged_files(checkpoint)
-    if damaged:
+    if damaged := damaged_files(checkpoint):
         raise UserError(f"{checkpoint.path} is damaged: {', '.join(damaged)}. Choose an earlier checkpoint.")
     try:
         return _restore(checkpoint, assembly, loader, ema, same_data=same_data)
@@ -148,35 +107,26 @@ def _restore(
     # Mapped where parts of it are copied elsewhere, one at a time.
     mapped = shared or assembly.accelerator.device.type != "cpu"
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
-    if (content["global_step"], content["epoch"]) != (manifest.step, manifest.epoch):
-        found = f"step {content['global_step']} of epoch {content['epoch']}"
-        said = f"its manifest says step {manifest.step} of epoch {manifest.epoch}"
-        raise UserError(f"{checkpoint.path} holds {found}, {said}. Choose an earlier checkpoint.")
+    step, epoch = content["global_step"], content["epoch"]
+    if (step, epoch) != (manifest.step, manifest.epoch):
+        message = f"{checkpoint.path} holds step {step} of epoch {epoch}, its manifest says step {manifest.step}"
+        raise UserError(f"{message} of epoch {manifest.epoch}. Choose an earlier checkpoint.")
     content = load_shards(content, folder, parameters)
+    host = assembly.release.host if assembly.release is not None else None
     try:
-        host = assembly.release.host if assembly.release is not None else None
         load_state(assembly.optimizer, shard_moments(content["optimizer"], parameters), host)
     except ValueError as error:
         raise UserError(f"{checkpoint.path} was made with another optimizer: {error}") from error
     assembly.scaler.load_state_dict(content["scaler"])
-    saved = dict(content["techniques"])
     for technique in assembly.techniques:
-        if technique.name in saved:  # otherwise it was switched on since and starts now
-            technique.load_state_dict(saved[technique.name])
+        if technique.name in content["techniques"]:  # otherwise it was switched on since and starts now
+            technique.load_state_dict(content["techniques"][technique.name])
     if ema is not None and content["ema"] is not None:
         refuse_not_finite(content["ema"]["average"], f"The moving average in {checkpoint.path}", EARLIER)
         ema.load_state_dict(content["ema"])
-    position = content["loader"] if same_data else {**content["loader"], "position": 0}
-    loader.load_state_dict(position)
+    loader.load_state_dict(content["loader"] if same_data else {**content["loader"], "position": 0})
     restore_random_states(content["random"])
-    return TrainState(content["global_step"], content["epoch"], loader.epochs_done)
-
-
-def _save_modules(assembly: Assembly, folder: Path) -> None:
-    """Write the weights of each technique into its own file."""
-    for name, module in assembly.modules.items():
-        weights = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
-        save_file(weights, folder / f"{name}{MODULE_SUFFIX}")
+    return TrainState(step, epoch, loader.epochs_done)
 
 
 def _load_modules(assembly: Assembly, folder: Path) -> None:
@@ -196,21 +146,8 @@ def _load_modules(assembly: Assembly, folder: Path) -> None:
         logger.warning("%s was on in %s and is off now; its weights are not used.", name, folder.parent)
 
 
-def _state_of(assembly: Assembly, state: TrainState, loader: BatchLoader, ema: Ema | None) -> dict[str, Any]:
-    return {
-        "global_step": state.global_step,
-        "epoch": state.epoch,
-        "optimizer": assembly.optimizer.state_dict(),
-        "scaler": assembly.scaler.state_dict(),
-        "ema": None if ema is None else ema.state_dict(),
-        "loader": loader.state_dict(),
-        "random": random_states(),
-        "techniques": {technique.name: technique.state_dict() for technique in assembly.techniques},
-    }
-
-
 @dataclass
-class CheckpointWriter:
+class CheckpointWriter(Callback):
     """Callback that saves checkpoints at the configured intervals and prunes old ones.
 
     Where processes share the weights, training goes on while a checkpoint is completed. The next checkpoint and the end
@@ -219,7 +156,7 @@ class CheckpointWriter:
     Attributes:
         note: header entries of weight files for a state of the run.
         in_use: returns checkpoints that may not be removed now.
-        in_shards: see `save_checkpoint`.
+        in_shards: every process writes its parts of the state; otherwise the main process gathers all of them.
         saved_step: step of the newest checkpoint.
     """
 
@@ -244,12 +181,11 @@ class CheckpointWriter:
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         if self._completing is not None and self._completing.done():
             self._settle()
+        step, often = state.global_step, self.config.checkpointing_rolling_steps
         by_epoch = state.passed(self.config.checkpoint_epoch_interval, report.epochs_done)
-        if state.global_step % self.config.checkpoint_step_interval == 0 or by_epoch:
+        if step % self.config.checkpoint_step_interval == 0 or by_epoch:
             self.save(assembly, state)
-        elif (
-            self.config.checkpointing_rolling_steps and state.global_step % self.config.checkpointing_rolling_steps == 0
-        ):
+        elif often and step % often == 0:
             self.save(assembly, state, rolling=True)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
@@ -268,18 +204,14 @@ class CheckpointWriter:
             return
         self._settle()
         path = self.output_dir / f"checkpoint-{state.global_step}{'-rolling' if rolling else ''}"
-        started, note = time.monotonic(), self.note(state)
+        started, step = time.monotonic(), state.global_step
         # Not while others take part: if one fails, this one would wait for it forever.
         with nullcontext() if shared else assembly.world.undisturbed():
-            complete = write_checkpoint(
-                path, assembly, state, self.loader, self.ema, self.identity, self.settings, note,
-                in_shards=self.in_shards,
-            )  # fmt: skip
-        self.saved_step = state.global_step
+            complete = self.write(path, assembly, state)
+        self.saved_step = step
         if not assembly.world.is_main:
             complete()
             return
-        step = state.global_step
         limit = self.config.checkpoints_rolling_total_limit if rolling else self.config.checkpoints_total_limit
 
         def finish() -> CheckpointSaved:
@@ -291,6 +223,50 @@ class CheckpointWriter:
         self._completing = self._thread.submit(finish)
         if not shared:
             self._settle()
+
+    def write(self, final: Path, assembly: Assembly, state: TrainState) -> Callable[[], None]:
+        """Write the files of a checkpoint; collective if processes share the trained weights.
+
+        Returns:
+            what completes the checkpoint or, if it fails, removes the files. It hashes and flushes them, for which it
+            needs neither the weights nor other processes.
+
+        Raises:
+            NonFiniteError: a weight is NaN or infinite; nothing is written.
+            DiskFullError: no space left; earlier checkpoints are kept.
+        """
+        stop_if_result_not_finite(assembly, self.ema)
+        sharers = assembly.trained.sharers
+        with ExitStack() as building:
+            folder = sharers.on_main(lambda: building.enter_context(build_folder(final)))
+            sharers.on_main((folder / STATE_FOLDER).mkdir)
+            assembly.trained.save(folder, ema=self.ema, note=self.note(state))
+            content = {
+                "global_step": state.global_step,
+                "epoch": state.epoch,
+                "optimizer": assembly.optimizer.state_dict(),
+                "scaler": assembly.scaler.state_dict(),
+                "ema": None if self.ema is None else self.ema.state_dict(),
+                "loader": self.loader.state_dict(),
+                "random": random_states(),
+                "techniques": {technique.name: technique.state_dict() for technique in assembly.techniques},
+            }
+            content = without_shards(content, folder / STATE_FOLDER if self.in_shards else None, sharers)
+            sharers.on_main(partial(self._write_alone, folder, assembly, content))
+            written = building.pop_all()
+        manifest = Manifest(state.global_step, state.epoch, self.identity, {})
+        return partial(_complete, written, folder, manifest) if sharers.is_main else written.close
+
+    def _write_alone(self, folder: Path, assembly: Assembly, content: Mapping[str, Any]) -> None:
+        """Write what one process writes, when all others have written their parts."""
+        assembly.trained.save_exact(folder)
+        for name, module in assembly.modules.items():
+            weights = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
+            save_file(weights, folder / STATE_FOLDER / f"{name}{MODULE_SUFFIX}")
+        with open_atomically(folder / STATE_FOLDER / STATE_FILE) as file:
+            # Straight into the file: a full fine-tune's state may not fit into memory a second time.
+            torch.save(content, file)
+        write_json(folder / "config.json", dict(self.settings))
 
     def _settle(self) -> None:
         """Wait for the checkpoint that is being completed, and publish it."""

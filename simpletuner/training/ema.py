@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,6 @@ from torch import Tensor, nn
 from simpletuner.config.schema import EmaConfig
 from simpletuner.distributed.sharding import as_sharded, like, local
 from simpletuner.errors import UserError
-
-if TYPE_CHECKING:  # they import this module
-    from simpletuner.reporting.events import StepReport
-    from simpletuner.training.state import Assembly, TrainState
 
 # Numbers that go to another device in one copy: each copy to the host waits for the device.
 BUNDLE = 1 << 24
@@ -147,19 +142,3 @@ def in_bundles(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
             room = BUNDLE - parameter.numel()
         bundles[-1].append(parameter)
     return bundles
-
-
-@dataclass
-class EmaUpdater:
-    """Callback that updates the moving average."""
-
-    ema: Ema
-
-    def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        """The average starts with the run, as a copy of the weights."""
-
-    def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        self.ema.update(state.global_step)
-
-    def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """Every step has been averaged already."""

@@ -7,9 +7,7 @@ checks cost no synchronisation. Weights are checked when they are saved, loaded,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,27 +76,6 @@ def refuse_not_finite(weights: Mapping[str, Tensor], origin: Path | str, advice:
     """
     if guilty := not_finite(weights):
         raise UserError(f"{origin} holds NaN or infinite values in {shorten(guilty)}; {advice}.")
-
-
-@contextmanager
-def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
-    """A context in which modules whose output is NaN or infinite are added to the list, the first one first.
-
-    Every output is read from the device, which is slow.
-    """
-    found: list[str] = []
-
-    def check(name: str, module: nn.Module, given: object, output: object) -> None:
-        outputs = output if isinstance(output, tuple | list) else [output]
-        if not all(each.isfinite().all() for each in outputs if isinstance(each, Tensor)):
-            found.append(name or type(module).__name__)
-
-    hooks = [module.register_forward_hook(partial(check, name)) for name, module in model.named_modules()]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -27,15 +27,15 @@ class Callback(Protocol):
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         """Before the first step of this process, at `state.global_step` steps done."""
-        ...
+        return
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         """After the update. `state.global_step` includes this step, `state.epochs_done` does not yet."""
-        ...
+        return
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
         """After the last step, also if the run was asked to stop early."""
-        ...
+        return
 
 
 def train(

@@ -23,21 +23,10 @@ from torch import Tensor, nn
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import UserError, shorten
-from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE
-from simpletuner.models.lora_targets import Targets
+from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE, Targets
+from simpletuner.training import lora_files
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import refuse_not_finite
-from simpletuner.training.lora_files import (
-    PREFIXES,
-    LoraForm,
-    comfyui_magnitude,
-    file_settings,
-    fold_scale,
-    read_lora_file,
-    trained_magnitude,
-    write_verified,
-    write_weights,
-)
 from simpletuner.training.manifest import LORA_FILE
 from simpletuner.training.trained import AdapterWeights, Publication
 
@@ -60,7 +49,7 @@ class LoraAdapter(AdapterWeights):
     transformer: nn.Module
     settings: PeftLoraConfig
     initial: dict[str, Tensor] = field(default_factory=dict)
-    form: LoraForm = "diffusers"
+    form: lora_files.LoraForm = "diffusers"
 
     @property
     def scale(self) -> float:
@@ -101,7 +90,7 @@ class LoraAdapter(AdapterWeights):
         """Write a file, verify it, then move it into place; returns its path and the number of tensors."""
         write = partial(self.write, weights=weights, note=publication.note)
         expected, pipeline = self.file_weights(weights), publication.adapter.load_bare_pipeline()
-        return write_verified(folder, write, expected, self.form, pipeline), len(expected)
+        return lora_files.write_verified(folder, write, expected, self.form, pipeline), len(expected)
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<module>.lora_A.weight` and `lora_B.weight` as they are trained, on the CPU."""
@@ -114,9 +103,8 @@ class LoraAdapter(AdapterWeights):
         Raises:
             UserError: a key is missing, unknown or of another shape.
         """
-        own = self.state_dict()
-        wrong = sorted(name for name in own.keys() | weights.keys() if not _same_shape(own, weights, name))
-        if wrong:
+        trained, given = ({name: each.shape for name, each in some.items()} for some in (self.state_dict(), weights))
+        if wrong := sorted({name for name, _ in trained.items() ^ given.items()}):
             raise UserError(f"The LoRA weights do not fit this model: {shorten(wrong)}.")
         with torch.no_grad():
             set_peft_model_state_dict(self.transformer, dict(weights), adapter_name=ADAPTER)
@@ -127,16 +115,16 @@ class LoraAdapter(AdapterWeights):
         Args:
             weights: in the form of `state_dict`, such as the moving average; by default the trained ones.
         """
-        source = dict(weights or self.state_dict())
-        result = {}
+        source, result = dict(weights or self.state_dict()), {}
         for name, tensor in source.items():
-            folded = fold_scale(tensor, self.scale) if ".lora_B." in name else tensor
+            folded = lora_files.fold_scale(tensor, self.scale) if ".lora_B." in name else tensor
             if self.initial and (".lora_A." in name or ".lora_B." in name):
                 folded = self._with_initial(name, folded)
             elif self.form == "comfyui" and name.endswith(MAGNITUDE):
                 module = name.removesuffix(MAGNITUDE)
-                name, folded = module + COMFYUI_MAGNITUDE, comfyui_magnitude(tensor, *self.layer(module, source))
-            result[PREFIXES[self.form] + name] = folded.contiguous()
+                folded = lora_files.comfyui_magnitude(tensor, *self.layer(module, source))
+                name = module + COMFYUI_MAGNITUDE
+            result[lora_files.PREFIXES[self.form] + name] = folded.contiguous()
         return result
 
     def write(self, folder: Path, *, weights: Mapping[str, Tensor] | None = None, note: Mapping[str, str]) -> Path:
@@ -146,18 +134,13 @@ class LoraAdapter(AdapterWeights):
             weights: see `file_weights`.
             note: additional entries for the safetensors header.
         """
-        rank = self.settings.r * (2 if self.initial else 1)
-        targets = self.settings.target_modules
+        rank, targets = self.settings.r * (2 if self.initial else 1), self.settings.target_modules
         settings = {
-            "r": rank,
-            "lora_alpha": rank,
+            "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "use_dora": self.settings.use_dora,
             "target_modules": targets if isinstance(targets, str) else sorted(targets),
-            "use_dora": self.settings.use_dora,
-            "lora_dropout": 0.0,
-            "bias": "none",
-        }
-        header = {**file_settings(settings, self.form), **note}
-        return write_weights(folder / LORA_FILE, self.file_weights(weights), header)
+        }  # fmt: skip
+        header = {**lora_files.file_settings(settings, self.form), **note}
+        return lora_files.write_weights(folder / LORA_FILE, self.file_weights(weights), header)
 
     def layer(self, module: str, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The base weight (out, in) of a layer, and the update that weights in the form of `state_dict` add to it."""
@@ -168,9 +151,8 @@ class LoraAdapter(AdapterWeights):
     def _with_initial(self, name: str, tensor: Tensor) -> Tensor:
         """Trained minus initial adapter as one adapter of twice the rank: [B, -B0] [A; A0] = B A - B0 A0."""
         first = self.initial[name].to(tensor)
-        if ".lora_A." in name:
-            return torch.cat([tensor, first], dim=0)
-        return torch.cat([tensor, -self.scale * first], dim=1)
+        is_down = ".lora_A." in name
+        return torch.cat([tensor, first if is_down else -self.scale * first], dim=0 if is_down else 1)
 
 
 def add_lora(
@@ -180,7 +162,7 @@ def add_lora(
 
     Args:
         transformer: a diffusers model.
-        targets: see `models.lora_targets`.
+        targets: see `models.lora_keys`.
         seed: of the initial weights.
         dtype: of the trained weights.
     """
@@ -229,20 +211,24 @@ def start_from(adapter: LoraAdapter, path: Path) -> None:
         UserError: no key of the file fits, it holds NaN or infinity, its rank differs, or it is a DoRA and the adapter
             is not.
     """
-    modules = [name for name, _ in adapter.transformer.named_modules()]
-    weights = read_lora_file(path, [name.removesuffix(".base_layer") for name in modules])
+    weights = lora_files.read_lora_file(path, lora_files.layer_names(adapter.transformer))
     refuse_not_finite(weights, f"init_lora: {str(path)!r}", "choose another file")
     rank = next(tensor.shape[0] for name, tensor in weights.items() if ".lora_A." in name)
     if rank != adapter.settings.r:
         raise UserError(f"init_lora: the file has rank {rank}, lora_rank is {adapter.settings.r}.")
     if not adapter.settings.use_dora and any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in weights):
         raise UserError("init_lora: the file is a DoRA; set use_dora.")
-    start = {name: w / adapter.scale if ".lora_B." in name else w for name, w in weights.items()}
+    start, initial = _as_trained(adapter, weights), adapter.state_dict()
+    adapter.load_state_dict({name: start[name].to(each) if name in start else each for name, each in initial.items()})
+
+
+def _as_trained(adapter: LoraAdapter, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A file's weights as an adapter has them: without the scale, magnitudes in peft's form."""
+    start = {name: each / adapter.scale if ".lora_B." in name else each for name, each in weights.items()}
     for name in [name for name in start if name.endswith(COMFYUI_MAGNITUDE)]:
         module = name.removesuffix(COMFYUI_MAGNITUDE)
-        start[module + MAGNITUDE] = trained_magnitude(start.pop(name), *adapter.layer(module, start))
-    own = adapter.state_dict()
-    adapter.load_state_dict({name: start[name].to(own[name]) if name in start else own[name] for name in own})
+        start[module + MAGNITUDE] = lora_files.trained_magnitude(start.pop(name), *adapter.layer(module, start))
+    return start
 
 
 # A relative difference below this is the rounding of float32 itself.
@@ -252,7 +238,7 @@ EXACT = 1e-6
 def rounding_error(adapter: LoraAdapter, dtype: torch.dtype) -> float:
     """The relative error of the update B A that a pipeline in a dtype computes, of the module where it is largest."""
     trained, saved = adapter.state_dict(), adapter.file_weights()
-    prefix, worst = PREFIXES[adapter.form], 0.0
+    prefix, worst = lora_files.PREFIXES[adapter.form], 0.0
     for name in (name for name in trained if ".lora_A." in name and not adapter.initial):
         other = name.replace(".lora_A.", ".lora_B.")
         right = adapter.scale * (trained[other].flatten(1).double() @ trained[name].flatten(1).double())
@@ -268,7 +254,3 @@ def plain_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name.replace(f".{ADAPTER}.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE): tensor
         for name, tensor in weights.items()
     }
-
-
-def _same_shape(own: Mapping[str, Tensor], other: Mapping[str, Tensor], name: str) -> bool:
-    return name in own and name in other and own[name].shape == other[name].shape

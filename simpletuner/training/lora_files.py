@@ -46,6 +46,7 @@ from simpletuner.training.manifest import LORA_FILE
 LoraForm = Literal["diffusers", "comfyui"]
 
 PREFIXES: dict[LoraForm, str] = {"diffusers": "transformer.", "comfyui": "diffusion_model."}
+MAGNITUDES = {"magnitude": MAGNITUDE, "comfyui magnitude": COMFYUI_MAGNITUDE}
 COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", COMFYUI_MAGNITUDE)
 
 
@@ -96,19 +97,23 @@ def verify_file(path: Path, expected: Mapping[str, Tensor], form: LoraForm, pipe
     Raises:
         RuntimeError: a key is missing after loading, or a value differs.
     """
+    loaded = _loaded(path, form, pipeline)
+    wrong = [name for name in expected if name not in loaded or not _equal(loaded[name], expected[name])]
+    if wrong or len(loaded) != len(expected):
+        raise RuntimeError(f"{path} does not load as it was saved: {shorten(wrong or sorted(loaded))}")
+
+
+def _loaded(path: Path, form: LoraForm, pipeline: Any) -> dict[str, Tensor]:
+    """The tensors that a user's program takes from a file."""
     prefix = PREFIXES[form]
     if form == "diffusers":
         # Its transformer is on the meta device; low_cpu_mem_usage keeps the loaded tensors instead of copying into it.
         pipeline.load_lora_weights(path.parent, weight_name=path.name, adapter_name="check", low_cpu_mem_usage=True)
         loaded = get_peft_model_state_dict(pipeline.transformer, adapter_name="check")
-        loaded = {prefix + name: tensor for name, tensor in loaded.items()}
-    else:
-        layers = [prefix + name for name, _ in pipeline.transformer.named_modules()]
-        known = {layer + part for layer in layers for part in COMFYUI_PARTS}
-        loaded = {name: each for name, each in load_file(path).items() if name in known}
-    wrong = [name for name in expected if name not in loaded or not _equal(loaded[name], expected[name])]
-    if wrong or len(loaded) != len(expected):
-        raise RuntimeError(f"{path} does not load as it was saved: {shorten(wrong or sorted(loaded))}")
+        return {prefix + name: tensor for name, tensor in loaded.items()}
+    layers = [prefix + name for name, _ in pipeline.transformer.named_modules()]
+    known = {layer + part for layer in layers for part in COMFYUI_PARTS}
+    return {name: each for name, each in load_file(path).items() if name in known}
 
 
 def _equal(loaded: Tensor, expected: Tensor) -> bool:
@@ -161,13 +166,7 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
         raise UserError(f"{key}: {str(path)!r} does not exist.")
     # fp8 has no arithmetic; float32 holds all its values.
     raw = {name: each.float() if each.dtype.itemsize == 1 else each for name, each in load_file(path).items()}
-    known = set(modules)
-    pairs: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in raw.items():
-        module, role = module_of(name, modules), role_of(name)
-        if module in known and role:
-            pairs.setdefault(module, {})[role] = tensor
-    pairs = {module: pair for module, pair in pairs.items() if "A" in pair and "B" in pair}
+    pairs = _by_module(raw, modules)
     if not pairs:
         raise UserError(f"{key}: no key of {str(path)!r} belongs to this model (the first is {next(iter(raw))!r}).")
     settings = lora_settings(path)
@@ -179,10 +178,23 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
         alpha = float(pair.get("alpha", usual))
         weights[f"{module}.lora_A.weight"] = pair["A"]
         weights[f"{module}.lora_B.weight"] = pair["B"] * (alpha / rank)
-        for role, suffix in (("magnitude", MAGNITUDE), ("comfyui magnitude", COMFYUI_MAGNITUDE)):
-            if role in pair:
-                weights[module + suffix] = pair[role]
+        weights |= {module + MAGNITUDES[role]: each for role, each in pair.items() if role in MAGNITUDES}
     return weights
+
+
+def _by_module(raw: Mapping[str, Tensor], modules: list[str]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each module that has a pair, by their role in it."""
+    known, pairs = set(modules), dict[str, dict[str, Tensor]]()
+    for name, tensor in raw.items():
+        module, role = module_of(name, modules), role_of(name)
+        if module in known and role:
+            pairs.setdefault(module, {})[role] = tensor
+    return {module: pair for module, pair in pairs.items() if "A" in pair and "B" in pair}
+
+
+def layer_names(transformer: nn.Module) -> list[str]:
+    """The names of a transformer's modules, as they are without a LoRA."""
+    return [name.removesuffix(".base_layer") for name, _ in transformer.named_modules()]
 
 
 @dataclass
@@ -237,8 +249,7 @@ def applied_loras(transformer: nn.Module, loras: Loras, dtype: torch.dtype, devi
     Raises:
         UserError: a file does not fit the transformer, or holds NaN or infinity.
     """
-    names = [name.removesuffix(".base_layer") for name, _ in transformer.named_modules()]
-    handles = []
+    names, handles = layer_names(transformer), []
     try:
         for path, strength in loras:
             weights = read_lora_file(path, names, "LoRA")

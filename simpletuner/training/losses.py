@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from statistics import fmean
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from simpletuner.diffusion.batch import NoisyBatch, upload
 from simpletuner.techniques.base import Technique
 from simpletuner.training.guard import stop_if_losses_not_finite
 
-joined = chain.from_iterable
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -79,13 +80,10 @@ class HostLosses:
         return cls(
             total=_averaged(part.total for part in parts),
             diffusion=_averaged(part.diffusion for part in parts),
-            per_sample=[[*joined(micro)] for micro in zip(*(part.per_sample for part in parts), strict=True)],
-            timesteps=[[*joined(micro)] for micro in zip(*(part.timesteps for part in parts), strict=True)],
-            extra=[
-                {name: fmean(values) for name, values in _by_name(micro).items()}
-                for micro in zip(*(part.extra for part in parts), strict=True)
-            ],
-            names=[[*joined(micro)] for micro in zip(*(part.names for part in parts), strict=True)],
+            per_sample=_joined(part.per_sample for part in parts),
+            timesteps=_joined(part.timesteps for part in parts),
+            extra=[_averaged_by_name(micro) for micro in zip(*(part.extra for part in parts), strict=True)],
+            names=_joined(part.names for part in parts),
         )
 
     def means(self, techniques: Iterable[Technique]) -> dict[str, float]:
@@ -93,7 +91,7 @@ class HostLosses:
         counts = torch.tensor([len(names) for names in self.names], dtype=torch.float32)
         shares = counts / counts.mean()  # all 1 if the batches are of one size
         means = {
-            "train_loss": torch.tensor([*joined(self.per_sample)]).mean().item(),
+            "train_loss": torch.tensor([*chain.from_iterable(self.per_sample)]).mean().item(),
             "optimization_loss": (torch.tensor(self.total) * shares).mean().item(),
         }
         if any(self.extra):
@@ -108,12 +106,21 @@ def _averaged(columns: Iterable[list[float]]) -> list[float]:
     return [fmean(column) for column in zip(*columns, strict=True)]
 
 
+def _averaged_by_name(extras: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    return {name: fmean(values) for name, values in _by_name(extras).items()}
+
+
+def _joined(columns: Iterable[list[list[Item]]]) -> list[list[Item]]:
+    """The items of all processes by micro-step."""
+    return [[*chain.from_iterable(micro)] for micro in zip(*columns, strict=True)]
+
+
 def _by_name(extras: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
     """The values under each name, which need not be in all of these."""
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for name, value in (pair for extra in extras for pair in extra.items()):
-        found.setdefault(name, []).append(value)
-    return found
+        by_name.setdefault(name, []).append(value)
+    return by_name
 
 
 def loss_divisor(counts: Sequence[int], accumulation: int) -> float:

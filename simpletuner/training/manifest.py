@@ -26,12 +26,10 @@ PIPELINE_FOLDER = "pipeline"  # result of a full fine-tune, for `from_pretrained
 NOTE_FILE = "simpletuner.json"  # in that folder: the run and step it belongs to
 STATE_FOLDER = "training_state"  # in a checkpoint: what only a resume needs
 # Notes in a LoRA converted from another adapter: its relative errors, and what each is relative to.
-WEIGHT_ERROR, FORWARD_ERROR = "simpletuner.weight_error", "simpletuner.prediction_error"
-EFFECT_ERROR = "simpletuner.effect_error"
 ERRORS = {
-    WEIGHT_ERROR: "of the update",
-    FORWARD_ERROR: "of a prediction",
-    EFFECT_ERROR: "of what the adapter changes in that prediction",
+    "simpletuner.weight_error": "of the update",
+    "simpletuner.prediction_error": "of a prediction",
+    "simpletuner.effect_error": "of what the adapter changes in that prediction",
 }
 
 FILE_NAME = "manifest.json"
@@ -131,17 +129,12 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
 
 def find_checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
     """Complete checkpoints in ascending order of their step, and folders that are named like one but incomplete."""
-    whole, broken = [], []
-    if output_dir.is_dir():
-        for path in sorted(output_dir.iterdir()):
-            if path.is_dir() and FOLDER_NAME.fullmatch(path.name):
-                checkpoint = open_checkpoint(path)
-                if checkpoint is None:
-                    broken.append(path)
-                else:
-                    whole.append(checkpoint)
+    named = sorted(path for path in output_dir.glob("*") if path.is_dir() and FOLDER_NAME.fullmatch(path.name))
+    opened = {path: open_checkpoint(path) for path in named}
+    whole = [checkpoint for checkpoint in opened.values() if checkpoint is not None]
     # At the same step the regular one comes last, so that `latest` selects it.
-    return sorted(whole, key=lambda each: (each.step, not each.rolling)), broken
+    whole.sort(key=lambda each: (each.step, not each.rolling))
+    return whole, [path for path, checkpoint in opened.items() if checkpoint is None]
 
 
 def select_checkpoint(wanted: str, output_dir: Path, problems: list[Problem]) -> Checkpoint | None:
@@ -154,12 +147,10 @@ def select_checkpoint(wanted: str, output_dir: Path, problems: list[Problem]) ->
             problems.append(Problem(key, message))
         return None
     if wanted.lower() == "latest":
-        for path in broken:
-            problems.append(Problem(key, f"{path} is not complete and was skipped.", fatal=False))
+        problems += [Problem(key, f"{path} is not complete and was skipped.", fatal=False) for path in broken]
         return whole[-1] if whole else None
     for path in (output_dir / wanted, Path(wanted).expanduser()):
-        checkpoint = open_checkpoint(path)
-        if checkpoint is not None:
+        if checkpoint := open_checkpoint(path):
             return checkpoint
     names = ", ".join(each.path.name for each in whole) or "none"
     problems.append(Problem(key, f"{wanted!r} is not a complete checkpoint. In {output_dir} there are: {names}."))

@@ -12,6 +12,7 @@ from peft.tuners.lycoris_utils import LycorisLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.cost import NO_ADAPTERS, STOCK, Adapters, BatchShape, FamilyCost, Shape
 from simpletuner.reporting.events import StepReport
@@ -44,19 +45,19 @@ class StepMeter:
         self._flops += batch_flops(self._assembly, batch)
 
     def report(
-        self, step: int, epoch: int, epochs_done: int, metrics: Mapping[str, float], timesteps: Sequence[float]
+        self, step: int, loader: BatchLoader, metrics: Mapping[str, float], timesteps: Sequence[float]
     ) -> StepReport:
         """The report of the step, which ends now."""
         assembly = self._assembly
         return StepReport(
             step=step,
-            epoch=epoch,
+            epoch=loader.epoch,
             metrics=metrics,
             seconds=time.perf_counter() - self._started,
             data_seconds=self._data_seconds,
             weights_seconds=None if assembly.streamer is None else assembly.streamer.waited(),
             timesteps=timesteps,
-            epochs_done=epochs_done,
+            epochs_done=loader.epochs_done,
             flops=self._flops or None,
             shapes=tuple(sorted(self._shapes)),
             passes=assembly.passes - self._passes,
@@ -100,13 +101,13 @@ def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[T
 
 def weight_shapes(model: nn.Module) -> dict[str, Shape]:
     """Weight shapes of linear layers and convolutions, also quantised ones, by their names before a LoRA was added."""
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and ".lora_" not in name:
-            found[f"{name.removesuffix('.base_layer')}.weight"] = (module.out_features, module.in_features)
-        elif isinstance(module, nn.Conv2d | nn.Conv3d) and ".lora_" not in name:
-            found[f"{name.removesuffix('.base_layer')}.weight"] = tuple(module.weight.shape)
-    return found
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d) and ".lora_" not in name:
+            # A quantised weight may have another shape than its layer.
+            sides = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else module.weight.shape
+            shapes[f"{name.removesuffix('.base_layer')}.weight"] = tuple(sides)
+    return shapes
 
 
 def adapters_of(transformer: nn.Module) -> Adapters:

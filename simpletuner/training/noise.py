@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from simpletuner.diffusion.batch import Batch, NoisyBatch
-from simpletuner.diffusion.flow import choose_shift, make_noisy, sample_noise, sample_sigmas, slowed_sigmas
+from simpletuner.diffusion.flow import choose_shift, make_noisy, mixflow_sigmas, sample_noise, sample_sigmas
 from simpletuner.diffusion.seeds import Place, seed_device
 from simpletuner.distributed.world import World
 from simpletuner.training.meter import tokens_of
@@ -19,25 +19,15 @@ from simpletuner.training.state import Assembly
 
 def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
     """Draw sigmas and noise for this place in the run, and seed the device's generator for dropout."""
-    settings = assembly.settings
+    settings, flow = assembly.settings, assembly.settings.flow
     place = place_of(assembly, len(batch.names), global_step, micro_step)
     seed_device(batch.latents.device, place.forward_seed)
-    shift = choose_shift(
-        settings.flow, tokens_of(assembly, batch), assembly.adapter.spec.auto_shift,
-        shift_is_explicit=settings.shift_is_explicit,
-    )  # fmt: skip
-    sigmas = sample_sigmas(place, settings.flow, shift, settings.timestep_offsets.get(batch.dataset_id, 0.0))
+    tokens, auto_shift = tokens_of(assembly, batch), assembly.adapter.spec.auto_shift
+    shift = choose_shift(flow, tokens, auto_shift, shift_is_explicit=settings.shift_is_explicit)
+    sigmas = sample_sigmas(place, flow, shift, settings.timestep_offsets.get(batch.dataset_id, 0.0))
     noise = batch.noise if batch.noise is not None and batch.place == place else _noise(batch, place)
-    noisy = make_noisy(
-        batch,
-        sigmas,
-        noise,
-        input_perturbation=settings.loss.input_perturbation_at(global_step),
-        noise_offset=settings.loss.noise_offset,
-        noise_offset_probability=settings.loss.noise_offset_probability,
-        levels=slowed_sigmas(place, sigmas, settings.flow.mixflow_gamma) if settings.flow.mixflow_enabled else None,
-        place=place,
-    )
+    levels = mixflow_sigmas(place, sigmas, flow.mixflow_gamma) if flow.mixflow_enabled else None
+    noisy = make_noisy(batch, sigmas, noise, settings.loss, levels, place)
     return replace(noisy, host_sigmas=tuple(sigmas.tolist()))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 import math
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from simpletuner.config.optimizers import (
     BETAS,
     OPTIMIZERS,
-    OptimizerValue,
-    check_optimizer,
     is_lost_in_bf16,
     is_schedule_free,
     optimizer_name,
@@ -32,7 +30,7 @@ from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.config.speed import has_compiler
 from simpletuner.distributed.sharding import is_part
 from simpletuner.errors import ConfigError, Problem
-from simpletuner.training.release import HostState
+from simpletuner.training.release import HostState, State
 
 # Key of a parameter group that names the technique whose module it holds.
 OWNER = "owner"
@@ -52,7 +50,8 @@ def build_optimizer(
     mixed_precision: str,
     learning_rate: float,
     modules: Mapping[str, nn.Module] = MappingProxyType({}),
-    faster: tuple[Sequence[nn.Parameter], float] = ((), 1.0),
+    faster: Sequence[nn.Parameter] = (),
+    ratio: float | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer over the trained parameters, ready for its first step.
 
@@ -60,29 +59,30 @@ def build_optimizer(
         params: float32, or bf16 where `keeps_bf16_weights` says so.
         learning_rate: initial rate; `optimizer_step` sets `lr` of every group before each step.
         modules: modules of techniques, each trained in its own parameter group.
-        faster: more trained parameters, whose rate is a multiple of the others', and that multiple.
+        faster: the parameters whose rate is a multiple of the others'.
+        ratio: that multiple.
 
     Raises:
-        ConfigError: a key is wrong, a package is missing (see `check_optimizer`), or the library refuses a value.
+        ConfigError: the library refuses a value.
     """
-    problems = [problem for problem in check_optimizer(config, mixed_precision) if problem.fatal]
-    if problems:
-        raise ConfigError(problems)
-    name = optimizer_name(config, mixed_precision)
+    name, trained = optimizer_name(config, mixed_precision), list(params)
     spec = OPTIMIZERS[name]
-    module, _, class_name = spec.factory.partition(":")
-    factory = getattr(importlib.import_module(module), class_name)
-    trained = list(params)
-    arguments = {**_arguments(optimizer_settings(config, mixed_precision)), **spec.constants}
+    factory = pkgutil.resolve_name(spec.factory)
+    arguments: dict[str, Any] = {**optimizer_settings(config, mixed_precision), **spec.constants}
+    if betas := tuple(arguments.pop(name) for name in BETAS if name in arguments):
+        arguments["betas"] = betas  # as the libraries expect them
+    apart = {*faster}
     try:
-        optimizer: torch.optim.Optimizer = factory(trained, lr=learning_rate, **arguments)
+        optimizer: torch.optim.Optimizer = factory(
+            [each for each in trained if each not in apart], lr=learning_rate, **arguments
+        )
     except (ValueError, NotImplementedError) as error:
         raise ConfigError([Problem("optimizer_config", f"{name} refuses it: {error}")]) from error
-    if faster[0]:
-        optimizer.add_param_group({"params": list(faster[0]), RATE_RATIO: faster[1]})
+    if faster:
+        optimizer.add_param_group({"params": list(faster), RATE_RATIO: ratio})
     for owner, extra in modules.items():
         optimizer.add_param_group({"params": list(extra.parameters()), OWNER: owner})
-    _choose_kernel(optimizer, name, [*trained, *faster[0]])
+    _choose_kernel(optimizer, name, trained)
     if spec.schedule_free:
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
@@ -97,8 +97,8 @@ def _choose_kernel(optimizer: torch.optim.Optimizer, name: OptimizerName, traine
     )  # fmt: skip
     for group in optimizer.param_groups if kernel is not None else ():
         # A technique may leave its module without gradients for a step, in which optimi's foreach fails.
-        own = "loop" if OWNER in group and kernel == "foreach" else kernel
-        group.update({key: key == own for key in KERNEL_KEYS if key in group})
+        suited = "loop" if OWNER in group and kernel == "foreach" else kernel
+        group.update({key: key == suited for key in _kernel_of(group)})
 
 
 def _is_widened(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
@@ -127,18 +127,13 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: Ho
     Raises:
         ValueError: the state belongs to other parameters.
     """
-    chosen = [{key: group[key] for key in KERNEL_KEYS if key in group} for group in optimizer.param_groups]
+    chosen = [*map(_kernel_of, optimizer.param_groups)]
     state = _with_groups_of(optimizer, state)
-    numbers = (number for group in state["param_groups"] for number in group["params"])
-    mine = ((each, group) for group in optimizer.param_groups for each in group["params"])
-    # Numbers and parameters that do not match are found by `load_state_dict`.
-    apart = {n: each for n, (each, group) in zip(numbers, mine, strict=False) if host and OWNER not in group}
-    stays = {number: each for number, each in state["state"].items() if number not in apart}
-    optimizer.load_state_dict({**state, "state": stays})
+    on_host = _weights_by_number(optimizer, state) if host is not None else {}
+    rest = {number: each for number, each in state["state"].items() if number not in on_host}
+    optimizer.load_state_dict({**state, "state": rest})
     if host is not None:
-        groups = {each: group for group in optimizer.param_groups for each in group["params"]}
-        found = ((each, state["state"][n]) for n, each in apart.items() if n in state["state"])
-        host.load((each, _as_updated(optimizer, groups[each], each, its_state)) for each, its_state in found)
+        host.load(_as_updated(optimizer, {weight: state["state"].get(number) for number, weight in on_host.items()}))
     squares = [each[SQUARES].dtype for each in state["state"].values() if SQUARES in each]
     if torch.bfloat16 in squares and any(_is_widened(optimizer, group) for group in optimizer.param_groups):
         logger.warning(
@@ -148,13 +143,29 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: Ho
     _replace_missing_kernels(optimizer, chosen)
 
 
+def _kernel_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: group[key] for key in KERNEL_KEYS if key in group}
+
+
+def _weights_by_number(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[int, nn.Parameter]:
+    """The weights, but for those of techniques, by their numbers in a saved state with the same groups."""
+    numbers = (number for group in state["param_groups"] for number in group["params"])
+    weights = ((weight, group) for group in optimizer.param_groups for weight in group["params"])
+    # Numbers and weights that do not match are found by `load_state_dict`.
+    return {number: each for number, (each, group) in zip(numbers, weights, strict=False) if OWNER not in group}
+
+
 def _as_updated(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weight: nn.Parameter, state: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """A weight's saved state as its update reads it: torch's fused kernels count its steps on the device."""
-    if group.get("fused"):
-        state = {key: each.to(weight.device) if key == "step" else each for key, each in state.items()}
-    return optimizer.widened(group, weight, state) if isinstance(optimizer, DecayingSquares) else state
+    optimizer: torch.optim.Optimizer, saved: Mapping[nn.Parameter, State | None]
+) -> Iterator[tuple[nn.Parameter, State]]:
+    """Saved states of weights as an update reads them: torch's fused kernels count its steps on the device."""
+    groups = {weight: group for group in optimizer.param_groups for weight in group["params"]}
+    for weight, state in saved.items():
+        group = groups[weight]
+        if state is not None and group.get("fused"):
+            state = {key: each.to(weight.device) if key == "step" else each for key, each in state.items()}
+        if state is not None:
+            yield weight, optimizer.widened(group, weight, state) if isinstance(optimizer, DecayingSquares) else state
 
 
 def _replace_missing_kernels(optimizer: torch.optim.Optimizer, chosen: Sequence[Mapping[str, object]]) -> None:
@@ -209,13 +220,6 @@ def sampling_weights(optimizer: torch.optim.Optimizer, config: OptimizerConfig, 
                 parameter.copy_(weights)
 
 
-def _arguments(settings: dict[str, OptimizerValue]) -> dict[str, Any]:
-    """Settings as the libraries expect them: the betas as one tuple."""
-    betas = tuple(settings[name] for name in BETAS if name in settings)
-    others = {name: value for name, value in settings.items() if name not in BETAS}
-    return {**others, "betas": betas} if betas else others
-
-
 # A key that only parameter groups of Muon have.
 MUON_MARK = "ns_steps"
 
@@ -248,17 +252,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
     ) -> None:
         weights = list(params)
-        matrices = [weight for weight in weights if weight.ndim == 2]
-        others = [weight for weight in weights if weight.ndim != 2]
-        self._parts: list[torch.optim.Optimizer] = []
-        if matrices:
-            muon = torch.optim.Muon(
-                matrices, lr, weight_decay, momentum, nesterov, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"
-            )
-            self._parts.append(muon)
-        if others:
-            self._parts.append(torch.optim.AdamW(others, lr, betas, eps, weight_decay))
+        muon = partial(torch.optim.Muon, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
         self._adamw = partial(torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._parts: list[torch.optim.Optimizer] = []
+        if matrices := [weight for weight in weights if weight.ndim == 2]:
+            self._parts.append(muon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"))
+        if rest := [weight for weight in weights if weight.ndim != 2]:
+            self._parts.append(self._adamw(rest))
         super().__init__([group for part in self._parts for group in part.param_groups], {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -273,10 +273,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for part in self._parts:
             # `load_state_dict` replaces groups and state, so the parts get the current ones every time.
             is_muon = isinstance(part, torch.optim.Muon)

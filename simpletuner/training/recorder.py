@@ -1,4 +1,4 @@
-"""Callbacks that publish steps as events and answer requests made with files."""
+"""Callbacks that average the weights, publish steps as events, and answer requests made with files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,23 @@ from simpletuner.distributed.requests import Request, take_request, take_request
 from simpletuner.reporting.events import EventStream, Rounds, StateChanged, StepReport
 from simpletuner.reporting.pace import SlowSteps
 from simpletuner.training.ema import Ema
+from simpletuner.training.loop import Callback
 from simpletuner.training.state import Assembly, TrainState
 
 
 @dataclass
-class Recorder:
-    """Callback that publishes every step.
+class EmaUpdater(Callback):
+    """Callback that updates the moving average, which starts with the run as a copy of the weights."""
+
+    ema: Ema
+
+    def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
+        self.ema.update(state.global_step)
+
+
+@dataclass
+class Recorder(Callback):
+    """Callback that publishes every step; `run.train` publishes how the run ended.
 
     Attributes:
         matmul_flops: the device's measured FLOP/s; None if it was not measured.
@@ -36,27 +47,22 @@ class Recorder:
     slow_steps: SlowSteps = field(default_factory=SlowSteps)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
-        self.events.publish(
-            StateChanged("running", state.global_step, assembly.settings.total_steps, rounds=self.rounds)
-        )
+        total = assembly.settings.total_steps
+        self.events.publish(StateChanged("running", state.global_step, total, rounds=self.rounds))
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         average = {} if self.ema is None else {"ema_decay_value": self.ema.decay_value}
-        self.events.publish(
-            replace(
-                report,
-                metrics={**report.metrics, **average},
-                mfu=utilisation(report, self.matmul_flops),
-                memory_bytes=peak_memory(),
-                reserved_bytes=torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None,
-                epochs=self.epochs,
-            )
+        completed = replace(
+            report,
+            metrics={**report.metrics, **average},
+            mfu=utilisation(report, self.matmul_flops),
+            memory_bytes=peak_memory(),
+            reserved_bytes=torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None,
+            epochs=self.epochs,
         )
+        self.events.publish(completed)
         if notice := self.slow_steps.add(report):
             self.events.say(notice)
-
-    def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """`run.train` publishes how the run ended."""
 
 
 def utilisation(report: StepReport, matmul_flops: float | None) -> float | None:
@@ -80,7 +86,7 @@ def peak_memory() -> int:
 
 
 @dataclass
-class RequestHandler:
+class RequestHandler(Callback):
     """Callback that carries out requests made with files in `output_dir/requests/`, and stops before a disk is full.
 
     Attributes:
@@ -124,6 +130,3 @@ class RequestHandler:
         self.events.stop.request()
         total = assembly.settings.total_steps
         self.events.publish(StateChanged("stopping", state.global_step, total, f"Stopping, {reason}"))
-
-    def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        """The next session discards requests that came too late."""

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +14,13 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
+from simpletuner.config.load import RunConfig
 from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig, OptimizerConfig
 from simpletuner.distributed.world import World
+from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.models.lora_keys import Targets
 from simpletuner.techniques.base import HiddenStates, Technique
 from simpletuner.training.optimizers import sampling_weights
 from simpletuner.training.release import GradientRelease
@@ -25,14 +28,6 @@ from simpletuner.training.trained import Trained
 
 # FLOPs of training on one sample, without recomputation, from its numbers of tokens and text tokens.
 SampleFlops = Callable[[int, int], float]
-
-
-class WeightStreamer(Protocol):
-    """Copies the weights of blocks to the device while other blocks compute."""
-
-    def waited(self) -> float:
-        """Seconds that computation waited for weights since the last call; does not synchronise with the device."""
-        ...
 
 
 @dataclass
@@ -57,29 +52,55 @@ class TrainState:
 
 
 @dataclass(frozen=True)
-class StepSettings:
+class TrainingSpec:
+    """The plan's decisions that training depends on.
+
+    Attributes:
+        lora_targets: modules that get a LoRA.
+        seed: of the run; drawn by the plan if the user set none.
+        total_steps: optimizer steps of the whole run.
+        learning_rate: peak rate, after `lr_scale` and `lr_scale_sqrt`.
+        timestep_offsets: `timestep_sampling_offset` of the datasets that set one, by id.
+    """
+
+    lora_targets: Targets
+    seed: int
+    total_steps: int
+    learning_rate: float
+    timestep_offsets: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings(TrainingSpec):
     """The settings of a step.
 
     Attributes:
         accumulation: micro-steps per optimizer step.
-        total_steps: optimizer steps of the whole run.
-        base_learning_rate: peak rate, after `lr_scale` and `lr_scale_sqrt`.
         shift_is_explicit: the user set `flow_schedule_shift`.
         shared_noise: all processes draw the same random numbers.
-        timestep_offsets: `timestep_sampling_offset` of the datasets that set one, by id.
     """
 
-    seed: int
     accumulation: int
-    total_steps: int
-    base_learning_rate: float
     shift_is_explicit: bool
     shared_noise: bool
     mixed_precision: str
     flow: FlowConfig
     loss: LossConfig
     optimizer: OptimizerConfig
-    timestep_offsets: Mapping[str, float]
+
+    @classmethod
+    def of(cls, config: RunConfig, spec: TrainingSpec) -> StepSettings:
+        """Those of a run."""
+        return cls(
+            **vars(spec),
+            accumulation=config.schedule.gradient_accumulation_steps,
+            shift_is_explicit=config.is_explicit("flow_schedule_shift"),
+            shared_noise=not config.run.seed_for_each_device,
+            mixed_precision=config.precision.mixed_precision,
+            flow=config.flow,
+            loss=config.loss,
+            optimizer=config.optimizer,
+        )
 
 
 @dataclass
@@ -113,7 +134,7 @@ class Assembly:
     techniques: list[Technique] = field(default_factory=list)
     modules: dict[str, nn.Module] = field(default_factory=dict)
     wrapped_modules: list[nn.Module] = field(default_factory=list)
-    streamer: WeightStreamer | None = None
+    streamer: Streamer | None = None
     sample_flops: SampleFlops | None = None
     release: GradientRelease | None = None
     world: World = field(default_factory=World)

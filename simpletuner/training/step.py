@@ -18,16 +18,10 @@ from torch import Tensor
 
 from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch, NoisyBatch
-from simpletuner.diffusion.loss import elementwise_loss, per_sample
+from simpletuner.diffusion.flow import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.reporting.events import StepReport
-from simpletuner.training.guard import (
-    clip_gradients,
-    equalise_samples,
-    gradient_size,
-    stop_if_gradients_not_finite,
-    stop_if_losses_not_finite,
-)
+from simpletuner.training import guard
 from simpletuner.training.losses import HostLosses, Losses, loss_divisor
 from simpletuner.training.meter import StepMeter
 from simpletuner.training.noise import add_noise
@@ -58,9 +52,9 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
 
     assembly.scaler.unscale_(assembly.optimizer)
     model, modules = assembly.parameters, assembly.module_parameters
-    equalise_samples((model | modules).values(), losses.counts)
+    guard.equalise_samples((model | modules).values(), losses.counts)
     # Clipped apart: the gradient of a technique's module must not shrink that of the model.
-    measured = [gradient_size(parameters.values(), settings.optimizer) for parameters in (model, modules)]
+    measured = [guard.gradient_size(parameters.values(), settings.optimizer) for parameters in (model, modules)]
     # Without released gradients, the step's only wait for the device.
     mine, numbers = losses.on_host([size for sizes in measured for size in sizes.values()])
     size, module_size = ({name: next(numbers) for name in sizes} for sizes in measured)
@@ -75,29 +69,29 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         gathered = assembly.world.gather(mine)
     everyone = HostLosses.merged(gathered)
     is_halfway = assembly.release is not None
-    stop_if_gradients_not_finite(sizes, model | modules, assembly.scaler, everyone.names, is_halfway=is_halfway)
+    guard.stop_if_gradients_not_finite(sizes, model | modules, assembly.scaler, everyone.names, is_halfway=is_halfway)
     assembly.scaler.update()
     assembly.optimizer.zero_grad(set_to_none=True)
     metrics = everyone.means(assembly.techniques) | size | {"learning_rate": rate, "epoch": loader.epoch}
     timesteps = [*chain.from_iterable(everyone.timesteps)]
-    return meter.report(global_step + 1, loader.epoch, loader.epochs_done, metrics, timesteps)
+    return meter.report(global_step + 1, loader, metrics, timesteps)
 
 
 def _update(assembly: Assembly, size: Mapping[str, float], module_size: Mapping[str, float]) -> None:
     """Clip the gradients of the model and of techniques' modules, given their sizes, and update the weights."""
     config = assembly.settings.optimizer
-    clip_gradients(assembly.module_parameters.values(), config, module_size)
+    guard.clip_gradients(assembly.module_parameters.values(), config, module_size)
     if assembly.release is not None:
         assembly.release.finish()
         return
-    clip_gradients(assembly.parameters.values(), config, size)
+    guard.clip_gradients(assembly.parameters.values(), config, size)
     assembly.scaler.step(assembly.optimizer)
 
 
 def _prepare_groups(assembly: Assembly, global_step: int) -> float:
     """Set the rate of every parameter group, and the seed of those that round at random; returns the step's rate."""
     settings = assembly.settings
-    learning_rate = learning_rate_at(global_step, settings.optimizer, settings.base_learning_rate, settings.total_steps)
+    learning_rate = learning_rate_at(global_step, settings.optimizer, settings.learning_rate, settings.total_steps)
     for group in assembly.optimizer.param_groups:
         group["lr"] = learning_rate * group.get(RATE_RATIO, 1.0)
         if SEED in group:
@@ -117,7 +111,7 @@ def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_ste
         with assembly.exchange_only(transformer=last and not extras, modules=last):
             loss = micro_loss(assembly, noisy, losses)
             if assembly.release is not None:  # the backward pass will update the weights
-                stop_if_losses_not_finite([loss.item()], losses.names)
+                guard.stop_if_losses_not_finite([loss.item()], losses.names)
             _backward(assembly, loss, losses)
     for index, run in enumerate(extras):
         with assembly.exchange_only(transformer=last and index == len(extras) - 1, modules=False):

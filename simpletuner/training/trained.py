@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -17,12 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from simpletuner.atomic import build_folder, write_json
-from simpletuner.config.json_files import read_json
 from simpletuner.distributed.sharding import as_sharded, gathered, local
 from simpletuner.distributed.world import World
-from simpletuner.errors import Problem, UserError, shorten
+from simpletuner.errors import UserError, shorten
 from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.models.source import ModelSource, Part
+from simpletuner.models.source import ModelSource
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import not_finite, refuse_not_finite
 from simpletuner.training.manifest import NOTE_FILE, PIPELINE_FOLDER, STATE_FOLDER
@@ -65,15 +65,12 @@ class Trained(Protocol):
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters to optimize, by name, in a fixed order."""
-        ...
 
     def save(self, folder: Path, *, ema: Ema | None, note: Mapping[str, str]) -> None:
         """Write the weights and their moving average into a checkpoint, in the form that users load."""
-        ...
 
     def save_exact(self, folder: Path) -> None:
         """Write the weights into a checkpoint exactly as they are trained, unless `save` does so."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Restore the weights from a checkpoint, exactly.
@@ -81,7 +78,6 @@ class Trained(Protocol):
         Raises:
             UserError: it holds other weights, or NaN or infinity.
         """
-        ...
 
     def disabled(self) -> AbstractContextManager[None]:
         """A context in which the transformer is as it was before training.
@@ -89,7 +85,6 @@ class Trained(Protocol):
         Raises:
             RuntimeError: the base model itself is trained, so that state is lost.
         """
-        ...
 
     def publish(self, output_dir: Path, publication: Publication, ema: Ema | None) -> str:
         """Write the result and check it by loading it as users will; returns a message for the user.
@@ -97,7 +92,6 @@ class Trained(Protocol):
         Raises:
             RuntimeError: the result does not load as it was saved.
         """
-        ...
 
 
 class AdapterWeights:
@@ -242,22 +236,10 @@ def copy_parts(publication: Publication, folder: Path) -> None:
         if role != "transformer":
             # In the hub's cache files are links to blobs; the result must not depend on them.
             shutil.copytree(part.fetch(), folder / part.folder, symlinks=False)
-    shutil.copyfile(index_file(publication.source["scheduler"]), folder / INDEX_FILE)
-    if publication.shift is not None:
-        set_shift(folder / publication.source["scheduler"].folder / SCHEDULER_FILE, publication.shift)
-
-
-def set_shift(path: Path, shift: float) -> None:
-    """Write the shift that previews were sampled with into a scheduler's config."""
-    problems: list[Problem] = []
-    settings = read_json(path, problems)
-    if not isinstance(settings, dict):
-        raise RuntimeError(f"{path}: {', '.join(map(str, problems)) or 'not a scheduler'}")
-    write_json(path, {**settings, "shift": shift})
-
-
-def index_file(part: Part) -> Path:
-    """The index of the pipeline that a part belongs to."""
-    if part.is_local:
-        return Path(part.location).expanduser() / INDEX_FILE
-    return Path(hf_hub_download(part.location, INDEX_FILE, revision=part.revision))
+    scheduler = publication.source["scheduler"]
+    here = Path(scheduler.location).expanduser() / INDEX_FILE  # of the pipeline that the part belongs to
+    index = here if scheduler.is_local else hf_hub_download(scheduler.location, INDEX_FILE, revision=scheduler.revision)
+    shutil.copyfile(index, folder / INDEX_FILE)
+    if publication.shift is not None:  # with which previews were sampled
+        path = folder / scheduler.folder / SCHEDULER_FILE
+        write_json(path, {**json.loads(path.read_bytes()), "shift": publication.shift})

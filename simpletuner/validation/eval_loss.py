@@ -21,8 +21,7 @@ from simpletuner.config.schema import EvaluationConfig
 from simpletuner.data.context import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import Batch
-from simpletuner.diffusion.flow import make_noisy, sample_noise
-from simpletuner.diffusion.loss import diffusion_loss
+from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise
 from simpletuner.diffusion.seeds import generator_for
 from simpletuner.distributed.sharing import Keep, share_work
 from simpletuner.reporting.events import EVALUATED, EVALUATION, Evaluated, EventStream, StepReport

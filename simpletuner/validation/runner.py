@@ -29,7 +29,6 @@ from simpletuner.config.schema import OffloadConfig
 from simpletuner.config.values import Size
 from simpletuner.data.context import ProgressBar
 from simpletuner.diffusion.batch import TextEmbeds
-from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.distributed.sharing import Keep, share_work
 from simpletuner.memory.offload.attach import offload_layers
@@ -86,7 +85,7 @@ class Renderer:
     def open(self, adapter: FamilyAdapter, transformer: nn.Module, device: torch.device) -> PreviewPipeline:
         """The pipeline around a transformer, with its VAE placed and decoding as configured."""
         if self._pipeline is None:
-            self._pipeline = adapter.load_preview_pipeline(transformer, device, sampling_shift(self.config))
+            self._pipeline = adapter.load_preview_pipeline(transformer, device, self.config.sampling_shift)
             decode_in(self.config.validation.validation_decoding, self._pipeline.vae, adapter.spec.vae_stride)
             place_vae(self._pipeline.vae, transformer, self.config.offload, device)
         return self._pipeline

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.fitting.fit import check_fit, choose
+from simpletuner.annexes.fitting.fit import check_fit, check_ways, choose, find_ways
 from simpletuner.annexes.fitting.ready import check_devices
-from simpletuner.annexes.fitting.ways import check_ways, find_ways
-from simpletuner.budget.budget import HOST_BASE, Budget, fits
-from simpletuner.budget.communication import sent_bytes
+from simpletuner.budget.budget import HOST_BASE, Budget
+from simpletuner.budget.duration import sent_bytes
 from simpletuner.techniques.spec import TechniqueCost
 from tests.annexes.test_fit import budget, gpu
 from tests.budget.test_device import LISTED, fake_smi
@@ -49,7 +48,7 @@ def test_shares_are_smaller_the_more_processes_there_are() -> None:
     peaks = [
         peak(budget(gpu(80), **FULL, fsdp_enable=True, num_processes=count), "training").device for count in (1, 2, 4)
     ]
-    state = budget(gpu(80), **FULL).buckets[0].memory.trained
+    state = budget(gpu(80), **FULL).steps[0].memory.trained
     assert peaks[0] == peak(budget(gpu(80), **FULL), "training").device, "one process has nobody to share with"
     assert peaks[1] - peaks[2] == pytest.approx(state / 2 - state / 4)
 
@@ -68,19 +67,24 @@ def test_weights_are_in_the_host_s_memory_once() -> None:
 
 def test_a_slow_link_is_waited_for() -> None:
     far = budget(gpu(80), **FULL, fsdp_enable=True, num_processes=8, num_machines=8)
-    assert far.step_seconds == max(far.buckets[0].step.seconds, far.sent.total / 12.5e9)
-    assert far.sent == sent_bytes(far.parts.transformer, far.setup, TechniqueCost(), 1)
+    assert far.step_seconds == max(far.steps[0].cost.seconds, far.sent.total / 12.5e9)
+    assert far.sent == sent_bytes(far.model, TechniqueCost(), 1)
 
 
 def test_the_ways_to_train() -> None:
-    assert find_ways(budget(gpu(80))) == []
+    assert find_ways(budget(gpu(80))) == {}
     lora = find_ways(budget(gpu(8), num_processes=4))
-    assert [(way.name, way.fits) for way in lora] == [("DDP", False), ("DDP, streamed", True), ("FSDP2", False)]
+    assert fitting(lora) == {"DDP": False, "DDP, streamed": True, "FSDP2": False}
     full = find_ways(budget(gpu(24), num_processes=4, **FULL))
-    assert [(way.name, way.fits) for way in full] == [("DDP", False), ("DDP, streamed", False), ("FSDP2", True)]
-    assert full[1].reason.startswith("enable_group_offload and model_type full exclude each other")
+    assert fitting(full) == {"DDP": False, "DDP, streamed": None, "FSDP2": True}
+    assert str(full["DDP, streamed"]).startswith("enable_group_offload and model_type full exclude each other")
     quantised = find_ways(budget(gpu(80), num_processes=4, base_model_precision="int8-quanto"))
-    assert [way.budget is None for way in quantised] == [False, False, True]
+    assert list(fitting(quantised).values()) == [True, True, None]
+
+
+def fitting(ways: dict[str, Budget | str]) -> dict[str, bool | None]:
+    """Whether each way fits; None if it is excluded."""
+    return {name: way.fits if isinstance(way, Budget) else None for name, way in ways.items()}
 
 
 def test_a_lora_goes_by_ddp_as_long_as_it_fits() -> None:
@@ -100,7 +104,7 @@ def test_a_lora_goes_by_ddp_as_long_as_it_fits() -> None:
 def test_what_does_not_fit_otherwise_is_sharded(size: float, settings: dict[str, Any]) -> None:
     chosen = choose(budget(gpu(size), num_processes=8, **settings))
     assert chosen.config.launch.is_sharded
-    assert fits(chosen.phases, chosen.device)
+    assert chosen.fits
     assert chosen.decisions[0].startswith("fsdp_enable true: each process keeps a share of the weights, to fit")
     assert not choose(budget(gpu(size), num_processes=8, fsdp_enable=False, **settings)).config.launch.fsdp_enable
     assert not choose(budget(gpu(size), **settings)).config.launch.fsdp_enable

@@ -16,10 +16,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from simpletuner.budget.communication import NETWORK, Sent, link_rate, sent_bytes
 from simpletuner.budget.device import Device, rates_of
-from simpletuner.budget.estimate import TrainingSetup, frozen_bytes, trained_bytes
-from simpletuner.models.cost import NO_ADAPTERS, Adapters, CostTable, TransformerCost
+from simpletuner.budget.duration import NETWORK, Sent, link_rate, sent_bytes
+from simpletuner.budget.estimate import StepModel
+from simpletuner.models.cost import Adapters, CostTable, TransformerCost
 from simpletuner.techniques.spec import TechniqueCost
 
 WIDTH, PROCESSES = 8, 4
@@ -27,13 +27,13 @@ WIDTH, PROCESSES = 8, 4
 SHAPES = {"blocks.0.weight": (WIDTH, WIDTH), "blocks.1.weight": (WIDTH, WIDTH), "last.weight": (4, WIDTH)}
 TABLE = CostTable(("blocks",), (), {}, {}, keeps_attention=False, flops={}, bytes={}, published=())
 COST = TransformerCost(TABLE, SHAPES, WIDTH)
-FULL = TrainingSetup("bf16", NO_ADAPTERS, 2, 4, processes=PROCESSES)
+FULL = StepModel(COST, "bf16", 2, 4, processes=PROCESSES)
 # 2 x (8 + 8) numbers of 4 bytes.
-LORA = replace(FULL, adapters=Adapters(2, frozenset({"blocks.0"})), trained_bytes=4, state_bytes=8)
+LORA = replace(FULL, adapters=Adapters(2, frozenset({"blocks.0"})), number_bytes=4, state_bytes=8)
 
 
 @pytest.mark.parametrize(
-    ("setup", "expected"),
+    ("model", "expected"),
     [
         (FULL, Sent(reduced=2 * 3 / 4 * 320)),
         (LORA, Sent(reduced=2 * 3 / 4 * 128)),
@@ -44,18 +44,18 @@ LORA = replace(FULL, adapters=Adapters(2, frozenset({"blocks.0"})), trained_byte
         (replace(FULL, trains=False), Sent()),
     ],
 )
-def test_bytes_computed_by_hand(setup: TrainingSetup, expected: Sent) -> None:
-    assert sent_bytes(COST, setup, TechniqueCost(), 1) == expected
+def test_bytes_computed_by_hand(model: StepModel, expected: Sent) -> None:
+    assert sent_bytes(model, TechniqueCost(), 1) == expected
     twice = replace(expected, gathered=2 * expected.gathered, scattered=2 * expected.scattered)
-    assert sent_bytes(COST, setup, TechniqueCost(), 2) == twice, "DDP sends once in an optimizer step"
-    whole = replace(setup, whole_gradients=True)
-    assert sent_bytes(COST, whole, TechniqueCost(), 2) == replace(twice, scattered=expected.scattered)
+    assert sent_bytes(model, TechniqueCost(), 2) == twice, "DDP sends once in an optimizer step"
+    whole = replace(model, whole_gradients=True)
+    assert sent_bytes(whole, TechniqueCost(), 2) == replace(twice, scattered=expected.scattered)
 
 
 def test_techniques_add_gradients_and_passes() -> None:
     added = TechniqueCost(parameters=10, forwards=1, passes=2)
-    assert sent_bytes(COST, FULL, added, 1).reduced == 2 * 3 / 4 * (320 + 40)
-    sharded = sent_bytes(COST, replace(FULL, sharded=True), added, 1)
+    assert sent_bytes(FULL, added, 1).reduced == 2 * 3 / 4 * (320 + 40)
+    sharded = sent_bytes(replace(FULL, sharded=True), added, 1)
     assert sharded == Sent(reduced=2 * 3 / 4 * 40, gathered=3 / 4 * 320 * 7, scattered=3 / 4 * 320 * 3)
 
 
@@ -102,25 +102,25 @@ def test_fsdp_sends_what_is_counted(mesh: Any, reshards: bool) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
     with Counted() as counted:
         model(torch.zeros(1, WIDTH, dtype=torch.bfloat16)).sum().backward()
-    planned = sent_bytes(COST, replace(FULL, sharded=True, reshards=reshards), TechniqueCost(), 1)
+    planned = sent_bytes(replace(FULL, sharded=True, reshards=reshards), TechniqueCost(), 1)
     expected = {"_allgather_base_": planned.gathered, "_reduce_scatter_base_": planned.scattered}
     assert {name: nbytes * (PROCESSES - 1) / PROCESSES for name, nbytes in counted.bytes.items()} == expected
 
 
 def test_memory_of_a_share() -> None:
     sharded = replace(FULL, sharded=True)
-    assert trained_bytes(COST, sharded) == trained_bytes(COST, FULL) / PROCESSES
-    assert trained_bytes(COST, replace(sharded, whole_gradients=True)) == trained_bytes(COST, sharded) + 320 * 3 / 4
-    assert frozen_bytes(COST, FULL) == 0
+    assert sharded.trained_bytes == FULL.trained_bytes / PROCESSES
+    assert replace(sharded, whole_gradients=True).trained_bytes == sharded.trained_bytes + 320 * 3 / 4
+    assert FULL.frozen_bytes == 0
     buffers = 2 * 128  # what was gathered for the block that computes, and the next one's
-    assert frozen_bytes(COST, sharded) == 64 + 128 + buffers + 64 + 2 * 128, "gradients have one buffer"
+    assert sharded.frozen_bytes == 64 + 128 + buffers + 64 + 2 * 128, "gradients have one buffer"
     of_lora = replace(LORA, sharded=True)
-    assert trained_bytes(COST, of_lora) == trained_bytes(COST, LORA), "a LoRA is whole in every process"
-    assert frozen_bytes(COST, of_lora) == 320 / PROCESSES + 64 + 128 + buffers
+    assert of_lora.trained_bytes == LORA.trained_bytes, "a LoRA is whole in every process"
+    assert of_lora.frozen_bytes == 320 / PROCESSES + 64 + 128 + buffers
     many = replace(COST, shapes={**SHAPES, **{f"blocks.{n}.weight": (WIDTH, WIDTH) for n in range(2, 8)}})
     whole = 64 + 8 * 128
-    assert frozen_bytes(many, of_lora) == whole / PROCESSES + 64 + 128 + buffers
-    assert frozen_bytes(many, replace(of_lora, reshards=False)) == whole / PROCESSES + whole + buffers
+    assert replace(of_lora, cost=many).frozen_bytes == whole / PROCESSES + 64 + 128 + buffers
+    assert replace(of_lora, cost=many, reshards=False).frozen_bytes == whole / PROCESSES + whole + buffers
 
 
 def test_the_network_between_machines_is_slower() -> None:

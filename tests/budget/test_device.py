@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.budget import device as module
-from simpletuner.budget.budget import PhasePeak, shortage, taken_by_others
+from simpletuner.budget.budget import PhasePeak
 from simpletuner.budget.device import (
     DeviceRates,
     Gpu,
@@ -43,12 +43,12 @@ def test_memory_that_others_use_cannot_be_used(tmp_path: Path, monkeypatch: pyte
     assert device.usable is not None
     assert whole.usable is not None
     assert whole.usable - device.usable == 3 * 2**30
-    assert taken_by_others(device) == "3.2 GB in use by python3 (process 4711)"
-    assert taken_by_others(whole) == ""
-    message = shortage(PhasePeak("training", 11e9, 0.0), device)
+    assert device.taken_by_others == "3.2 GB in use by python3 (process 4711)"
+    assert whole.taken_by_others == ""
+    message = PhasePeak("training", 11e9, 0.0).shortage(device)
     assert message is not None
     assert "3.2 GB in use by python3 (process 4711)" in message
-    assert shortage(PhasePeak("training", 11e9, 0.0), whole) is None
+    assert PhasePeak("training", 11e9, 0.0).shortage(whole) is None
 
 
 def test_the_gpu_that_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

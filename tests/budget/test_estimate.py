@@ -9,35 +9,24 @@ import pytest
 import torch
 from torch import nn
 
-from simpletuner.budget.estimate import (
-    TrainingSetup,
-    are_checkpointed,
-    average_memory,
-    frozen_bytes,
-    inputs_on_host_bytes,
-    optimizer_state_bytes,
-    saving_bytes,
-    step_memory,
-    streamed_bytes,
-    trained_bytes,
-    update_bytes,
-)
+from simpletuner.budget.estimate import StepModel
+from simpletuner.budget.workload import optimizer_state_bytes
 from simpletuner.config.optimizers import keeps_bf16_weights, widens_second_moment
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.config.speed import checkpointed_blocks
 from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
-from simpletuner.models.lora_targets import linear_modules, matching_modules
+from simpletuner.models.lora_keys import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
 from simpletuner.training.optimizers import build_optimizer
 
 KANDINSKY, SANA = ["to_query", "to_key", "to_value"], ["to_q", "to_k", "to_v", "to_out.0"]
 
 
-def lora(cost: TransformerCost, targets: list[str]) -> TrainingSetup:
+def lora(cost: TransformerCost, targets: list[str]) -> StepModel:
     """A bf16 model with float32 adapters of rank 16 under AdamW, as the peaks below were metered."""
     adapters = Adapters(16, frozenset(matching_modules(linear_modules(cost.shapes), targets)))
-    return TrainingSetup("bf16", adapters, 4, optimizer_state_bytes("adamw", 4, compensated=False))
+    return StepModel(cost, "bf16", 4, optimizer_state_bytes("adamw", 4, is_bf16=False), adapters)
 
 
 # Metered peaks in GB: weights resident, blocks streamed through two slots (there the few text blocks stayed on the
@@ -73,7 +62,7 @@ def test_peaks_of_the_published_models(
         (through_slots, streamed),
         (replace(through_slots, inputs_on_host=True), on_host),
     ):
-        planned = step_memory(cost, way, load).total / 1e9
+        planned = way.memory(load).total / 1e9
         stayed = sum(cost.block_bytes("bf16", quantised=0.0)[: -cost.large]) / 1e9 if way.streamed else 0.0
         assert planned <= metered * 1.05
         assert metered <= (planned + stayed) * 1.05
@@ -90,17 +79,17 @@ LOAD = BatchShape(1, 16, 32, 48, 256)
 def test_what_a_block_keeps_with_checkpointing_is_its_input(lite: TransformerCost) -> None:
     setup = lora(lite, KANDINSKY)
     unit = LOAD.tokens * lite.hidden * 2
-    assert step_memory(lite, setup, LOAD).inputs == 32 * unit
-    kept = step_memory(lite, replace(setup, keep_attention=True), LOAD).inputs
+    assert setup.memory(LOAD).inputs == 32 * unit
+    kept = replace(setup, keep_attention=True).memory(LOAD).inputs
     assert kept / 32 / unit == pytest.approx(2.0, rel=0.05)
 
 
 def test_every_nth_block_is_checkpointed_as_the_step_does_it(lite: TransformerCost) -> None:
     setup = lora(lite, KANDINSKY)
-    assert sum(are_checkpointed(lite, setup)) == 32
+    assert sum(setup.checkpointed) == 32
     # Two text blocks come first; of the 34 those with an even number are checkpointed.
-    assert sum(are_checkpointed(lite, replace(setup, checkpoint_interval=2))) == 16
-    assert sum(are_checkpointed(lite, replace(setup, checkpoint_interval=None))) == 0
+    assert sum(replace(setup, checkpoint_interval=2).checkpointed) == 16
+    assert sum(replace(setup, checkpoint_interval=None).checkpointed) == 0
 
 
 def test_all_but_so_many_blocks_are_checkpointed(lite: TransformerCost) -> None:
@@ -109,7 +98,7 @@ def test_all_but_so_many_blocks_are_checkpointed(lite: TransformerCost) -> None:
     for kept in range(all_blocks + 1):
         chosen = checkpointed_blocks(all_blocks, 1, kept)
         assert chosen.count(False) == kept
-        assert are_checkpointed(lite, replace(setup, kept_blocks=kept)) == chosen[2:], "two text blocks come first"
+        assert replace(setup, kept_blocks=kept).checkpointed == chosen[2:], "two text blocks come first"
     assert checkpointed_blocks(6, 1, 2) == [True, True, False, True, True, False]
 
 
@@ -152,25 +141,25 @@ def test_lists_of_tiles_take_less_than_masks() -> None:
 def test_residents_take_their_bytes_and_no_more_than_all(lite: TransformerCost) -> None:
     streamed = replace(lora(lite, KANDINSKY), streamed=True)
     block = max(lite.block_bytes("bf16", quantised=0.0))
-    assert frozen_bytes(lite, replace(streamed, residents=5)) - frozen_bytes(lite, streamed) == pytest.approx(5 * block)
-    all_of_them = frozen_bytes(lite, replace(streamed, streamed=False))
-    assert frozen_bytes(lite, replace(streamed, residents=99)) == pytest.approx(all_of_them)
-    assert streamed_bytes(lite, streamed) == sum(lite.block_bytes("bf16", quantised=0.0))
-    assert streamed_bytes(lite, replace(streamed, residents=17)) == pytest.approx(streamed_bytes(lite, streamed) / 2)
-    assert streamed_bytes(lite, replace(streamed, residents=99)) == 0
+    assert replace(streamed, residents=5).frozen_bytes - streamed.frozen_bytes == pytest.approx(5 * block)
+    all_of_them = replace(streamed, streamed=False).frozen_bytes
+    assert replace(streamed, residents=99).frozen_bytes == pytest.approx(all_of_them)
+    assert streamed.streamed_bytes == sum(lite.block_bytes("bf16", quantised=0.0))
+    assert replace(streamed, residents=17).streamed_bytes == pytest.approx(streamed.streamed_bytes / 2)
+    assert replace(streamed, residents=99).streamed_bytes == 0
 
 
 def test_inputs_are_on_one_side_or_the_other(lite: TransformerCost) -> None:
     setup = lora(lite, KANDINSKY)
     moved = replace(setup, inputs_on_host=True)
-    gone = step_memory(lite, setup, LOAD).inputs - step_memory(lite, moved, LOAD).inputs
-    assert inputs_on_host_bytes(lite, moved, LOAD) == pytest.approx(gone)
-    assert inputs_on_host_bytes(lite, setup, LOAD) == 0
+    gone = setup.memory(LOAD).inputs - moved.memory(LOAD).inputs
+    assert moved.inputs_on_host_bytes(LOAD) == pytest.approx(gone)
+    assert setup.inputs_on_host_bytes(LOAD) == 0
 
 
 def test_int8_halves_what_is_linear(lite: TransformerCost) -> None:
     setup = lora(lite, KANDINSKY)
-    whole, halved = (frozen_bytes(lite, each) for each in (setup, replace(setup, quantised=1.0)))
+    whole, halved = (each.frozen_bytes for each in (setup, replace(setup, quantised=1.0)))
     linear = sum(out * wide for name, (out, wide) in linear_modules(lite.shapes).items() if "blocks." in name)
     kept = sum(
         out * wide for name, (out, wide) in linear_modules(lite.shapes).items() if "blocks." in name and "mod" in name
@@ -179,29 +168,29 @@ def test_int8_halves_what_is_linear(lite: TransformerCost) -> None:
 
 
 def test_a_full_fine_tune_trains_every_weight(lite: TransformerCost) -> None:
-    state = optimizer_state_bytes("adamw_bf16", 2, compensated=True, widened=True)
-    full = TrainingSetup("bf16", NO_ADAPTERS, 2, state)
-    assert frozen_bytes(lite, full) == 0
-    assert trained_bytes(lite, full) == lite.parameters * (2 + 2 + 8)
+    state = optimizer_state_bytes("adamw_bf16", 2, is_bf16=True, widened=True)
+    full = StepModel(lite, "bf16", 2, state)
+    assert full.frozen_bytes == 0
+    assert full.trained_bytes == lite.parameters * (2 + 2 + 8)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_an_average_is_counted_where_it_lives(lite: TransformerCost, place: Literal["device", "host"]) -> None:
-    plain = TrainingSetup("bf16", NO_ADAPTERS, 2, 6)
+    plain = StepModel(lite, "bf16", 2, 6)
     averaged = replace(plain, averaged=place)
-    more = trained_bytes(lite, averaged) - trained_bytes(lite, plain)
+    more = averaged.trained_bytes - plain.trained_bytes
     assert more == (4 * lite.parameters if place == "device" else 0)
     elsewhere: Literal["device", "host"] = "host" if place == "device" else "device"
-    memory = average_memory(lite, averaged, place)
+    memory = averaged.average_memory(place)
     assert (memory.kept, memory.waiting) == (4 * lite.parameters, 2 * lite.parameters)
-    assert average_memory(lite, averaged, elsewhere).kept == average_memory(lite, plain, place).kept == 0
+    assert averaged.average_memory(elsewhere).kept == plain.average_memory(place).kept == 0
 
 
 def test_a_full_model_is_saved_shard_by_shard(lite: TransformerCost) -> None:
     pro = VIDEO_COST.of_flavour("t2v-pro-sft-5s-hd")
-    full = TrainingSetup("bf16", NO_ADAPTERS, 2, 6)
-    assert saving_bytes(lite, full) == 2 * lite.parameters
-    assert saving_bytes(pro, full) == 5e9 < 2 * pro.parameters
+    full = StepModel(lite, "bf16", 2, 6)
+    assert full.saving_bytes == 2 * lite.parameters
+    assert replace(full, cost=pro).saving_bytes == 5e9 < 2 * pro.parameters
 
 
 @pytest.mark.parametrize(
@@ -219,9 +208,9 @@ def test_what_an_update_allocates(
     setup = lora(lite, KANDINSKY)
     if full:
         setup = replace(setup, adapters=NO_ADAPTERS)
-    assert update_bytes(lite, setup, name) == bytes_per_number
-    updated = replace(setup, update_bytes=update_bytes(lite, setup, name))
-    plain, memory = step_memory(lite, setup, LOAD), step_memory(lite, updated, LOAD)
+    updated = replace(setup, optimizer=name)
+    assert updated.update_bytes == bytes_per_number
+    plain, memory = setup.memory(LOAD), updated.memory(LOAD)
     activations = plain.inputs + plain.block + plain.outside
     temporary = bytes_per_number * (lite.parameters if full else lite.adapter_parameters(setup.adapters))
     assert memory.total - plain.total == pytest.approx(max(0, temporary - activations))
@@ -248,4 +237,4 @@ def test_state_of_a_real_optimizer(name: OptimizerName, settings: str) -> None:
     optimizer.step()
     tensors = [each for each in optimizer.state[weight].values() if isinstance(each, torch.Tensor) and each.ndim > 1]
     found = sum(each.nbytes for each in tensors) / weight.numel()
-    assert optimizer_state_bytes(name, dtype.itemsize, compensated=compensated, widened=widened) == found
+    assert optimizer_state_bytes(name, dtype.itemsize, is_bf16=compensated, widened=widened) == found

@@ -19,10 +19,10 @@ from simpletuner.diffusion.flow import (
     choose_shift,
     law_quantiles,
     make_noisy,
+    mixflow_sigmas,
     sample_noise,
     sample_sigmas,
     shift_sigmas,
-    slowed_sigmas,
 )
 from simpletuner.diffusion.seeds import Place
 from simpletuner.models.spec import AutoShift
@@ -138,7 +138,7 @@ def test_a_share_of_the_samples_has_the_noise_offset() -> None:
     noise, ones = torch.zeros_like(batch.latents), torch.ones(64)
     place = next(places(64))
     always, half, never = (
-        make_noisy(batch, ones, noise, noise_offset=0.5, noise_offset_probability=share, place=place).noise
+        make_noisy(batch, ones, noise, LossConfig(noise_offset=0.5, noise_offset_probability=share), place=place).noise
         for share in (1.0, 0.5, 0.0)
     )
     assert not never.any()
@@ -222,7 +222,9 @@ def test_input_perturbation_changes_the_input_only() -> None:
     noise = sample_noise(batch((1, 8, 1, 64, 64)).latents, [generator()])
     sigmas = torch.tensor([0.5])
     plain = make_noisy(batch((1, 8, 1, 64, 64)), sigmas, noise)
-    shaken = make_noisy(batch((1, 8, 1, 64, 64)), sigmas, noise, input_perturbation=0.1, place=next(places(1)))
+    shaken = make_noisy(
+        batch((1, 8, 1, 64, 64)), sigmas, noise, LossConfig(input_perturbation=0.1), place=next(places(1))
+    )
     assert torch.equal(shaken.target, plain.target)
     added = shaken.noisy_latents - plain.noisy_latents
     assert float(added.std()) == pytest.approx(0.5 * 0.1, rel=0.02)
@@ -233,7 +235,7 @@ def test_noise_offset_shifts_each_channel_in_input_and_target_alike() -> None:
     clean = batch((2, 4, 3, 6, 5))
     noise = sample_noise(clean.latents, [generator()] * 2)
     plain = make_noisy(clean, torch.tensor([0.5, 0.5]), noise)
-    offset = make_noisy(clean, torch.tensor([0.5, 0.5]), noise, noise_offset=0.2, place=next(places(2)))
+    offset = make_noisy(clean, torch.tensor([0.5, 0.5]), noise, LossConfig(noise_offset=0.2), place=next(places(2)))
     shift = offset.target - plain.target
     drawn = [torch.randn(4, 1, 1, 1, generator=each) for each in next(places(2)).generators("perturbation")]
     expected = 0.2 * torch.stack(drawn)
@@ -243,12 +245,12 @@ def test_noise_offset_shifts_each_channel_in_input_and_target_alike() -> None:
 
 def test_slowed_inputs_are_noisier_than_the_model_is_told() -> None:
     place, sigmas = Place(5, 0, 0, range(2000), 2000), torch.linspace(0.01, 1, 2000)
-    shares = (slowed_sigmas(place, sigmas, 0.8) - sigmas) / (1 - sigmas).clamp_min(1e-6)
+    shares = (mixflow_sigmas(place, sigmas, 0.8) - sigmas) / (1 - sigmas).clamp_min(1e-6)
     assert 0 <= shares[:-1].min() < shares[:-1].max() < 0.8 + 1e-4
     assert shares.mean().item() == pytest.approx(0.4, abs=0.02)
-    assert torch.equal(slowed_sigmas(place, sigmas, 0.0), sigmas)
-    alone = slowed_sigmas(Place(5, 0, 0, range(7, 8), 2000), sigmas[7:8], 0.8)
-    assert torch.equal(alone, slowed_sigmas(place, sigmas, 0.8)[7:8]), "whatever batch it is in"
+    assert torch.equal(mixflow_sigmas(place, sigmas, 0.0), sigmas)
+    alone = mixflow_sigmas(Place(5, 0, 0, range(7, 8), 2000), sigmas[7:8], 0.8)
+    assert torch.equal(alone, mixflow_sigmas(place, sigmas, 0.8)[7:8]), "whatever batch it is in"
     batch = Batch(torch.randn(2, 4, 1, 2, 2, generator=generator()), [], ["a", "b"])
     noise, told, levels = torch.randn(2, 4, 1, 2, 2, generator=generator(1)), sigmas[:2], sigmas[5:7]
     noisy, plain = make_noisy(batch, told, noise, levels=levels), make_noisy(batch, told, noise)
@@ -259,4 +261,4 @@ def test_slowed_inputs_are_noisier_than_the_model_is_told() -> None:
 
 def test_extra_noise_without_a_place_is_refused() -> None:
     with pytest.raises(ValueError, match="place in the run"):
-        make_noisy(batch(), torch.tensor([0.5, 0.5]), torch.zeros(2, 4, 1, 6, 5), noise_offset=0.1)
+        make_noisy(batch(), torch.tensor([0.5, 0.5]), torch.zeros(2, 4, 1, 6, 5), LossConfig(noise_offset=0.1))

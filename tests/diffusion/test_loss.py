@@ -10,8 +10,7 @@ from torch import Tensor
 
 from simpletuner.config.loss import LossConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
-from simpletuner.diffusion.flow import make_noisy
-from simpletuner.diffusion.loss import diffusion_loss, huber_scales
+from simpletuner.diffusion.flow import diffusion_loss, huber_scales, make_noisy
 
 
 def noisy_batch(sigmas: list[float], loss_mask: Tensor | None = None) -> NoisyBatch:

@@ -13,20 +13,22 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from simpletuner.config.schema import CheckpointConfig
 from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed import sharding
 from simpletuner.distributed.joining import connect, settle_meeting
 from simpletuner.distributed.world import World
+from simpletuner.reporting.events import EventStream
 from simpletuner.techniques.base import Technique
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import assemble as assembling
 from simpletuner.training import optimizers
-from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
-from simpletuner.training.checkpoints import load_checkpoint, write_checkpoint
+from simpletuner.training.assemble import assemble, make_accelerator
+from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import Identity, open_checkpoint
-from simpletuner.training.state import TrainState
+from simpletuner.training.state import TrainingSpec, TrainState
 from simpletuner.training.step import optimizer_step, predict_now
 from simpletuner.validation.runner import quiet
 from tests.budget.test_communication import Counted
@@ -159,9 +161,11 @@ class Run:
         complete: Callable[[], None] = nothing
         if self.world.is_main or self.assembly.trained.sharers.size > 1:
             identity = Identity("kandinsky5-image", "t2i-lite-sft", "full", 4, 3, "x", {})
-            complete = write_checkpoint(
-                folder, self.assembly, self.state, self.loader, self.ema, identity, {}, {}, in_shards=in_shards
-            )
+            writer = CheckpointWriter(
+                folder, CheckpointConfig(), self.loader, self.ema, identity, {}, EventStream(print), lambda state: {},
+                in_shards=in_shards,
+            )  # fmt: skip
+            complete = writer.write(folder, self.assembly, self.state)
         self.train(meanwhile)
         complete()
         self.world.barrier()

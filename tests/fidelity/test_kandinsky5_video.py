@@ -15,8 +15,7 @@ from simpletuner.config.load import Layer, resolve
 from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig
 from simpletuner.diffusion.batch import Batch
-from simpletuner.diffusion.flow import make_noisy, sample_noise, sample_sigmas
-from simpletuner.diffusion.loss import diffusion_loss
+from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.seeds import Place
 from simpletuner.models.adapter import CheckpointSetup, PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5 import nabla

@@ -14,8 +14,7 @@ from simpletuner.caching.fill import to_pixels
 from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig
 from simpletuner.diffusion.batch import Batch
-from simpletuner.diffusion.flow import make_noisy, sample_noise, sample_sigmas
-from simpletuner.diffusion.loss import diffusion_loss
+from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.seeds import Place
 from simpletuner.models.adapter import PreviewRequest, TextRequest
 from tests.closeness import SAMPLING, limit

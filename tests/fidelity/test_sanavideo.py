@@ -11,8 +11,7 @@ from diffusers import AutoencoderKLLTX2Video
 
 from simpletuner.config.loss import LossConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
-from simpletuner.diffusion.flow import make_noisy, sample_noise
-from simpletuner.diffusion.loss import diffusion_loss
+from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise
 from simpletuner.errors import UserError
 from simpletuner.models.adapter import PreviewRequest, TextRequest
 from simpletuner.models.sanavideo.video import WanLatentEncoder

@@ -11,15 +11,14 @@ import torch
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy, shift_sigmas
 from simpletuner.models.adapter import TextRequest
-from simpletuner.models.lora_keys import check_lora_file
-from simpletuner.models.lora_targets import linear_modules, matching_modules
+from simpletuner.models.lora_keys import check_lora_file, linear_modules, matching_modules
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.speed.recomputation import enable_checkpointing
-from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
+from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.lora import rounding_error
 from simpletuner.training.lora_files import applied_loras, verify_file
 from simpletuner.training.noise import add_noise
-from simpletuner.training.state import Assembly
+from simpletuner.training.state import Assembly, TrainingSpec
 from tests.closeness import MODEL, assert_all_close, assert_close
 from tests.fidelity.family import CPU
 from tests.fidelity.sana import make_sana_adapter, make_sana_config, stock_pipeline

@@ -15,12 +15,12 @@ from simpletuner.budget.measure import device_rates
 from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
-from simpletuner.models.float32 import full_linear
+from simpletuner.models.loading import full_linear
 from simpletuner.speed import attention
 from simpletuner.training import step
-from simpletuner.training.assemble import TrainingSpec, assemble
+from simpletuner.training.assemble import assemble
 from simpletuner.training.losses import Losses
-from simpletuner.training.state import Assembly
+from simpletuner.training.state import Assembly, TrainingSpec
 from tests.fidelity.family import make_adapter, make_config
 from tests.memory.test_products import draw, layer
 from tests.training.assembly import make_batch

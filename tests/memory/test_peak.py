@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models import cost_of
-from simpletuner.budget.estimate import TrainingSetup, step_memory
+from simpletuner.budget.estimate import StepModel
 from simpletuner.config.schema import OptimizerConfig
 from simpletuner.memory.precision import QuantisedLinear, QuantisedProducts, linear_layers
-from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, TransformerCost
+from simpletuner.models.cost import Adapters, BatchShape, TransformerCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.models.lora_targets import linear_modules, matching_modules
+from simpletuner.models.lora_keys import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease
@@ -116,10 +116,10 @@ def planned_by_metered(
     with fake_step(monkeypatch):
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
         metered = peak_of_step(model, sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings)))
-    setup = TrainingSetup(
+    setup = StepModel(
         "bf16", adapters, 2, 0, checkpoint_interval=1 if checkpointed else None, multiplies=levels is not None
     )
-    planned = step_memory(cost, setup, load)
+    planned = setup.memory(load)
     return (planned.inputs + planned.block + planned.outside) / metered
 
 
@@ -158,11 +158,11 @@ def test_the_planned_peak_of_released_gradients_is_the_metered_one(
             metered = peak_of_step(
                 model.train(), sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings))
             )
-    setup = TrainingSetup("bf16", NO_ADAPTERS, 2, 0, released=True)
-    planned = step_memory(cost, setup, load)
+    setup = StepModel(cost, "bf16", 2, 0, released=True)
+    planned = setup.memory(load)
     beside_weights = planned.total - 2 * cost.parameters
     assert 0.95 <= beside_weights / metered <= 1.15
-    kept = step_memory(cost, replace(setup, released=False), load)
+    kept = replace(setup, released=False).memory(load)
     assert kept.trained - planned.trained > 0.7 * 2 * cost.parameters
 
 

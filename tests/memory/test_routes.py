@@ -9,8 +9,8 @@ import pytest
 from benchmarks.models import SHAPES, cost_of, hollow_transformer
 from benchmarks.tread import share_of_arithmetic
 from simpletuner.budget.device import Device, rates_of
-from simpletuner.budget.duration import forward_seconds, step_cost
-from simpletuner.budget.estimate import TrainingSetup, inputs_on_host_bytes, step_memory
+from simpletuner.budget.duration import Step
+from simpletuner.budget.estimate import StepModel
 from simpletuner.config.tread import Route, tokens_by_block
 from simpletuner.models.cost import BatchShape, TransformerCost
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
@@ -34,7 +34,7 @@ def lite() -> TransformerCost:
 
 
 @pytest.fixture
-def setup(lite: TransformerCost) -> TrainingSetup:
+def setup(lite: TransformerCost) -> StepModel:
     return lora(lite, KANDINSKY)
 
 
@@ -52,8 +52,8 @@ def test_what_the_arithmetic_allows(size: str, limit: float) -> None:
     """As benchmarks/tread.py has it: that neither counts text blocks nor the LoRA."""
     cost = cost_of(VIDEO_COST, hollow_transformer(size))
     setup = lora(cost, KANDINSKY)
-    plain = step_cost(cost, setup, load_of(size), H100)
-    routed = step_cost(cost, replace(setup, routes=GUIDES), load_of(size), H100)
+    plain = Step(setup, load_of(size), H100).cost
+    routed = Step(replace(setup, routes=GUIDES), load_of(size), H100).cost
     saved = plain.executed.total / routed.executed.total
     assert saved == pytest.approx(1 / share_of_arithmetic(size, GUIDES), rel=0.01)
     assert saved == pytest.approx(limit, rel=0.01)
@@ -62,59 +62,59 @@ def test_what_the_arithmetic_allows(size: str, limit: float) -> None:
     assert routed.traffic < 0.6 * plain.traffic
 
 
-def test_no_share_left_out_changes_nothing(lite: TransformerCost, setup: TrainingSetup) -> None:
+def test_no_share_left_out_changes_nothing(lite: TransformerCost, setup: StepModel) -> None:
     neutral, load = replace(setup, routes=(Route(0.0, 2, -2),)), load_of("lite")
-    assert step_cost(lite, neutral, load, H100) == step_cost(lite, setup, load, H100)
-    assert step_memory(lite, neutral, load) == step_memory(lite, setup, load)
+    assert Step(neutral, load, H100).cost == Step(setup, load, H100).cost
+    assert neutral.memory(load) == setup.memory(load)
 
 
-def test_previews_know_nothing_of_routes(lite: TransformerCost, setup: TrainingSetup) -> None:
+def test_previews_know_nothing_of_routes(lite: TransformerCost, setup: StepModel) -> None:
     routed = replace(setup, routes=GUIDES)
-    assert forward_seconds(lite, routed, load_of("lite"), H100) == forward_seconds(lite, setup, load_of("lite"), H100)
+    assert Step(routed, load_of("lite"), H100).forward_seconds == Step(setup, load_of("lite"), H100).forward_seconds
 
 
 @pytest.mark.parametrize(
     "device", [H100, replace(H100, rates=replace(H100.rates, transfer=1.0))], ids=["compute", "copy"]
 )
-def test_extra_passes(lite: TransformerCost, setup: TrainingSetup, device: Device) -> None:
+def test_extra_passes(lite: TransformerCost, setup: StepModel, device: Device) -> None:
     """They go through all tokens, with and without gradients."""
 
     def seconds(**extra: float) -> float:
         spec = TechniqueSpec(Technique, cost=lambda transformer, load: TechniqueCost(**extra))
         routed = replace(setup, routes=GUIDES, streamed=True, techniques=(spec,))
-        return step_cost(lite, routed, load_of("lite"), device).seconds
+        return Step(routed, load_of("lite"), device).cost.seconds
 
     once = TechniqueSpec(Technique, cost=lambda transformer, load: TechniqueCost(passes=0.25))
     routed = replace(setup, routes=GUIDES, techniques=(once,))
-    assert step_memory(lite, routed, load_of("lite")) == step_memory(lite, setup, load_of("lite"))
+    assert routed.memory(load_of("lite")) == setup.memory(load_of("lite"))
     plain = seconds()
-    whole = step_cost(lite, replace(setup, streamed=True), load_of("lite"), device).seconds
+    whole = Step(replace(setup, streamed=True), load_of("lite"), device).cost.seconds
     assert seconds(passes=0.25, flops=0.0) == pytest.approx(plain + 0.25 * whole)
     alone = seconds(forwards=2) - plain
-    unrouted = 2 * forward_seconds(lite, setup, load_of("lite"), H100)
+    unrouted = 2 * Step(setup, load_of("lite"), H100).forward_seconds
     assert alone == pytest.approx(unrouted if device is H100 else plain)
 
 
-def test_activations_are_those_of_the_kept_tokens(lite: TransformerCost, setup: TrainingSetup) -> None:
+def test_activations_are_those_of_the_kept_tokens(lite: TransformerCost, setup: StepModel) -> None:
     """Of 32 blocks 29 lie in the route; its first one keeps all tokens, to pick from. The last block is whole."""
     load, routed = load_of("lite"), replace(setup, routes=GUIDES)
     one = lite.activations(load, 2, setup.adapters)
-    plain, fewer = step_memory(lite, setup, load), step_memory(lite, routed, load)
+    plain, fewer = setup.memory(load), routed.memory(load)
     assert plain.inputs == 32 * one.held
     assert fewer.inputs == pytest.approx((32 - 28 / 2) * one.held)
     assert fewer.block == plain.block
-    everywhere = step_memory(lite, replace(setup, routes=(Route(0.5, 0, -1),)), load)
+    everywhere = replace(setup, routes=(Route(0.5, 0, -1),)).memory(load)
     assert everywhere.block < 0.6 * plain.block, "no block has all tokens"
 
-    plain, fewer = (step_memory(lite, replace(each, checkpoint_interval=None), load) for each in (setup, routed))
+    plain, fewer = (replace(each, checkpoint_interval=None).memory(load) for each in (setup, routed))
     assert plain.inputs == 32 * (one.held + one.saved)
     half = lite.activations(replace(load, frames=load.frames // 2), 2, setup.adapters)
     inputs = 3 * (one.held + one.saved) + one.held + 28 * half.held + 29 * half.saved
     assert fewer.inputs == pytest.approx(inputs)
 
     on_host, hosted = replace(setup, inputs_on_host=True), replace(routed, inputs_on_host=True)
-    assert inputs_on_host_bytes(lite, on_host, load) == 30 * one.held
-    assert inputs_on_host_bytes(lite, hosted, load) == pytest.approx((2 + 28 / 2) * one.held)
+    assert on_host.inputs_on_host_bytes(load) == 30 * one.held
+    assert hosted.inputs_on_host_bytes(load) == pytest.approx((2 + 28 / 2) * one.held)
 
 
 def test_tiles_stay_together() -> None:

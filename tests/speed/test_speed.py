@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import ConfigError
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
-from simpletuner.models.kernels import KernelChoices
+from simpletuner.models.blocks import KernelChoices
 from simpletuner.speed import attention
 from simpletuner.speed.attention import MeasuredChoice, kernel_chooser
 from simpletuner.speed.recomputation import LeftToRecomputation, Recomputed
-from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
+from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.losses import Losses
-from simpletuner.training.state import Assembly
+from simpletuner.training.state import Assembly, TrainingSpec
 from simpletuner.training.step import micro_loss, noisy_batch, run_micro_step
 from tests.closeness import ROTATION, distance
 from tests.fidelity import family
@@ -54,7 +54,9 @@ def make_adapter(checkpoint: Path, case: str) -> FamilyAdapter:
 def make_assembly(checkpoint: Path, case: str, targets: Any = None, **settings: Any) -> Assembly:
     settings = {"mixed_precision": "no", "learning_rate": 1e-2, **settings}
     config = family.make_config(checkpoint, **settings)
-    intent = TrainingSpec(targets or ["to_query", "to_key", "to_value"], seed=3, total_steps=10, learning_rate=1e-2)
+    intent = TrainingSpec(
+        lora_targets=targets or ["to_query", "to_key", "to_value"], seed=3, total_steps=10, learning_rate=1e-2
+    )
     assembly = assemble(config, intent, make_adapter(checkpoint, case), [], make_accelerator())
     assembly.transformer.train()
     return assembly

@@ -15,10 +15,10 @@ from simpletuner.diffusion.batch import Batch
 from simpletuner.techniques.layersync import LayerSync
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
-from simpletuner.training.assemble import TrainingSpec, assemble
+from simpletuner.training.assemble import assemble
 from simpletuner.training.losses import Losses
 from simpletuner.training.noise import add_noise
-from simpletuner.training.state import Assembly
+from simpletuner.training.state import Assembly, TrainingSpec
 from tests.closeness import ROTATION, distance
 from tests.tiny import make_checkpoint
 from tests.training.assembly import make_assembly, make_batch

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from simpletuner.config.loss import LossConfig, MaskedLossConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
-from simpletuner.diffusion.flow import hold_first_frame, make_noisy
-from simpletuner.diffusion.loss import diffusion_loss
+from simpletuner.diffusion.flow import diffusion_loss, hold_first_frame, make_noisy
 from simpletuner.diffusion.seeds import Place
 from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread

@@ -241,16 +241,16 @@ def test_it_can_be_switched_on_and_off_when_a_run_continues(
 
 
 def test_the_plan_counts_its_memory_and_arithmetic() -> None:
-    from simpletuner.budget.estimate import TrainingSetup, step_memory
+    from simpletuner.budget.estimate import StepModel
     from simpletuner.models.cost import Adapters, BatchShape
     from simpletuner.models.registry import FAMILIES
 
     family = FAMILIES["kandinsky5-image"].cost
     cost = family.of_flavour("t2i-lite-sft")
     adapters = Adapters(16, frozenset(["visual_transformer_blocks.0.self_attention.to_query"]))
-    plain = TrainingSetup("bf16", adapters, trained_bytes=4.0, state_bytes=8.0)
+    plain = StepModel(cost, "bf16", number_bytes=4.0, state_bytes=8.0, adapters=adapters)
     load = BatchShape(2, 1, 32, 32, 100)
-    before, after = step_memory(cost, plain, load), step_memory(cost, replace(plain, techniques=(SPEC,)), load)
+    before, after = plain.memory(load), replace(plain, techniques=(SPEC,)).memory(load)
     assert after.trained - before.trained == (cost.hidden * CHANNELS + CHANNELS) * 16
     assert after.inputs - before.inputs == 4 * 2 * 1024 * cost.hidden
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,7 +170,8 @@ def test_one_graph_at_a_time(deep: Path, batch: Batch) -> None:
 
 def stub(probability: float = 1.0) -> Preservation:
     technique = Preservation(1.0, probability)
-    technique._disabled = nullcontext
+    site: Any = SimpleNamespace(disabled=nullcontext)
+    technique.attach(site)
     return technique
 
 

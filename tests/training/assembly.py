@@ -14,9 +14,9 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
 from simpletuner.techniques.base import HiddenStates, Site, Technique
-from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
+from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.lora import LoraAdapter
-from simpletuner.training.state import Assembly
+from simpletuner.training.state import Assembly, TrainingSpec
 from tests.fidelity.family import CPU, make_adapter, make_config
 
 

@@ -17,7 +17,7 @@ from simpletuner.distributed.world import World
 from simpletuner.errors import DiskFullError, UserError
 from simpletuner.reporting.events import CheckpointSaved, Event, EventStream, StepReport
 from simpletuner.training import checkpoints
-from simpletuner.training.checkpoints import STATE_FILE, CheckpointWriter, load_checkpoint, write_checkpoint
+from simpletuner.training.checkpoints import STATE_FILE, CheckpointWriter, load_checkpoint
 from simpletuner.training.manifest import (
     STATE_FOLDER,
     Identity,
@@ -123,7 +123,10 @@ def lora(t2i_checkpoint: Path) -> Any:
 def test_a_file_that_was_edited_together_with_its_hash_is_said(tmp_path: Path, lora: Any, name: str) -> None:
     (edit, words), batches = FOREIGN[name], Batches(None)
     loader: Any = batches
-    write_checkpoint(tmp_path / "checkpoint-2", lora, TrainState(2, 1), loader, None, IDENTITY, {}, {})()
+    writer = CheckpointWriter(
+        tmp_path, CheckpointConfig(), loader, None, IDENTITY, {}, EventStream(print), lambda state: {}
+    )
+    writer.write(tmp_path / "checkpoint-2", lora, TrainState(2, 1))()
     edit(tmp_path / "checkpoint-2" / STATE_FOLDER)
     write_manifest(tmp_path / "checkpoint-2", Manifest(2, 1, IDENTITY, describe_files(tmp_path / "checkpoint-2")))
     checkpoint = open_checkpoint(tmp_path / "checkpoint-2")

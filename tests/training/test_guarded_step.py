@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.schema import EmaConfig
+from simpletuner.config.schema import CheckpointConfig, EmaConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.distributed.world import Value, World
 from simpletuner.errors import NonFiniteError, UserError
+from simpletuner.reporting.events import EventStream
 from simpletuner.techniques.base import ExtraPass, Technique
 from simpletuner.training import step
-from simpletuner.training.checkpoints import write_checkpoint
+from simpletuner.training.checkpoints import CheckpointWriter
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import equalise_samples, stop_if_weights_not_finite
 from simpletuner.training.losses import HostLosses, loss_divisor
@@ -38,7 +39,7 @@ SCALE = 2.0**10
 def assembled(checkpoint: Path, **settings: Any) -> Assembly:
     """At a rate that moves weights by much more than rounding."""
     assembly = make_assembly(checkpoint, **{**SETTINGS, **settings})
-    return replace(assembly, settings=replace(assembly.settings, base_learning_rate=1.0))
+    return replace(assembly, settings=replace(assembly.settings, learning_rate=1.0))
 
 
 def scaled(assembly: Assembly, scale: float = SCALE) -> Assembly:
@@ -235,8 +236,11 @@ def test_nothing_that_is_not_finite_is_saved(tmp_path: Path, t2i_checkpoint: Pat
     named = {"weight": name, "average": f"EMA of {name}", "module": "Projector.bias"}[part]
     identity = Identity("kandinsky5-image", "t2i-lite-sft", kind, 1, seed=1, datasets="", versions={})
     loader: Any = None  # never asked
+    writer = CheckpointWriter(
+        tmp_path, CheckpointConfig(), loader, ema, identity, {}, EventStream(print), lambda state: {}
+    )
     with pytest.raises(NonFiniteError, match=f"not saved: {re.escape(named)}"):
-        write_checkpoint(tmp_path / "checkpoint-1", assembly, TrainState(1), loader, ema, identity, {}, {})
+        writer.write(tmp_path / "checkpoint-1", assembly, TrainState(1))
     assert not list(tmp_path.iterdir())
 
 

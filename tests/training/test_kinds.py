@@ -21,16 +21,16 @@ from simpletuner.config.tread import Route
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.adapter_kinds import planned_adapters
 from simpletuner.models.kandinsky5.loading import load_processor
-from simpletuner.models.lora_targets import weights_of
+from simpletuner.models.lora_keys import weights_of
 from simpletuner.run.rehearsal import rehearse_micro_step
 from simpletuner.techniques.tread import Tread
-from simpletuner.training.assemble import TrainingSpec, assemble, make_accelerator
+from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora_files import applied_loras
-from simpletuner.training.manifest import EFFECT_ERROR, FORWARD_ERROR, LORA_FILE, WEIGHT_ERROR
+from simpletuner.training.manifest import ERRORS, LORA_FILE
 from simpletuner.training.meter import adapters_of, weight_shapes
 from simpletuner.training.noise import add_noise
-from simpletuner.training.state import Assembly
+from simpletuner.training.state import Assembly, TrainingSpec
 from simpletuner.training.step import optimizer_step, predict_now
 from tests.closeness import ELEMENTWISE, MODEL, ROTATION, assert_close, distance
 from tests.fidelity.family import make_adapter, make_config
@@ -41,6 +41,8 @@ from tests.tiny import make_checkpoint
 from tests.tiny_sana import make_sana_checkpoint
 from tests.training.assembly import fixed_noise, make_assembly, make_batch
 from tests.training.test_step import Batches
+
+WEIGHT_ERROR, FORWARD_ERROR, EFFECT_ERROR = ERRORS
 
 KINDS: dict[str, dict[str, Any]] = {
     "lokr": {"lora_type": "lokr", "lora_rank": 2, "lora_alpha": 3, "lokr_factor": 4},

@@ -25,8 +25,9 @@ from simpletuner.techniques.base import Technique
 from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import noise, step
-from simpletuner.training.assemble import TrainingSpec, assemble
+from simpletuner.training.assemble import assemble
 from simpletuner.training.losses import Losses
+from simpletuner.training.state import TrainingSpec
 
 GPU = torch.device("meta")
 

@@ -501,8 +501,6 @@ def test_bad_overrides_are_told_before_anything_is_built(text: str, words: list[
     assert problem.where == "optimizer_config"
     for word in words:
         assert word in problem.message
-    with pytest.raises(ConfigError, match="optimizer_config"):
-        build("optimi-adamw", weights(), optimizer_config=text)
 
 
 def test_all_bad_overrides_are_told_at_once() -> None:
@@ -536,8 +534,6 @@ def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytes
     (problem,) = [problem for problem in problems(optimizer=name) if problem.fatal]
     assert package.name in problem.message
     assert f"simpletuner[{package.extra}]" in problem.message
-    with pytest.raises(ConfigError, match=package.name):
-        build(name, weights())
 
 
 def test_every_extra_that_is_named_installs_the_package() -> None:

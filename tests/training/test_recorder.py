@@ -67,7 +67,8 @@ def test_a_step_says_what_it_waited_for_and_what_it_computed(assembly: Assembly,
         asked.append((tokens, text_tokens))
         return 1000.0 * tokens + text_tokens
 
-    assembly.streamer, assembly.sample_flops = Streamer(), cost
+    streamer: Any = Streamer()
+    assembly.streamer, assembly.sample_flops = streamer, cost
     told = optimizer_step(assembly, Batches(batch, batch), 1)
     assert told.weights_seconds == 0.25
     lengths = [len(embeds["prompt_embeds"]) for embeds in batch.embeds]

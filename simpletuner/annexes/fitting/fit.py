@@ -1,26 +1,34 @@
 """Finds settings that fit: the smallest change for an error message, and the choice of `offload: auto`.
 
-Changes that only cost time are tried first, those that change results last.
+Both walk one ordered list (`possible_changes`): changes that only cost time come first, those that change results last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, Literal
 
-from simpletuner.annexes.fitting.ways import STREAMED
-from simpletuner.budget.budget import PREVIEWS, Budget, PhasePeak, estimate, find_phases, fits, gigabytes, shortage
-from simpletuner.budget.device import Device
-from simpletuner.budget.workload import Choice, Workload
-from simpletuner.config.load import CHOSEN, RunConfig
+from simpletuner.budget.budget import PREVIEWS, Budget
+from simpletuner.budget.device import gigabytes
+from simpletuner.budget.workload import Workload
+from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import may_change
-from simpletuner.config.schema import PLAIN_PRECISIONS
+from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS
 from simpletuner.config.speed import graph_key, keeps_attention
 from simpletuner.errors import Problem
-from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.launch import may_shard
+from simpletuner.plan.checks import exclusions
+from simpletuner.plan.launch import check_launch, check_offload, may_shard
+
+HEADROOM = 0.05  # share of memory that auto leaves free, for other programs and errors of the estimate
+STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
+RELEASED = {"optimizer_release_gradients": True}
+STATE_ON_HOST = {**RELEASED, "offload_optimizer_state": True}
+LOW_BIT = {"optimizer": "ao-adamw8bit"}
+DISK, DECODING, KEPT = "group_offload_to_disk_path", "validation_decoding", "gradient_checkpointing_kept_blocks"
+DECODINGS = {"strips": "only their rounding", "tiles": "pixels slightly at the seams"}  # and what each changes
 
 
 @dataclass(frozen=True)
@@ -29,51 +37,53 @@ class Change:
 
     Attributes:
         values: config keys and their new values.
+        role: when auto makes it: if that is the fastest way to fit (`time`), if a phase before training does not fit
+            (`encoding`), if nothing else helps (`last`), or never (`user`).
+        reason: what it does, as auto reports it; of a change for a phase, what it costs.
         words: how messages describe it; by default the keys and values.
         apply: its effect on the workload, if any.
     """
 
     values: Mapping[str, Any]
+    role: Literal["time", "encoding", "last", "user"] = "user"
+    reason: str = ""
     words: str = ""
     apply: Callable[[Workload], Workload] = lambda workload: workload
 
     def __str__(self) -> str:
-        return self.words or ", ".join(f"{key} {written(value)}" for key, value in self.values.items())
+        return self.words or ", ".join(f"{key} {_written(value)}" for key, value in self.values.items())
 
-    def of(self, choice: Choice) -> Choice:
-        config, workload = choice
-        return config.with_values(self.values, CHOSEN), self.apply(workload)
+    def of(self, budget: Budget) -> Budget:
+        """The budget after this change."""
+        config = budget.config.with_values(self.values, CHOSEN)
+        return replace(budget, config=config, workload=self.apply(budget.workload))
 
 
-def written(value: Any) -> str:
+def _written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _after(budget: Budget, changes: Sequence[Change]) -> Budget:
+    return reduce(lambda before, change: change.of(before), changes, budget)
 
 
 def check_fit(budget: Budget) -> Iterator[Problem]:
     """The phase that does not fit, and the smallest change that helps; a warning with `i_know_what_i_am_doing`."""
-    device, fatal = budget.device, not budget.config.run.i_know_what_i_am_doing
-    lacking = [text for phase in budget.phases if (text := shortage(phase, device)) is not None]
+    lacking = [text for _, text in budget.shortages()]
     if not lacking:
         return
-    changes = smallest_change(budget)
-    fitting = f"This would fit: {'; '.join(map(str, changes))}."
-    advice = fitting if changes else _no_help(budget, lacking[0])
-    if not device.is_gpu:
+    if changes := smallest_change(budget):
+        advice = f"This would fit: {'; '.join(map(str, changes))}."
+    else:
+        (_, rest), *_ = _after(budget, list(possible_changes(budget))).shortages()
+        advice = f"Even with every setting that helps, {rest}." if rest != lacking[0] else "No setting makes it fit."
+    if not budget.device.is_gpu:
         advice += " To plan for a GPU elsewhere: simpletuner plan --device-memory 24."
+    if fatal := not budget.config.run.i_know_what_i_am_doing:
+        advice += " To run anyway, set i_know_what_i_am_doing."
     others = len(lacking) - 1
     more = f" ({others} more phase{'s lack' if others > 1 else ' lacks'} room)" if others else ""
-    message = f"{lacking[0]}{more}. {advice}"
-    if fatal:
-        message += " To run anyway, set i_know_what_i_am_doing."
-    yield Problem("memory", message, fatal=fatal)
-
-
-def _no_help(budget: Budget, told: str) -> str:
-    """Advice if no combination of changes suffices: what is still lacking with all of them, unless already reported."""
-    changes = list(possible_changes(budget))
-    phases = phases_after((budget.config, budget.workload), changes, budget)
-    rest = next(text for phase in phases if (text := shortage(phase, budget.device)) is not None)
-    return "No setting makes it fit." if rest == told else f"Even with every setting that helps, {rest}."
+    yield Problem("memory", f"{lacking[0]}{more}. {advice}", fatal=fatal)
 
 
 def smallest_change(budget: Budget) -> list[Change]:
@@ -81,172 +91,189 @@ def smallest_change(budget: Budget) -> list[Change]:
 
     Changes are added until everything fits; then those that turn out to be unnecessary are removed.
     """
-    start: Choice = budget.config, budget.workload
     taken: list[Change] = []
     for change in possible_changes(budget):
         taken.append(change)
-        if _fits(start, taken, budget):
+        if _after(budget, taken).fits:
             break
     else:
         return []
     for change in taken[:-1]:
         without = [each for each in taken if each is not change]
-        if _fits(start, without, budget):
+        if _after(budget, without).fits:
             taken = without
     return taken
 
 
-def _fits(choice: Choice, changes: Sequence[Change], budget: Budget) -> bool:
-    return fits(phases_after(choice, changes, budget), budget.device)
-
-
-def phases_after(choice: Choice, changes: Sequence[Change], budget: Budget) -> list[PhasePeak]:
-    """Peaks of the phases with some changes applied."""
-    for change in changes:
-        choice = change.of(choice)
-    config, workload = choice
-    return list(find_phases(config, budget.parts, workload, budget.parts.setup(config)))
-
-
 def possible_changes(budget: Budget) -> Iterator[Change]:
     """Changes that this configuration does not have yet, the mildest first."""
-    config, workload = budget.config, budget.workload
-    yield from _lossless_changes(budget)
+    config, workload, room = budget.config, budget.workload, _room(budget)
+    yield from _step_changes(budget)
+    yield from _phase_changes(budget)
     if config.model.model_type == "lora" and config.precision.base_model_precision in PLAIN_PRECISIONS:
-        yield Change({"base_model_precision": "int8-quanto"})
+        yield Change({"base_model_precision": "int8-quanto"}, "last", f"in 16 bits the run does not fit {room}")
     if may_change(config, LOW_BIT):
-        yield Change(LOW_BIT)
+        yield Change(LOW_BIT, "last", f"without state in 8 bits the run does not fit {room}")
     if config.precision.text_encoder_1_precision in PLAIN_PRECISIONS:
         yield Change({"text_encoder_1_precision": "int8-quanto"})
     batch = max((bucket.batch for bucket in workload.buckets), default=1)
     while batch > 1:
         batch //= 2
         yield Change({"train_batch_size": batch}, apply=partial(Workload.with_batch, batch=batch))
-    yield from _smaller_samples(workload, budget.parts.spec)
+    yield from _smaller_samples(budget)
     if workload.previews and workload.buckets:
         yield Change({"validation_disable": True}, apply=lambda before: replace(before, previews=[]))
 
 
-def _smaller_samples(workload: Workload, spec: FamilySpec) -> Iterator[Change]:
+def _step_changes(budget: Budget) -> Iterator[Change]:
+    """Changes of training that leave results as they are."""
+    config, offload, room = budget.config, budget.config.offload, _room(budget)
+    kept = config.precision.gradient_checkpointing_kept_blocks
+    if budget.workload.encoded_in_training:
+        words = "latents encoded before training, without vae_cache_ondemand and vae_cache_disable"
+        yield Change({}, words=words, apply=Workload.encoded_ahead)
+    if may_change(config, RELEASED):
+        yield Change(RELEASED, "time", "each gradient is freed as soon as its weight is updated")
+    if keeps_attention(config.speed):
+        yield Change({"speed_keep_attention": False}, "time", f"attention is recomputed, to fit {room}")
+    if not config.precision.checkpoints_all:
+        whole = {"gradient_checkpointing": True, "gradient_checkpointing_interval": 1}
+        yield Change({**whole, **({KEPT: 0} if kept else {})})
+    if config.caching.vae_batch_size > 1:
+        yield Change({"vae_batch_size": 1})
+    if budget.device.is_gpu and config.model.model_type == "full" and _may_be_sharded(config):
+        yield _sharded(budget)
+    if _may_stream(budget):
+        if offload.enable_model_cpu_offload:  # which excludes streaming
+            yield Change({**STREAMED, "enable_model_cpu_offload": False})
+        else:
+            yield Change(STREAMED, "time", f"blocks are streamed, to fit {room}")
+    if budget.device.is_gpu and may_change(config, STATE_ON_HOST):
+        yield Change(STATE_ON_HOST, "time", "state is on the device only while its weight is updated")
+    if _may_move(budget) and not offload.offload_block_inputs:
+        reason = "the blocks are checkpointed, and their inputs are kept in host memory"
+        yield Change({"offload_block_inputs": True}, "time", reason)
+
+
+def _phase_changes(budget: Budget) -> Iterator[Change]:
+    """Changes of what comes before and after training, and of loading."""
+    config, offload, caching = budget.config, budget.config.offload, budget.config.caching
+    if budget.device.is_gpu and not offload.group_offload_text_encoder:
+        yield Change({"group_offload_text_encoder": True}, "encoding")
+    streams = budget.device.is_gpu and offload.enable_group_offload
+    if offload.group_offload_to_disk_path is None and (streams or _may_stream(budget)):
+        yield Change({DISK: "offloaded"}, words=f"{DISK} with a folder on a fast disk")
+    if budget.parts.spec.slices_convolutions and not caching.vae_enable_patch_conv:
+        yield Change({"vae_enable_patch_conv": True}, "encoding")
+    ways = ["whole", *(how for how in DECODINGS if how == "tiles" or budget.parts.spec.decodes_in_strips)]
+    now = config.validation.validation_decoding
+    for how in ways[ways.index(now) + 1 :] if now in ways and budget.workload.previews else []:
+        reason = f"previews are decoded in {how} to fit {_room(budget)}, which changes {DECODINGS[how]}"
+        yield Change({DECODING: how}, "time", reason)
+    if not caching.vae_enable_tiling:
+        yield Change({"vae_enable_tiling": True}, "encoding", "; latents change at the tiles' seams")
+
+
+def _may_move(budget: Budget) -> bool:
+    """Whether anything can leave the device during a step: there is one, and no CUDA graph needs fixed addresses."""
+    return budget.device.is_gpu and graph_key(budget.config.launch) is None
+
+
+def _may_stream(budget: Budget) -> bool:
+    """Whether blocks could stream and do not: only frozen, whole weights can."""
+    config = budget.config
+    is_free = not (config.offload.enable_group_offload or config.launch.fsdp_enable)
+    return _may_move(budget) and is_free and config.model.model_type == "lora"
+
+
+def _smaller_samples(budget: Budget) -> Iterator[Change]:
     """Shorter clips, then smaller pictures, described by dataset keys; of previews if nothing is trained."""
+    workload, spec = budget.workload, budget.parts.spec
     longest = max((bucket.frames for bucket in workload.buckets or workload.previews), default=1)
     if longest > 1:
         halve = partial(Workload.scaled, spec=spec, frames=0.5)
         halved = halve(workload)
         frames = max(bucket.frames for bucket in halved.buckets or halved.previews)
-        yield Change({}, f"num_frames {frames} instead of {longest}", halve)
+        yield Change({}, words=f"num_frames {frames} instead of {longest}", apply=halve)
     for share in (0.75, 0.5):
         words = f"a resolution {share:g} times as large"
-        yield Change({}, words, partial(Workload.scaled, spec=spec, sides=share))
+        yield Change({}, words=words, apply=partial(Workload.scaled, spec=spec, sides=share))
 
 
-def _lossless_changes(budget: Budget) -> Iterator[Change]:
-    """Changes that leave results equal, except for tiling the VAE."""
-    config = budget.config
-    precision, caching = config.precision, config.caching
-    if budget.workload.encoded_in_training:
-        words = "latents encoded before training, without vae_cache_ondemand and vae_cache_disable"
-        yield Change({}, words, Workload.encoded_ahead)
-    if may_change(config, RELEASED):
-        yield Change(RELEASED)
-    if keeps_attention(config.speed):
-        yield Change({"speed_keep_attention": False})
-    if not precision.checkpoints_all:
-        kept = {"gradient_checkpointing_kept_blocks": 0} if precision.gradient_checkpointing_kept_blocks else {}
-        yield Change({"gradient_checkpointing": True, "gradient_checkpointing_interval": 1, **kept})
-    if caching.vae_batch_size > 1:
-        yield Change({"vae_batch_size": 1})
-    if budget.device.is_gpu:
-        yield from _offload_changes(config)
-    if budget.parts.spec.slices_convolutions and not caching.vae_enable_patch_conv:
-        yield Change({"vae_enable_patch_conv": True})
-    yield from (Change({"validation_decoding": how}) for how in _decodings(budget))
-    if not caching.vae_enable_tiling:
-        yield Change({"vae_enable_tiling": True})
+def _may_be_sharded(config: RunConfig) -> bool:
+    """Whether FSDP2 is allowed, and not set by the user."""
+    return may_shard(config) and not config.launch.fsdp_enable and not config.is_explicit("fsdp_enable")
 
 
-DISK = "group_offload_to_disk_path"
+def _sharded(budget: Budget) -> Change:
+    reason = f"each process keeps a share of the weights, to fit {_room(budget)}"
+    return Change({"fsdp_enable": True}, reason=reason)
 
 
-def _offload_changes(config: RunConfig) -> Iterator[Change]:
-    """Changes that move data from the device to host memory."""
-    offload, may_move = config.offload, graph_key(config.launch) is None
-    streams = offload.enable_group_offload
-    if _may_be_sharded(config) and config.model.model_type == "full":
-        yield Change({"fsdp_enable": True})
-    if config.model.model_type == "lora" and may_move and not streams and not config.launch.fsdp_enable:
-        # enable_model_cpu_offload excludes streaming.
-        yield Change({**STREAMED, **({"enable_model_cpu_offload": False} if offload.enable_model_cpu_offload else {})})
-    if may_change(config, STATE_ON_HOST):
-        yield Change(STATE_ON_HOST)
-    if may_move and not offload.offload_block_inputs:
-        yield Change({"offload_block_inputs": True})
-    if not offload.group_offload_text_encoder:
-        yield Change({"group_offload_text_encoder": True})
-    if config.offload.group_offload_to_disk_path is None and (streams or (may_move and _may_stream(config))):
-        yield Change({DISK: "offloaded"}, f"{DISK} with a folder on a fast disk")
-
-
-RELEASED = {"optimizer_release_gradients": True}
-STATE_ON_HOST = {**RELEASED, "offload_optimizer_state": True}
-LOW_BIT = {"optimizer": "ao-adamw8bit"}
-HEADROOM = 0.05  # share of memory that auto leaves free, for other programs and errors of the estimate
-# Keys that auto may set, if the user has not.
-OWN_KEYS = (
-    "gradient_checkpointing", "gradient_checkpointing_interval", "gradient_checkpointing_kept_blocks",
-    "speed_keep_attention", "enable_group_offload", "group_offload_use_stream", "group_offload_resident_blocks",
-    "offload_block_inputs", "base_model_precision",
-)  # fmt: skip
-DECODINGS = {"strips": "only their rounding", "tiles": "pixels slightly at the seams"}  # and what each changes
-Candidate = tuple[Change, str]  # a change and its reason
+def _room(budget: Budget) -> str:
+    device = budget.device
+    return device.name if device.usable is None else gigabytes(device.usable)
 
 
 def choose(budget: Budget) -> Budget:
     """The choice of `offload: auto`: the fastest settings that fit with `HEADROOM`.
 
-    Only keys that the user left unset are changed. If nothing fits, the leanest settings are returned, and `check_fit`
-    reports what is lacking.
+    Every selection of the changes that only cost time is tried, with as many blocks as fit kept on the device or not
+    recomputed. Changes of results come last. Keys that the user set stay. If nothing fits, the leanest settings are
+    returned, and `check_fit` reports what is lacking.
     """
-    budget = _with_encoders(budget)
-    chosen = _over_processes(budget) if _may_be_sharded(budget.config) else None
-    if chosen is not None:
-        return chosen
-    found: list[Budget] = []
-    for start in _updates(budget):
-        if found and start.config.optimizer.optimizer != budget.config.optimizer.optimizer:
-            break  # 8 bits change results
-        fastest, leanest = _search(start, in_8_bits=True)
-        found += [fastest] if fastest else []
-    return min(found, key=lambda chosen: chosen.step_seconds, default=leanest)
+    for change in _open_changes(budget, "encoding"):
+        budget = _eased(budget, change)
+    sharded = [_sharded(budget)] if _may_be_sharded(budget.config) else []
+    starts = [budget, *(_taken(budget, [change]) for change in (*sharded, *_open_changes(budget, "last")))]
+    leanest = [_after(start, _open_changes(start, "time")) for start in starts]
+    # Phases that fit in no way must not slow down the steps.
+    hopeless = frozenset.intersection(*map(_lacking, leanest))
+    for start in starts:
+        if (fastest := _fastest(start, hopeless)) is not None:
+            return _with_reason_for_ddp(fastest) if sharded and start is budget else fastest
+    peaks = [lean.peaks[0] for lean in leanest]
+    lean = starts[peaks.index(min(peaks))]
+    return _taken(lean, _time_changes(lean, hopeless))
 
 
-def _updates(budget: Budget) -> list[Budget]:
-    """Ways to update the weights of a full fine-tune, those with other results last; a LoRA has one."""
-    released = _updated(budget, RELEASED, "each gradient is freed as soon as its weight is updated")
-    low = _updated(released, LOW_BIT, f"without state in 8 bits the run does not fit {_room(budget.device)}")
-    ways = [budget]
-    for one in (released, low) if low is not released else (released,):
-        reason = "state is on the device only while its weight is updated"
-        ways += [one, *([_updated(one, STATE_ON_HOST, reason)] if budget.device.is_gpu else [])]
-    return [way for place, way in enumerate(ways) if not any(way is each for each in ways[:place])]
+def _open_changes(budget: Budget, role: str) -> list[Change]:
+    """The changes of a role that contradict nothing that the user set."""
+    flat, is_explicit, changes = budget.config.flat(), budget.config.is_explicit, []
+    for change in (each for each in possible_changes(budget) if each.role == role):
+        new = {key: value for key, value in change.values.items() if flat[key] != value}
+        if not is_explicit(next(iter(new))):
+            changes.append(replace(change, values={key: new[key] for key in new if not is_explicit(key)}))
+    return changes
 
 
-def _updated(budget: Budget, values: Mapping[str, Any], reason: str) -> Budget:
-    """The budget with the values that differ from the present ones, if they are allowed and not set by the user."""
-    flat = budget.config.flat()
-    new = {key: value for key, value in values.items() if flat[key] != value}
-    may = may_change(budget.config, new) and not any(map(budget.config.is_explicit, new))
-    return _with(budget, Change(new), reason) if may else budget
+def _time_changes(budget: Budget, hopeless: frozenset[str]) -> list[Change]:
+    """Those that only cost time, and help."""
+    return [each for each in _open_changes(budget, "time") if PREVIEWS not in hopeless or DECODING not in each.values]
 
 
-def _over_processes(budget: Budget) -> Budget | None:
-    """The fastest settings in which DDP fits, else those of FSDP2; None if a LoRA fits in neither way."""
-    fastest, _ = _search(budget, in_8_bits=False)
-    if fastest is not None:
-        return _with_reason_for_ddp(fastest)
-    reason = f"each process keeps a share of the weights, to fit {_room(budget.device)}"
-    fastest, leanest = _search(_with(budget, Change({"fsdp_enable": True}), reason), in_8_bits=False)
-    return fastest or (leanest if budget.config.model.model_type == "full" else None)
+def _lacking(budget: Budget) -> frozenset[str]:
+    """The phases besides training that do not fit."""
+    return frozenset(phase.name for phase, _ in budget.shortages(headroom=HEADROOM) if not phase.trains)
+
+
+def _eased(budget: Budget, change: Change) -> Budget:
+    """The budget with a change that helps a phase before training, if there is one that does not fit."""
+    after = change.of(budget)
+    for phase, smaller in zip(budget.phases, after.phases, strict=True):
+        lack = phase.shortage(budget.device, headroom=HEADROOM)
+        if lack and smaller.device < phase.device and not phase.trains and phase.name != PREVIEWS:
+            return replace(after, decisions=[*budget.decisions, f"{change}: {lack}{change.reason}"])
+    return budget
+
+
+def _taken(budget: Budget, changes: Sequence[Change]) -> Budget:
+    """The budget after some changes, with their reasons."""
+    for change in changes:
+        flat = budget.config.flat()
+        new = replace(change, values={key: value for key, value in change.values.items() if flat[key] != value})
+        budget = replace(change.of(budget), decisions=[*budget.decisions, f"{new}: {change.reason}"])
+    return budget
 
 
 def _with_reason_for_ddp(chosen: Budget) -> Budget:
@@ -257,178 +284,105 @@ def _with_reason_for_ddp(chosen: Budget) -> Budget:
     return replace(chosen, decisions=[reason, *chosen.decisions])
 
 
-def _may_be_sharded(config: RunConfig) -> bool:
-    """Whether FSDP2 is allowed, and not set by the user."""
-    return may_shard(config) and not config.launch.fsdp_enable and not config.is_explicit("fsdp_enable")
+def _fastest(start: Budget, hopeless: frozenset[str]) -> Budget | None:
+    """The fastest selection of changes that fits, if any does; of equally fast ones, that with the mildest changes."""
+    fitting: list[list[Change]] = []
+    for selected in _selections(_time_changes(start, hopeless)):
+        if (level := _best_level(_after(start, selected), selected, hopeless)) is not None:
+            fitting.append([*selected, *level])
+    if not fitting:
+        return None
+    blocks = "the blocks are checkpointed, and " if start.workload.buckets else ""
+    nothing = Change({}, words="nothing to change", reason=f"{blocks}everything stays on the device")
+    fastest = min(fitting, key=lambda changes: _after(start, changes).step_seconds)
+    return _taken(start, fastest or [nothing])
 
 
-def _search(budget: Budget, *, in_8_bits: bool) -> tuple[Budget | None, Budget]:
-    """The fastest settings that fit, if any, and the leanest ones.
-
-    Args:
-        in_8_bits: an int8 base model may be the leanest.
-    """
-    ladders = [list(ladder) for ladder in _ladders(budget)]
-    choices = [ladders]
-    if in_8_bits:
-        choices.append([[_in_8_bits(budget, each) for each in ladder] for ladder in ladders])
-    leanest = choices[-1][-1][-1]
-    budget = _with_tiles(budget, leanest)
-    beyond = _beyond(budget, leanest)
-    ways = [way for way in _with_decodings(budget) if PREVIEWS not in _beyond(way, leanest)]
-    if ways:
-        beyond -= {PREVIEWS}
-    found = [(way, each) for way in ways or [budget] if (each := _fastest(choices, way, beyond)) is not None]
-    fitting = [_with(way, *each) for way, each in found]  # of equally fast ones, previews that change least
-    fastest = min(fitting, key=lambda each: each.step_seconds, default=None)
-    return fastest, _with(ways[0] if ways else budget, *leanest)
+def _selections(changes: Sequence[Change]) -> Iterator[list[Change]]:
+    """Every selection of the changes, mild ones first; of one that includes another, only with that."""
+    for number in range(1 << len(changes)):
+        selected = [change for place, change in enumerate(changes) if number >> place & 1]
+        left = (change for change in changes if change not in selected)
+        if not any(each.values.items() <= change.values.items() for each in left for change in selected):
+            yield selected
 
 
-def _fastest(
-    choices: Iterable[Iterable[Sequence[Candidate]]], budget: Budget, beyond: frozenset[str]
-) -> Candidate | None:
-    """The fastest candidate that fits, from the first choice that has one; of two equally fast ones, the first."""
-    for ladders in choices:
-        found = [_first_that_fits(ladder, budget, beyond) for ladder in ladders]
-        if fitting := [candidate for candidate in found if candidate is not None]:
-            return min(fitting, key=lambda each: _with(budget, *each).step_seconds)
-    return None
+def _best_level(budget: Budget, selected: Sequence[Change], hopeless: frozenset[str]) -> list[Change] | None:
+    """The fastest change of `_levels` with which the budget fits; None if it fits with none."""
+
+    def fits(level: Sequence[Change], *, on_host: bool = False) -> bool:
+        after = _after(budget, level)
+        device = after.device if on_host else replace(after.device, host_memory=None)
+        return all(
+            phase.name in hopeless or phase.shortage(device, headroom=HEADROOM) is None for phase in after.phases
+        )
+
+    levels = _levels(budget, {key for change in selected for key in change.values})
+    count = bisect_left(levels, True, key=lambda level: not fits(level))
+    best = levels[count - 1] if count else None
+    # What stays on the device is no longer on the host.
+    return best if best is not None and fits(best, on_host=True) else None
 
 
-def _with_decodings(budget: Budget) -> Iterator[Budget]:
-    """The budget, and with the other ways of decoding previews if the user has not set one."""
-    yield budget
-    for how in () if budget.config.is_explicit("validation_decoding") else _decodings(budget):
-        reason = f"previews are decoded in {how} to fit {_room(budget.device)}, which changes {DECODINGS[how]}"
-        yield _with(budget, Change({"validation_decoding": how}), reason)
+def _levels(budget: Budget, keys: set[str]) -> list[list[Change]]:
+    """What may be kept on the device beside the selected changes of `keys`, from nothing to most."""
+    config, blocks = budget.config, len(budget.parts.transformer.blocks)
+    levels: list[list[Change]] = [[]]
+    residents, checkpointing = "group_offload_resident_blocks", "gradient_checkpointing"
+    if "enable_group_offload" in keys and not config.is_explicit(residents):
+        for count in range(1, blocks):
+            levels.append([Change({residents: count}, reason=f"{count} of {blocks} blocks stay resident")])
+    is_free = not any(map(config.is_explicit, (checkpointing, f"{checkpointing}_interval", KEPT)))
+    moved = keys & {"enable_group_offload", "speed_keep_attention", "offload_block_inputs"}
+    if is_free and not moved and budget.workload.buckets:
+        for count in range(1, blocks):
+            reason = f"memory holds the activations of {count} of {blocks} blocks, the others are recomputed"
+            levels.append([Change({KEPT: count}, reason=reason)])
+        levels.append([Change({checkpointing: False}, reason="memory holds all activations, so none is recomputed")])
+    return levels
 
 
-def _decodings(budget: Budget) -> list[str]:
-    """Ways of decoding previews in less memory, the mildest first."""
-    ways = ["whole", *(how for how in DECODINGS if how == "tiles" or budget.parts.spec.decodes_in_strips)]
-    now = budget.config.validation.validation_decoding
-    return ways[ways.index(now) + 1 :] if now in ways and budget.workload.previews else []
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "DDP": {"fsdp_enable": False, "enable_group_offload": False},
+    "DDP, streamed": {"fsdp_enable": False, **STREAMED},
+    "FSDP2": {"fsdp_enable": True, "enable_group_offload": False},
+}
 
 
-def _beyond(budget: Budget, leanest: Candidate) -> frozenset[str]:
-    """Phases other than training that do not fit even with the leanest settings: they must not slow down the steps."""
-    phases = phases_after((budget.config, budget.workload), [leanest[0]], budget)
-    lacking = [phase for phase in phases if shortage(phase, budget.device, headroom=HEADROOM)]
-    return frozenset(phase.name for phase in lacking if not phase.trains)
+def way_of(config: RunConfig) -> str:
+    """The way to train on several devices that the settings choose."""
+    if config.launch.is_sharded:
+        return "FSDP2"
+    return "DDP, streamed" if config.offload.enable_group_offload else "DDP"
 
 
-def _with_tiles(budget: Budget, leanest: Candidate) -> Budget:
-    """Enable VAE tiling if encoding would not fit otherwise."""
-    key, lacking = "vae_enable_tiling", _beyond(budget, leanest) - {PREVIEWS}
-    if not lacking or budget.config.is_explicit(key) or budget.config.caching.vae_enable_tiling:
+def find_ways(budget: Budget) -> dict[str, Budget | str]:
+    """All ways with the other settings of this run: their budgets, or why the settings exclude them; none for a run of
+    one process."""
+    if budget.config.launch.num_processes == 1 or not budget.steps:
+        return {}
+    names = [name for name in WAYS if budget.device.is_gpu or not WAYS[name]["enable_group_offload"]]
+    return {name: _other_way(budget, name) for name in names}
+
+
+def _other_way(budget: Budget, name: str) -> Budget | str:
+    if name == way_of(budget.config):
         return budget
-    reason = f"{' and '.join(sorted(lacking))} would not fit {_room(budget.device)}; latents change at the tiles' seams"
-    tiled = _with(budget, Change({key: True}), reason)
-    return tiled if _beyond(tiled, leanest) - {PREVIEWS} < lacking else budget
+    config = budget.config.with_values(WAYS[name], CHOSEN)
+    problems = (*exclusions(config), *check_launch(config), *check_offload(config))
+    excluded = next((problem for problem in problems if problem.fatal), None)
+    return f"{excluded.where} {excluded.message}" if excluded else replace(budget, config=config)
 
 
-def _first_that_fits(ladder: Sequence[Candidate], budget: Budget, beyond: frozenset[str]) -> Candidate | None:
-    start: Choice = budget.config, budget.workload
-    for change, reason in ladder:
-        phases = [phase for phase in phases_after(start, [change], budget) if phase.name not in beyond]
-        if fits(phases, budget.device, headroom=HEADROOM):
-            return change, reason
-    return None
-
-
-def _with_encoders(budget: Budget) -> Budget:
-    """Stream text encoders and slice the VAE, each if its own phase does not fit."""
-    keys = [("captions", "group_offload_text_encoder")]
-    if budget.parts.spec.slices_convolutions:
-        keys.append((budget.parts.spec.media_noun, "vae_enable_patch_conv"))
-    for subject, key in keys if budget.device.is_gpu else ():
-        reason = _shortages(budget).get(f"encoding {subject}")
-        if reason and not budget.config.is_explicit(key):
-            budget = _with(budget, Change({key: True}), reason)
-    return budget
-
-
-def _shortages(budget: Budget) -> dict[str, str | None]:
-    """The shortage of each phase, by name."""
-    return {phase.name: shortage(phase, budget.device, headroom=HEADROOM) for phase in budget.phases}
-
-
-def _with(budget: Budget, change: Change, reason: str) -> Budget:
-    config, workload = change.of((budget.config, budget.workload))
-    fitted = estimate(config, budget.parts, workload, budget.device, budget.listing)
-    chosen = [f"{key} {written(value)}" for key, value in change.values.items()]
-    decision = f"{', '.join(chosen) or 'nothing to change'}: {reason}"
-    return replace(fitted, decisions=[*budget.decisions, decision])
-
-
-def _ladders(budget: Budget) -> Iterator[Iterable[Candidate]]:
-    """Lists of settings, each ordered from fast to lean."""
-    config = budget.config
-    free = {key: not config.is_explicit(key) for key in OWN_KEYS}
-    if graph_key(config.launch) is not None:
-        free |= {"enable_group_offload": False, "offload_block_inputs": False}
-    if all(free[key] for key in OWN_KEYS[:3]) and budget.workload.buckets:
-        yield _depths(len(budget.parts.transformer.blocks))
-    kinds: list[tuple[dict[str, Any], str]] = [({}, "")]  # by default every block is checkpointed
-    if free["speed_keep_attention"] and keeps_attention(config.speed):
-        kinds.append(({"speed_keep_attention": False}, ", attention is recomputed"))
-    streams = _may_stream(config) and free["enable_group_offload"] and budget.device.is_gpu
-    streamed = {key: value for key, value in STREAMED.items() if free[key]}
-    if not budget.workload.buckets:  # nothing is trained
-        yield [(Change({}), "everything stays on the device")]
-        yield from [_streamed(budget, streamed, free, on_host=False, twice="")] if streams else []
+def check_ways(budget: Budget) -> Iterator[Problem]:
+    """A warning of FSDP2 for a LoRA that DDP has room for."""
+    if not budget.config.launch.is_sharded or budget.config.model.model_type != "lora":
         return
-    for on_host in (False, True) if free["offload_block_inputs"] and budget.device.is_gpu else (False,):
-        yield [_resident(values, on_host=on_host, twice=twice) for values, twice in kinds]
-        for values, twice in kinds if streams else ():
-            yield _streamed(budget, {**values, **streamed}, free, on_host=on_host, twice=twice)
-
-
-def _in_8_bits(budget: Budget, candidate: Candidate) -> Candidate:
-    """The last resort: an int8 base model, if the user has not set its precision."""
-    key, config = "base_model_precision", budget.config
-    if config.is_explicit(key) or config.model.model_type != "lora" or config.launch.fsdp_enable:
-        return candidate
-    lean = Change({**candidate[0].values, key: "int8-quanto"})
-    return lean, f"in 16 bits the run does not fit {_room(budget.device)}"
-
-
-def _may_stream(config: RunConfig) -> bool:
-    """Whether streaming is possible: only for frozen whole weights, and not with `enable_model_cpu_offload`."""
-    others = config.offload.enable_model_cpu_offload or config.launch.fsdp_enable
-    return config.model.model_type == "lora" and not others
-
-
-def _depths(blocks: int) -> Iterator[Candidate]:
-    """Checkpoint as few blocks as memory allows."""
-    yield Change({"gradient_checkpointing": False}), "memory holds all activations, so none is recomputed"
-    for kept in range(blocks - 1, 0, -1):
-        values = {"gradient_checkpointing": True, "gradient_checkpointing_kept_blocks": kept}
-        yield Change(values), f"memory holds the activations of {kept} of {blocks} blocks, the others are recomputed"
-
-
-def _resident(values: Mapping[str, Any], *, on_host: bool, twice: str) -> Candidate:
-    """Keep all weights on the device, and checkpoint every block."""
-    where = "their inputs are kept in host memory" if on_host else "everything stays on the device"
-    inputs = {"offload_block_inputs": True} if on_host else {}
-    return Change({**values, **inputs}), f"the blocks are checkpointed{twice}, and {where}"
-
-
-def _streamed(
-    budget: Budget, plain: Mapping[str, Any], free: Mapping[str, bool], *, on_host: bool, twice: str
-) -> Iterator[Candidate]:
-    """Stream blocks, keeping as many resident as fit."""
-    blocks = len(budget.parts.transformer.blocks)
-    for count in range(blocks - 1, -1, -1) if free["group_offload_resident_blocks"] else [None]:
-        values = dict(plain)
-        if count is not None:
-            values["group_offload_resident_blocks"] = count
-        if on_host:
-            values["offload_block_inputs"] = True
-        where = " and their inputs are kept in host memory" if on_host else ""
-        stay = f", {count} of {blocks} stay resident" if count else ""
-        yield Change(values), f"blocks are streamed{stay}{where}{twice}, to fit {_room(budget.device)}"
-
-
-def _room(device: Device) -> str:
-    return device.name if device.usable is None else gigabytes(device.usable)
+    for name, way in find_ways(budget).items():
+        if isinstance(way, Budget) and way is not budget and way.fits:
+            message = (
+                f"{name} fits too, and each process sends {gigabytes(way.sent.total)} a step instead of "
+                f"{gigabytes(budget.sent.total)}: FSDP2 gathers the whole model again and again to train a LoRA."
+            )
+            yield Problem("fsdp_enable", message, fatal=False)
+            return

@@ -1,4 +1,4 @@
-"""Makes a plan that fits: `make_plan`, then the checks of memory and disk."""
+"""Makes a plan that fits: `make_plan`, then the checks of memory, disk and devices."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 
-from simpletuner.annexes.fitting.fit import check_fit, choose
-from simpletuner.annexes.fitting.no_gpu import check_gpu
-from simpletuner.annexes.fitting.ways import check_ways
-from simpletuner.budget.budget import PREVIEWS, Budget, estimate, make_budget, shortage
-from simpletuner.budget.device import NCCL_BUFFERS, compute_capability, count_gpus, find_device
+from simpletuner.annexes.fitting.fit import DECODING, check_fit, check_ways, choose
+from simpletuner.annexes.fitting.show import MISSING_GPU, duration
+from simpletuner.budget import device as devices
+from simpletuner.budget.budget import PREVIEWS, Budget, make_budget, remaining_seconds
+from simpletuner.budget.device import NCCL_BUFFERS, compute_capability, count_gpus, find_device, this_cpu, with_measured
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
 from simpletuner.config.json_files import check_unset
-from simpletuner.config.load import BY_SIZE, RunConfig, raise_if_fatal
+from simpletuner.config.load import raise_if_fatal
 from simpletuner.config.precision import check_capability, multiplied
+from simpletuner.config.schema import BY_SIZE
 from simpletuner.config.sources import Arguments
 from simpletuner.distributed.world import launched
 from simpletuner.errors import Problem
@@ -23,10 +24,11 @@ from simpletuner.models.cost import VaeLoad
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing
 
-DECODING = "validation_decoding"
 # torch's `upsample_nearest3d` on CUDA refused more (pytorch #144855), and since then counts them in 32 unsigned bits.
 MOST_UPSAMPLED = 2**31
 FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
+FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
+DAY = 86400.0
 
 
 def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:
@@ -44,14 +46,11 @@ def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Bud
 
 def check_devices(processes: int) -> Iterator[Problem]:
     """Each process needs a device of its own. A launcher may have shown each process only its own already."""
-    devices = count_gpus()
-    if 0 < devices < processes and launched(os.environ) is None:
-        message = f"{processes} processes on this machine, which has {_count(devices)}; each needs one of its own."
+    count = count_gpus()
+    if 0 < count < processes and launched(os.environ) is None:
+        gpus = "1 GPU" if count == 1 else f"{count} GPUs"
+        message = f"{processes} processes on this machine, which has {gpus}; each needs one of its own."
         yield Problem("num_processes", message)
-
-
-def _count(devices: int) -> str:
-    return "1 GPU" if devices == 1 else f"{devices} GPUs"
 
 
 def weigh_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:
@@ -86,23 +85,22 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
             # Tiled latents have separate cache entries, so the missing ones are listed again.
             budget = replace(make_budget(chosen, device), decisions=budget.decisions)
         plan = chosen
-    found = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
-    found += [*check_disk(plan, find_writings(plan, budget)), *check_products_here(plan.config)]
-    problems.extend(found)
-    return replace(plan, warnings=[*plan.warnings, *(each for each in found if not each.fatal)]), budget
+    judged = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
+    judged += check_disk(plan, find_writings(plan, budget))
+    # Of another machine's GPU it is unknown which products it has.
+    if multiplied(plan.config.precision) and plan.config.offload.plan_device_memory_gb is None:
+        judged += check_capability(plan.config.precision, compute_capability())
+    problems.extend(judged)
+    return replace(plan, warnings=[*plan.warnings, *(each for each in judged if not each.fatal)]), budget
 
 
 def with_strips(budget: Budget) -> Budget:
     """Decode previews in strips where `check_decoding` has doubts or they fit only so, unless the user chose how."""
     if budget.config.is_explicit(DECODING) or not budget.parts.spec.decodes_in_strips:
         return budget
-    config = budget.config.with_values({DECODING: "strips"}, BY_SIZE)
-    strips = estimate(config, budget.parts, budget.workload, budget.device, budget.listing)
-    whole, lean = (
-        any(shortage(each, budget.device) for each in found.phases if each.name == PREVIEWS)
-        for found in (budget, strips)
-    )
-    only_so = whole and not lean and config.offload.offload != "auto"  # which has more to choose from
+    strips = replace(budget, config=budget.config.with_values({DECODING: "strips"}, BY_SIZE))
+    whole, lean = (any(phase.name == PREVIEWS for phase, _ in each.shortages()) for each in (budget, strips))
+    only_so = whole and not lean and budget.config.offload.offload != "auto"  # which has more to choose from
     return strips if only_so or any(check_decoding(budget)) else budget
 
 
@@ -116,12 +114,36 @@ def check_decoding(budget: Budget) -> Iterator[Problem]:
         yield Problem(DECODING, f"{message} strips and tiles do not.", fatal=False)
 
 
-def check_products_here(config: RunConfig) -> Iterator[Problem]:
-    """Whether this machine's GPU has the products that the settings ask for; of another machine's it is unknown."""
-    if multiplied(config.precision) and config.offload.plan_device_memory_gb is None:
-        yield from check_capability(config.precision, compute_capability())
-
-
 def feature_room(plan: Plan) -> float:
     """Bytes that features may take on the disk with the latents."""
     return FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free
+
+
+def check_gpu(plan: Plan, budget: Budget) -> Iterator[Problem]:
+    """A warning about a published model without a GPU; `train` refuses it if consent is needed."""
+    device, seconds = budget.device, sum(remaining_seconds(plan, budget))
+    if device.is_gpu or not seconds or budget.parts.transformer.parameters < FULL_SIZE:
+        return
+    why, advice = "no GPU can be used here", ""
+    if device.idle:
+        why, advice = f"torch cannot use the {device.idle} of this machine", " docs/INSTALL.md says what to do."
+        if not devices.torch_uses_gpus():
+            why += ", since its CPU build is installed"
+            advice = " Run pip uninstall torch, then pip install torch."
+    if needs_consent(plan, budget):
+        advice += " To train on the CPU, give --yes or set i_know_what_i_am_doing."
+    time = f"about {duration(seconds)} on the CPU, {duration(budget.step_seconds)} a step"
+    yield Problem(MISSING_GPU, f"{why}: {time}.{advice}", fatal=False)
+
+
+def needs_consent(plan: Plan, budget: Budget) -> bool:
+    """Whether a run takes more than a day, and its settings do not say that this is meant."""
+    return sum(remaining_seconds(plan, budget)) > DAY and not plan.config.run.i_know_what_i_am_doing
+
+
+def on_cpu(plan: Plan, budget: Budget) -> Budget:
+    """The budget of the same run on this machine's processor, for when torch cannot use the planned GPU."""
+    device = find_device(output_dir=plan.output_dir)
+    if device.is_gpu:
+        device = with_measured(this_cpu(idle=device.name), plan.output_dir)
+    return replace(budget, device=device)

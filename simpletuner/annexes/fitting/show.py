@@ -1,21 +1,26 @@
-"""The plan as text: what will run, on which data and device, with which settings and at what cost."""
+"""The plan: what will run, on which data and device, with which settings and at what cost.
+
+As text for people, and as one JSON document for programs (`simpletuner plan --json`).
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, TextIO
 
-from simpletuner.annexes.fitting.ways import find_ways, way_of
-from simpletuner.budget.budget import BucketCost, Budget, fits, gigabytes, taken_by_others
-from simpletuner.budget.disk import Writing, feature_costs, find_writings
-from simpletuner.budget.estimate import technique_cost
-from simpletuner.budget.rounds import preview_rounds, remaining_seconds, remaining_steps
+from simpletuner.annexes.fitting.fit import find_ways, way_of
+from simpletuner.budget.budget import Budget, preview_rounds, remaining_seconds, remaining_steps
+from simpletuner.budget.device import gigabytes
+from simpletuner.budget.disk import feature_costs, find_writings
+from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
 from simpletuner.config.schema import all_options
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
+from simpletuner.errors import Problem
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated
 from simpletuner.redaction import redact_settings
@@ -24,6 +29,7 @@ from simpletuner.reporting.progress import in_red
 logger = logging.getLogger(__name__)
 # Of longer ledgers, only counts and rejected files are shown.
 LONGEST_LEDGER = 60
+MOST_LEFT_OUT = 200  # files of a dataset that are listed with their reason; the plan in the terminal lists all
 MISSING_GPU = "device"  # `where` of the warning about a missing GPU, which is shown first
 
 
@@ -65,7 +71,7 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield from _cache_lines(plan, budget)
     yield from _preview_lines(plan)
     yield ""
-    yield from budget_lines(plan, budget, find_writings(plan, budget))
+    yield from budget_lines(plan, budget)
     if len(plan.warnings) > len(urgent):
         yield ""
         yield "Warnings:"
@@ -86,16 +92,17 @@ def _length_lines(plan: Plan) -> Iterator[str]:
 
 
 def _setting_lines(plan: Plan) -> Iterator[str]:
-    values = redact_settings(plan.config.flat())
-    changed = [name for name in all_options() if plan.config.origins[name] != "default"]
-    width = max((len(name) for name in changed), default=0)
-    for name in changed:
-        yield f"  {name:<{width}}  {_written(values[name])}  ({plan.config.origins[name]})"
+    changed = changed_settings(plan)
+    width = max((len(name) for name, _, _ in changed), default=0)
+    for name, value, origin in changed:
+        written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        yield f"  {name:<{width}}  {written}  ({origin})"
 
 
-def _written(value: Any) -> str:
-    """A value as in config.json; strings without quotes."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:
+    """Settings that differ from their defaults, with value and origin; secrets are redacted."""
+    values, origins = redact_settings(plan.config.flat()), plan.config.origins
+    return [(name, values[name], origins[name]) for name in all_options() if origins[name] != "default"]
 
 
 def _count(number: int, word: str, words: str = "") -> str:
@@ -119,14 +126,12 @@ def _ledger_lines(dataset: Dataset) -> Iterator[str]:
 def _fate(entry: LedgerEntry) -> str:
     if entry.use or entry.geometry is None or entry.original_size is None:
         return f"not used, {entry.use}"
-    geometry = entry.geometry
-    width, height = geometry.size
-    left, top = geometry.crop
-    size = f"{entry.original_size[0]}x{entry.original_size[1]}"
-    resized = f"{geometry.resized[0]}x{geometry.resized[1]}"
+    left, top = entry.geometry.crop
+    size, resized, cropped = (f"{width}x{height}" for width, height in
+                              (entry.original_size, entry.geometry.resized, entry.geometry.size))  # fmt: skip
     frames = f"{entry.frames} frames, " if entry.frames > 1 else ""
-    fitted = f"resized to {resized}, cropped to {width}x{height} at {left},{top}"
     note = f", {entry.note}" if entry.note else ""
+    fitted = f"resized to {resized}, cropped to {cropped} at {left},{top}"
     return f"{size}, {frames}{fitted}, {_count(entry.captions, 'caption')}{note}"
 
 
@@ -135,20 +140,20 @@ def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if listing is None:
         yield "Caches: the checkpoint will be downloaded first; then everything is encoded once."
         return
-    for what, absent, total in (
-        ("captions and prompts", len(listing.texts.missing), len(listing.texts)),
-        (plan.spec.media_noun, len(listing.ahead.missing), len(listing.ahead)),
-    ):
-        yield f"Cache of {what}: {total - absent} of {total} are there, {absent} to encode"
-    later = len(listing.encoded_in_training)
+    noun, later = plan.spec.media_noun, len(listing.encoded_in_training)
+    for what, entries in (("captions and prompts", listing.texts), (noun, listing.ahead)):
+        yield _cached(what, entries)
     if later:
-        what = f"{later} {plan.spec.media_noun}"
-        yield f"Encoded in training: {what}; the VAE stays on the device, and its time is not counted below"
+        yield f"Encoded in training: {later} {noun}; the VAE stays on the device, and its time is not counted below"
     if listing.features:
-        absent, total = len(listing.features.missing), len(listing.features)
         seconds = duration(feature_costs(plan.spec, listing).flops / budget.device.rates.matmul)
-        time = f" (about {seconds}, and the time to decode them)" if absent else ""
-        yield f"Cache of features: {total - absent} of {total} are there, {absent} to encode{time}"
+        time = f" (about {seconds}, and the time to decode them)" if listing.features.missing else ""
+        yield f"{_cached('features', listing.features)}{time}"
+
+
+def _cached(what: str, entries: Entries[Any]) -> str:
+    absent, total = len(entries.missing), len(entries)
+    return f"Cache of {what}: {total - absent} of {total} are there, {absent} to encode"
 
 
 def _preview_lines(plan: Plan) -> Iterator[str]:
@@ -167,20 +172,26 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
 SHOWN_BUCKETS = 4
 
 
-def budget_lines(plan: Plan, budget: Budget, writings: Sequence[Writing]) -> Iterator[str]:
+def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     """The estimates of memory, time and disk, line by line."""
-    device = budget.device
+    device, launch = budget.device, budget.config.launch
     room = "unknown memory" if device.memory is None else gigabytes(device.memory)
-    room = ", ".join(filter(None, [room, taken_by_others(device)]))
+    room = ", ".join(filter(None, [room, device.taken_by_others]))
     host = f", host memory {gigabytes(device.host_memory)}" if device.is_gpu and device.host_memory else ""
     yield f"Estimate for {device.name}, {room}{host} ({device.note})"
-    yield from _process_lines(budget)
+    if launch.num_processes > 1:
+        where = _count(launch.num_machines, "machine")
+        yield f"  {launch.num_processes} processes on {where}, one per device, {way_of(budget.config)}"
+        yield "  memory is that of one device, and on the host of all processes of a machine"
     yield from _phase_lines(budget)
     yield from _bucket_lines(budget)
     yield from _time_lines(plan, budget)
     yield from _way_lines(budget)
-    yield from _technique_lines(budget)
-    disk = ", ".join(f"{each.what} up to {gigabytes(each.total)}" for each in writings)
+    added = budget.model.added(budget.steps[0].load)  # which the estimates above include
+    for count, kind in ((added.forwards, "forward"), (added.passes, "forward and backward")):
+        if count:
+            yield f"  with {count:.2g} extra {kind} passes a micro-step on average"
+    disk = ", ".join(f"{each.what} up to {gigabytes(each.total)}" for each in find_writings(plan, budget))
     yield f"  disk: {disk}"
     if budget.parts.assumed:
         yield f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {plan.flavour.name}"
@@ -188,35 +199,10 @@ def budget_lines(plan: Plan, budget: Budget, writings: Sequence[Writing]) -> Ite
         yield f"  offload auto: {decision}"
 
 
-def _process_lines(budget: Budget) -> Iterator[str]:
-    """How the processes of a run train together; no lines for one process."""
-    launch = budget.config.launch
-    if launch.num_processes > 1:
-        where = _count(launch.num_machines, "machine")
-        yield f"  {launch.num_processes} processes on {where}, one per device, {way_of(budget.config)}"
-        yield "  memory is that of one device, and on the host of all processes of a machine"
-
-
-def _way_lines(budget: Budget) -> Iterator[str]:
-    """The ways to use several devices: peak memory, bytes that each process sends in a step, and time."""
-    ways = find_ways(budget)
-    if ways:
-        yield f"  {'ways to train':<17}{'device':>10}{'host':>10}{'sent':>10}{'step':>10}"
-    for way in ways:
-        if way.budget is None:
-            yield f"  {way.name}: {way.reason}"
-            continue
-        cells = (*map(gigabytes, (*way.peaks, way.budget.sent.total)), duration(way.budget.step_seconds))
-        chosen = ", as configured" if way.name == way_of(budget.config) else ""
-        verdict = ("fits" if way.fits else "does not fit") + chosen
-        yield f"  {way.name:<17}{''.join(f'{cell:>10}' for cell in cells)}  {verdict}"
-
-
 def _phase_lines(budget: Budget) -> Iterator[str]:
     """Peaks of the phases; for training, of the largest bucket."""
-    training = [phase for phase in budget.phases if phase.name.startswith("training")]
-    worst = max(training, key=lambda phase: phase.device, default=None)
-    shown = [phase for phase in budget.phases if phase not in training or phase is worst]
+    worst = max((phase for phase in budget.phases if phase.trains), key=lambda phase: phase.device, default=None)
+    shown = [phase for phase in budget.phases if not phase.trains or phase is worst]
     names = ["peak memory", *(phase.name for phase in shown)]
     width = max(map(len, names)) + 2
     yield f"  {names[0]:<{width}}{'device':>10}{'host':>10}"
@@ -227,24 +213,20 @@ def _phase_lines(budget: Budget) -> Iterator[str]:
 
 def _bucket_lines(budget: Budget) -> Iterator[str]:
     """The largest buckets: tokens, FLOPs, memory by kind, and time."""
-    shown = budget.buckets[:SHOWN_BUCKETS]
-    width = max((len(each.bucket.label) for each in shown), default=0) + 2
-    width = max(width, len("micro-step") + 2)
+    buckets = list(zip(budget.workload.buckets, budget.steps, strict=True))
+    width = max([len("micro-step"), *(len(bucket.label) for bucket, _ in buckets[:SHOWN_BUCKETS])]) + 2
     heads = ("tokens", "TFLOP", "weights", "trained", "inputs", "block", "time")
     yield f"  {'micro-step':<{width}}" + "".join(f"{head:>10}" for head in heads)
-    for each in shown:
-        yield f"  {each.bucket.label:<{width}}" + "".join(f"{cell:>10}" for cell in _cells(budget, each))
-    if len(budget.buckets) > SHOWN_BUCKETS:
-        yield f"  and {len(budget.buckets) - SHOWN_BUCKETS} smaller buckets"
-
-
-def _cells(budget: Budget, each: BucketCost) -> Iterator[str]:
-    memory, load = each.memory, budget.parts.load(each.bucket)
-    yield str(load.samples * load.tokens)
-    yield f"{each.step.executed.total / 1e12:.3g}"
-    for part in (memory.weights, memory.trained + memory.update, memory.inputs, memory.block + memory.outside):
-        yield gigabytes(part)
-    yield duration(each.step.seconds)
+    for bucket, step in buckets[:SHOWN_BUCKETS]:
+        memory, cost = step.memory, step.cost
+        parts = memory.weights, memory.trained + memory.update, memory.inputs, memory.block + memory.outside
+        cells = (
+            str(step.load.samples * step.load.tokens), f"{cost.executed.total / 1e12:.3g}", *map(gigabytes, parts),
+            duration(cost.seconds),
+        )  # fmt: skip
+        yield f"  {bucket.label:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
+    if len(buckets) > SHOWN_BUCKETS:
+        yield f"  and {len(buckets) - SHOWN_BUCKETS} smaller buckets"
 
 
 def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
@@ -253,17 +235,22 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
         return
     training, previews = remaining_seconds(plan, budget)
     beside = f", and {duration(previews)} for previews" if previews else ""
-    each, whole, steps = duration(budget.step_seconds), duration(training), remaining_steps(plan)
-    yield f"  about {each} a step, {whole} for {steps} steps{beside}; without filling the caches"
+    step, whole, steps = duration(budget.step_seconds), duration(training), remaining_steps(plan)
+    yield f"  about {step} a step, {whole} for {steps} steps{beside}; without filling the caches"
 
 
-def _technique_lines(budget: Budget) -> Iterator[str]:
-    """Extra forward passes of techniques, which the estimates above include."""
-    load = budget.parts.load(budget.buckets[0].bucket)
-    added = technique_cost(budget.parts.transformer, budget.setup, load)
-    for count, kind in ((added.forwards, "forward"), (added.passes, "forward and backward")):
-        if count:
-            yield f"  with {count:.2g} extra {kind} passes a micro-step on average"
+def _way_lines(budget: Budget) -> Iterator[str]:
+    """The ways to use several devices: peak memory, bytes that each process sends in a step, and time."""
+    ways = find_ways(budget)
+    if ways:
+        yield f"  {'ways to train':<17}{'device':>10}{'host':>10}{'sent':>10}{'step':>10}"
+    for name, way in ways.items():
+        if isinstance(way, str):
+            yield f"  {name}: {way}"
+            continue
+        cells = (*map(gigabytes, (*way.peaks, way.sent.total)), duration(way.step_seconds))
+        verdict = ("fits" if way.fits else "does not fit") + (", as configured" if way is budget else "")
+        yield f"  {name:<17}{''.join(f'{cell:>10}' for cell in cells)}  {verdict}"
 
 
 def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
@@ -288,7 +275,7 @@ def fit_line(budget: Budget) -> str:
     needs = {each.name: each.needed(device) for each in budget.phases}
     peak = max(needs, key=lambda name: needs[name])
     room = "" if device.memory is None else f" of {gigabytes(device.memory)}"
-    verdict = "fits" if fits(budget.phases, device) else "does not fit"
+    verdict = "fits" if budget.fits else "does not fit"
     return f"  {verdict}: up to {gigabytes(needs[peak])}{room} on {device.name}, while {peak}"
 
 
@@ -300,3 +287,91 @@ def duration(seconds: float) -> str:
         if seconds < end:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds / 86400:.0f} days"
+
+
+def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) -> str:
+    """The document; if a fatal problem prevents a plan, it holds only the problems.
+
+    Bytes and seconds are plain numbers; unknown values are `null`.
+    """
+    listed = [{"key": each.where, "message": each.message, "fatal": each.fatal} for each in dict.fromkeys(problems)]
+    judged = {"problems": listed, "ok": not any(problem.fatal for problem in problems)}
+    described = _described(*weighed) if weighed else {}
+    return json.dumps(judged | described, indent=2, ensure_ascii=False)
+
+
+def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
+    device, launch, length = budget.device, budget.config.launch, plan.length
+    training, previews = remaining_seconds(plan, budget)
+    seconds = {"step": budget.step_seconds, "training": training, "previews": previews, "total": training + previews}
+    return {
+        "model": {
+            "family": plan.spec.name,
+            "flavour": plan.flavour.name,
+            "type": plan.config.model.model_type,
+            "location": plan.source["transformer"].location,
+        },
+        "output_dir": str(plan.output_dir),
+        "seed": plan.seed,
+        "settings": {key: {"value": value, "origin": origin} for key, value, origin in changed_settings(plan)},
+        "datasets": [_dataset(dataset) for dataset in plan.datasets],
+        "length": {
+            "steps": length.total_steps,
+            "steps_done": length.total_steps - remaining_steps(plan),
+            "epochs": length.epochs,
+            "batches_per_epoch": length.batches_per_epoch,
+            "finished": plan.is_finished,
+        },
+        "device": {"name": device.name, "memory": device.memory, "usable": device.usable},
+        "memory": [{"phase": each.name, "device": each.device, "host": each.host} for each in budget.phases],
+        "buckets": [
+            {
+                "size": bucket.label,
+                "share": bucket.share,
+                "tokens": step.load.samples * step.load.tokens,
+                "flops": step.cost.executed.total,
+                "memory": step.memory.total,
+                "seconds": step.cost.seconds,
+            }
+            for bucket, step in zip(budget.workload.buckets, budget.steps, strict=True)
+        ],
+        "seconds": seconds,  # without filling the caches
+        "processes": {
+            "count": launch.num_processes,
+            "machines": launch.num_machines,
+            "way": way_of(budget.config),
+            "sent": asdict(budget.sent),
+            "ways": [_way(name, way) for name, way in find_ways(budget).items()],
+        },
+        "disk": [
+            {"what": each.what, "folder": str(each.folder), "bytes": each.total} for each in find_writings(plan, budget)
+        ],
+        "offload_auto": list(budget.decisions),
+    }
+
+
+def _dataset(dataset: Dataset) -> dict[str, Any]:
+    left_out = [{"file": entry.name, "reason": entry.use} for entry in dataset.unused()]
+    return {
+        "id": dataset.id,
+        "files": len(dataset.samples) + len(left_out),
+        "used": len(dataset.samples),
+        "left_out": left_out[:MOST_LEFT_OUT],
+        "trained": dataset.config.is_trained,
+        "repeats": dataset.repeats,
+        "buckets": dataset.sizes(),
+    }
+
+
+def _way(name: str, way: Budget | str) -> dict[str, Any]:
+    if isinstance(way, str):
+        return {"way": name, "fits": False, "excluded": way}
+    device, host = way.peaks
+    return {
+        "way": name,
+        "fits": way.fits,
+        "device": device,
+        "host": host,
+        "sent": way.sent.total,
+        "seconds": way.step_seconds,
+    }

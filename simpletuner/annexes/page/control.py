@@ -48,7 +48,7 @@ class Runs:
 
     def all(self) -> list[Run]:
         """Every run: those at work first, then the newest."""
-        folders = {self.project.run: ""} if self.project.run else {**found_below(self.project), **self._configured()}
+        folders = {self.project.run: ""} if self.project.run else self._recorded() | self._configured()
         runs = [self._at(folder) for folder in folders]
         for run in runs:
             run.written_by = folders[run.folder]
@@ -70,6 +70,11 @@ class Runs:
 
     def _at(self, folder: Path) -> Run:
         return self._runs.setdefault(folder, Run(run_id(folder), folder, self.project.run is None))
+
+    def _recorded(self) -> dict[Path, str]:
+        """Folders with the files of a run, near the top of the project."""
+        walked = islice((each for root in (self.project.folder, *self.project.roots) for each in walk(root)), FOLDERS)
+        return {folder: "" for folder, files in walked if {METRICS_FILE, LOCK_FILE, CONSOLE_FILE} & files}
 
     def _configured(self) -> dict[Path, str]:
         """The output folders of all configs; those of packaged examples only if they exist."""
@@ -222,12 +227,6 @@ def output_dir_of(file: Path) -> str:
     """
     given = canonical(read_config_file(file, []), []).get("output_dir")
     return str(given or all_options()["output_dir"].default)
-
-
-def found_below(project: Project) -> dict[Path, str]:
-    """Folders with the files of a run, near the top of a project."""
-    walked = islice((each for root in (project.folder, *project.roots) for each in walk(root)), FOLDERS)
-    return {folder: "" for folder, files in walked if {METRICS_FILE, LOCK_FILE, CONSOLE_FILE} & files}
 
 
 def walk(root: Path) -> Iterator[tuple[Path, set[str]]]:

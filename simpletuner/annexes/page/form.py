@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-import re
-import shutil
-import subprocess
-from collections.abc import Iterator
 from inspect import isfunction
-from pathlib import Path
 from typing import Any
 
+import psutil
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
@@ -104,11 +100,7 @@ def spec_named(family: str) -> FamilySpec:
 
 def gpus(request: Request) -> Response:
     """Every NVIDIA GPU with its memory in bytes, None where it does not tell; an empty list without a driver."""
-    program = shutil.which("nvidia-smi")
-    try:
-        lines = ask_driver(program, *GPU_QUERY) if program else []
-    except (OSError, subprocess.SubprocessError):
-        lines = []  # a broken driver is reported when a run starts
+    lines = ask_driver(*GPU_QUERY)  # a broken driver is reported when a run starts
     return JSONResponse([gpu_json(*map(str.strip, line.split(","))) for line in lines])
 
 
@@ -119,10 +111,8 @@ def gpu_json(index: str, name: str, *mebibytes: str) -> dict[str, Any]:
 
 
 def memory(request: Request) -> Response:
-    """The machine's memory in bytes; None where the system does not tell."""
-    path = Path("/proc/meminfo")
-    told = re.search(r"MemAvailable:\s+(\d+) kB", path.read_text(encoding="ascii")) if path.is_file() else None
-    return JSONResponse({"total": host_memory(), "free": int(told[1]) * 1024 if told else None})
+    """The machine's memory in bytes."""
+    return JSONResponse({"total": host_memory(), "free": psutil.virtual_memory().available})
 
 
 def tabs() -> list[dict[str, Any]]:
@@ -134,16 +124,14 @@ def tabs() -> list[dict[str, Any]]:
 @functools.cache
 def fields(family: str | None = None) -> tuple[Field, ...]:
     """Every option, in the order of the page, with the defaults of a family."""
-    return tuple(_fields(FAMILIES[family] if family else None))
-
-
-def _fields(spec: FamilySpec | None) -> Iterator[Field]:
-    grouped, options = sections(), all_options()
+    spec = FAMILIES[family] if family else None
+    grouped, options, shown = sections(), all_options(), list[Field]()
     moved = {key for section in SECTIONS for key in section.keys}
     for section in SECTIONS:
-        yield from (_field(options[key], spec, section.id, "") for key in section.keys)
+        shown += [_field(options[key], spec, section.id, "") for key in section.keys]
         for group in section.groups:
-            yield from (_field(each, spec, section.id, group) for each in grouped[group] if each.name not in moved)
+            shown += [_field(each, spec, section.id, group) for each in grouped[group] if each.name not in moved]
+    return tuple(shown)
 
 
 @functools.cache

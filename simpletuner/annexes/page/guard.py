@@ -1,15 +1,14 @@
-"""Who may use the page, and how much they may send: what every request passes before any route. Free of torch.
+"""Who may use the page: what every request passes before any route. Free of torch.
 
 The page has no accounts: it is for the user who started it. On this machine's own address the system says whose a
 connection is: Linux lists the sockets of a machine with their users. Forwarded ports belong to whoever forwards them:
 `ssh -L` to the user who logged in, the relays of WSL and of most containers to root. Where the system does not say, and
 on any other address, a request needs a token. It must also name this machine (`Host`, against DNS rebinding) and not
-come from another site (`Origin`, `Sec-Fetch-Site`). Bodies are JSON, of limited size, and must arrive in limited time.
+come from another site (`Origin`, `Sec-Fetch-Site`). Bodies are JSON of limited size.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import secrets
@@ -27,15 +26,13 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from simpletuner.annexes.page.live import BUTTONS
-from simpletuner.annexes.page.project import Refusal
+from simpletuner.annexes.page.project import LARGEST_BODY, Refusal, too_large
 from simpletuner.errors import UserError
 from simpletuner.redaction import hidden_for_now
 from simpletuner.run.lock import create
 
 End = tuple[str, int]
 SAFE = frozenset({"GET", "HEAD"})
-LARGEST_BODY = 2 * 2**20
-BODY_SECONDS = 20.0  # a request has to be complete by then
 OWN_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; object-src 'none'; "
@@ -168,34 +165,7 @@ class Guard:
             except Refusal as refusal:
                 app = refusal.answer()
         with hidden_for_now():
-            await app(scope, limited(receive), send_secured)
-
-
-def limited(receive: Receive) -> Receive:
-    """`receive` that gives up on bodies that are too large, announced or not, or too slow."""
-    size, complete, deadline = 0, False, asyncio.get_running_loop().time() + BODY_SECONDS
-
-    async def receive_limited() -> Message:
-        nonlocal size, complete
-        if complete:
-            return await receive()  # the end of the connection
-        try:
-            async with asyncio.timeout_at(deadline):
-                message = await receive()
-        except TimeoutError:
-            raise Refusal(408, f"The request took longer than {BODY_SECONDS:g} s to arrive.") from None
-        size += len(message.get("body", b""))
-        complete = not message.get("more_body", False)
-        if size > LARGEST_BODY:
-            raise too_large()
-        return message
-
-    return receive_limited
-
-
-def too_large() -> Refusal:
-    """What a larger body is answered with."""
-    return Refusal(413, f"The request is larger than {LARGEST_BODY // 2**20} MB.")
+            await app(scope, receive, send_secured)
 
 
 def is_foreign(request: Request) -> bool:

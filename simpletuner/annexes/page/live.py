@@ -24,8 +24,8 @@ from simpletuner.annexes.page.runs import Run, Tail, record_in
 from simpletuner.atomic import writing_to
 from simpletuner.errors import UserError, WriteError
 from simpletuner.redaction import redact
-from simpletuner.reporting.curves import charts_of, hours_of, thin_extremes
-from simpletuner.reporting.html import left_out, render
+from simpletuner.reporting import html
+from simpletuner.reporting.curves import hours_of, thin_extremes
 from simpletuner.reporting.metrics import MEDIA_FILE, MIME, VIDEO_MIME, Columns, is_number, parse_row, read_media
 from simpletuner.reporting.pace import clock, pace_text
 from simpletuner.reporting.payloads import EVENTS_FILE, last_id, offset_after
@@ -172,7 +172,7 @@ def report(request: Request) -> Response:
 def listing(request: Request) -> Response:
     """All runs, as HTML."""
     shown = [(run, run.status()) for run in runs_of(request).all()]
-    return HTMLResponse(render("annexes/page/run_parts.html.jinja", part="list", runs=shown))
+    return HTMLResponse(html.render("annexes/page/run_parts.html.jinja", part="list", runs=shown))
 
 
 def view(request: Request) -> Response:
@@ -181,7 +181,7 @@ def view(request: Request) -> Response:
     if name not in PARTS:
         raise Refusal(404, f"A run has no part {name!r}.")
     run = chosen(request)
-    return HTMLResponse(render("annexes/page/run_parts.html.jinja", part=name, run=run, **PARTS[name](run)))
+    return HTMLResponse(html.render("annexes/page/run_parts.html.jinja", part=name, run=run, **PARTS[name](run)))
 
 
 def head(run: Run) -> dict[str, Any]:
@@ -209,10 +209,8 @@ def key_figures(progress: Mapping[str, Any], columns: Columns) -> Iterator[tuple
 
 def curves(run: Run) -> dict[str, Any]:
     """What the curves of a run show."""
-    columns = run.metrics
     with _drawing:
-        charts, hours = charts_of(columns), hours_of(columns)
-    return {"charts": charts, "chart_data": {"charts": [chart.to_json() for chart in charts], "hours": hours}}
+        return html.curves(run.metrics)
 
 
 def previews(run: Run) -> dict[str, Any]:
@@ -220,7 +218,7 @@ def previews(run: Run) -> dict[str, Any]:
     state, _, story = run.judge()
     grid = build_grid(read_media(run.folder / MEDIA_FILE), run.folder, lambda record: address(run, record.path))
     growing = [{**each, "source": address(run, each["path"])} for each in story.growing.values()]
-    return {"grid": grid, "left_out": left_out(grid), "growing": growing if state == "running" else []}
+    return {"grid": grid, "left_out": html.left_out(grid), "growing": growing if state == "running" else []}
 
 
 def address(run: Run, path: str) -> str:
@@ -242,15 +240,13 @@ PARTS: Mapping[str, Callable[[Run], dict[str, Any]]] = {
 
 
 def receive_event(request: Request, event: dict[str, Any]) -> Response:
-    """Keep an event of a run elsewhere; `type` and `job_id` tell what happened where."""
+    """Append an event of a run elsewhere as one line; `type` and `job_id` tell what happened where.
+
+    A full file is moved aside and replaces the one before it.
+    """
     if not isinstance(event.get("type"), str):
         raise Refusal(422, "This is no event: it has no type.")
-    keep(project_of(request).folder / CALLBACK_FILE, event)
-    return JSONResponse({"status": "ok"}, 202)
-
-
-def keep(file: Path, event: dict[str, Any]) -> None:
-    """Append an event as one line; a full file is moved aside and replaces the one before it."""
+    file = project_of(request).folder / CALLBACK_FILE
     with _writing:
         size = file.stat().st_size if file.is_file() else 0
         if size > LARGEST_FILE:
@@ -263,3 +259,4 @@ def keep(file: Path, event: dict[str, Any]) -> None:
             if file.is_file():
                 os.truncate(file, size)  # half a line would spoil the next one
             raise
+    return JSONResponse({"status": "ok"}, 202)

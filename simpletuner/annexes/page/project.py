@@ -6,6 +6,7 @@ anything that they name is. Only weights may lie anywhere: nothing in their file
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,6 +35,8 @@ SANDBOX = {"Content-Security-Policy": f"{POLICY}; sandbox allow-scripts allow-po
 # A report loads large clips from its folder, so it keeps its origin. Its policy lets it send nothing, open no window
 # and embed no page.
 SANDBOX_WITH_CLIPS = {"Content-Security-Policy": f"{POLICY}; sandbox allow-scripts allow-same-origin"}
+LARGEST_BODY = 2 * 2**20
+BODY_SECONDS = 20.0  # a request has to be complete by then
 CONFIG_NAME = re.compile(r"\w[\w.-]*")
 WEIGHTS = ("_name_or_path", "init_lora")  # ends of keys
 
@@ -177,14 +180,27 @@ def wanted(body: Mapping[str, Any], key: str, kind: type[dict] | type[list]) -> 
     return value
 
 
+def too_large() -> Refusal:
+    """What a larger body is answered with."""
+    return Refusal(413, f"The request is larger than {LARGEST_BODY // 2**20} MB.")
+
+
 async def read_object(request: Request) -> dict[str, Any]:
     """The JSON object in the body of a request.
 
     Raises:
-        Refusal: 400 if it is none.
+        Refusal: 400 if it is none, 413 if it is too large, announced or not, 408 if it is too slow.
     """
+    body = bytearray()
     try:
-        content = parse_json((await request.body()).decode())
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > LARGEST_BODY:
+                    raise too_large()
+        content = parse_json(body.decode())
+    except TimeoutError:
+        raise Refusal(408, f"The request took longer than {BODY_SECONDS:g} s to arrive.") from None
     except ValueError as error:
         raise Refusal(400, f"The request is not usable JSON: {error}.") from None
     if not isinstance(content, dict):

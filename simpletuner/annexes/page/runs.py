@@ -49,28 +49,24 @@ ENDED: Mapping[str, Status] = {"completed": "completed", "failed": "error", "can
 SILENCE = 900.0
 
 
+@dataclass(eq=False)
 class Tail:
     """The lines that are appended to a file, each once, and never more than a part of them in memory.
 
-    Args:
+    Attributes:
         number: the key of a whole number that their JSON objects have.
         begin: where to begin in a file, also in one that replaces it or was cut.
         renew: called before such a file is read.
-
-    Attributes:
         damage: a complete line that is no such object; empty if there is none.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        number: str,
-        begin: Callable[[BinaryIO], int] = lambda file: 0,
-        renew: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.path, self.damage = path, ""
-        self._number, self._begin, self._renew = number, begin, renew
-        self._file, self._offset = 0, 0
+    path: Path
+    number: str
+    begin: Callable[[BinaryIO], int] = lambda file: 0
+    renew: Callable[[], None] = lambda: None
+    damage: str = field(default="", init=False)
+    _file: int = field(default=0, init=False)
+    _offset: int = field(default=0, init=False)
 
     def lines(self) -> list[bytes]:
         """The next complete lines; none at the end of the file."""
@@ -81,7 +77,7 @@ class Tail:
         with self.path.open("rb") as file:
             now = os.fstat(file.fileno())
             if now.st_ino != self._file or now.st_size < self._offset:
-                self._restart(now.st_ino, self._begin(file))
+                self._restart(now.st_ino, self.begin(file))
             file.seek(self._offset)
             part = file.read(PART)
         end = part.rfind(b"\n") + 1 or (PART if len(part) == PART else 0)
@@ -90,7 +86,7 @@ class Tail:
 
     def _restart(self, file: int, offset: int) -> None:
         self._file, self._offset, self.damage = file, offset, ""
-        self._renew()
+        self.renew()
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The objects in all new lines."""
@@ -99,7 +95,7 @@ class Tail:
 
     def parse(self, line: bytes) -> dict[str, Any] | None:
         """The object in a line."""
-        row = parse_row(line, self._number)
+        row = parse_row(line, self.number)
         if row is None:
             self.reject(line)
         return row
@@ -414,7 +410,7 @@ class Run:
             "status": state,
             "job_id": story.job_id,
             "progress": progress if is_active else progress | {"eta_seconds": None},
-            "stages": {key: stage if is_active else over(stage) for key, stage in story.stages.items()},
+            "stages": story.stages if is_active else {key: over(stage) for key, stage in story.stages.items()},
             "config": blank["config"] | {"name": self.config},
             "message": "Stops after this step and its previews." if is_asked else redact(message),
             "can": blank["can"]

@@ -103,24 +103,20 @@ def create_app(project: Project, mode: Mode = "unified") -> Starlette:
     """The application that serves a project, without its guard."""
     app = Starlette(
         routes=[*ALWAYS, *(ELSEWHERE if mode != "trainer" else []), *(PAGE if mode != "callback" else [])],
-        exception_handlers={UserError: refused, HTTPException: no_such_route},
+        exception_handlers={UserError: refused, HTTPException: refused},
     )
     app.state.runs = Runs(project)
     return app
 
 
 def refused(request: Request, error: Exception) -> Response:
-    """Answers a `Refusal`, and what the command line would end with."""
+    """Answers a `Refusal`, what the command line would end with, and wrong addresses and methods."""
+    if isinstance(error, HTTPException):
+        return Refusal(error.status_code, error.detail).answer(error.headers)
     if not isinstance(error, Refusal):
         status = 507 if isinstance(error, DiskFullError) else 422
         error = Refusal(status, error.problems if isinstance(error, ConfigError) else str(error))
     return error.answer()
-
-
-def no_such_route(request: Request, error: Exception) -> Response:
-    """Answers wrong addresses and methods as every other mistake."""
-    assert isinstance(error, HTTPException)
-    return Refusal(error.status_code, error.detail).answer(error.headers)
 
 
 def listen(host: str, port: int) -> socket.socket:

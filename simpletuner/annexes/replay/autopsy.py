@@ -14,10 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from simpletuner.atomic import build_folder, write_atomically, write_json
 from simpletuner.budget.budget import Budget
@@ -32,12 +34,7 @@ from simpletuner.reporting.metrics import METRICS_FILE, read_rows
 from simpletuner.run.companions import Companion
 from simpletuner.run.rehearsal import rehearse_micro_step, unchanged
 from simpletuner.run.session import Session
-from simpletuner.training.guard import (
-    gradient_size,
-    stop_if_gradients_not_finite,
-    stop_if_losses_not_finite,
-    watched_outputs,
-)
+from simpletuner.training.guard import gradient_size, stop_if_gradients_not_finite, stop_if_losses_not_finite
 from simpletuner.training.manifest import Checkpoint, find_checkpoints
 from simpletuner.training.recorder import peak_memory
 from simpletuner.training.state import Assembly
@@ -214,6 +211,27 @@ def attempt(assembly: Assembly, reader: BatchReader, planned: PlannedBatch, done
         measured = gradient_size(every.values(), assembly.settings.optimizer)
         sizes = (*released.values(), *(each.item() for each in measured.values()))
         stop_if_gradients_not_finite(sizes, every, assembly.scaler, losses.names)
+
+
+@contextmanager
+def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
+    """A context in which modules whose output is NaN or infinite are added to the list, the first one first.
+
+    Every output is read from the device, which is slow.
+    """
+    modules: list[str] = []
+
+    def check(name: str, module: nn.Module, given: object, output: object) -> None:
+        outputs = output if isinstance(output, tuple | list) else [output]
+        if not all(each.isfinite().all() for each in outputs if isinstance(each, Tensor)):
+            modules.append(name or type(module).__name__)
+
+    hooks = [module.register_forward_hook(partial(check, name)) for name, module in model.named_modules()]
+    try:
+        yield modules
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:

@@ -20,10 +20,9 @@ from simpletuner.caching.keys import digest
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.values import Size
-from simpletuner.diffusion.flow import sampling_shift
 from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.models.kernels import KERNELS
+from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
 from simpletuner.plan.sampling import Weights
@@ -161,7 +160,7 @@ def recipe(plan: Plan, subject: Subject, size: Size, index: int, weights: Weight
     return {
         "prompt": subject.prompt.prompt, "source_image": subject.picture, "width": size[0], "height": size[1],
         "frames": frames, "frame_rate": plan.frame_rate, "seed": seed + index, "index": index,
-        **{key: values[key] for key in SETTINGS}, "shift": sampling_shift(plan.config),
+        **{key: values[key] for key in SETTINGS}, "shift": plan.config.sampling_shift,
         "model": f"{plan.spec.name}/{plan.flavour.name}",
         "base_model": None if weights.transformer else plan.source["transformer"].location,
         "weights": weights.name, "step": weights.step, "lora": weights.lora and str(weights.lora),

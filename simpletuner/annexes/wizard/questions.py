@@ -1,40 +1,31 @@
-"""The wizard's questions, in their order. All else about a setting comes from the option schema and the family: help,
-choices, defaults, limits, what it requires, and the section whose name is the heading."""
+"""The wizard's questions, in their order, with defaults and choices that depend on other answers or on this machine.
+
+All else about a setting comes from the option schema and the family: help, choices, defaults, limits, what it requires,
+and the section whose name is the heading.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from huggingface_hub import get_token
 
-from simpletuner.annexes.wizard.proposals import (
-    default_optimizer,
-    flavours,
-    nearest_lengths,
-    nearest_sizes,
-    prompt_library,
-    run_length,
-    usable_trackers,
-)
+from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.option import Option
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, all_options
+from simpletuner.config.trackers import PACKAGES, why_missing
 from simpletuner.errors import Problem, did_you_mean, nearest
 from simpletuner.models.registry import FAMILIES
+from simpletuner.models.spec import TASKS, Flavour
 from simpletuner.plan.draft import Draft
-
-Condition = Callable[[Draft], bool]
-Choices = Callable[[Draft], Mapping[str, str]]
-
 
 # Similarity (difflib's ratio) from which an answer counts as a misspelled choice, which is then proposed.
 MISSPELLED = 0.75
-
-
-def _without_lora(model_type: Any) -> dict[str, Any]:
-    """A full fine-tune has no LoRA that could have a rank."""
-    return {"lora_rank": None} if model_type == "full" else {}
+# The schema's default, one epoch, is too short for most datasets.
+STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -46,8 +37,7 @@ class Question:
         text: the question in a few words.
         when: whether it makes sense with the answers so far, if the setting has an effect with them.
         propose: a default if the file does not have the key; without it, the value that training would use.
-        remarks: on choices of the schema.
-        names: choices with a remark each, for keys whose choices are not in the schema.
+        names: choices with a remark each; without it, those of the schema.
         is_open: answers other than `names` are allowed.
         implied: further settings that an answer decides; None removes one.
         follows: the default depends on another setting, so the key is written only if it differs.
@@ -57,10 +47,9 @@ class Question:
 
     key: str
     text: str
-    when: Condition = lambda draft: True
+    when: Callable[[Draft], bool] = lambda draft: True
     propose: Callable[[Draft], Any] | None = None
-    remarks: Mapping[str, str] = field(default_factory=dict)
-    names: Choices | None = None
+    names: Callable[[Draft], Mapping[str, str]] | None = None
     is_open: bool = False
     implied: Callable[[Any], dict[str, Any]] = lambda value: {}
     follows: bool = False
@@ -74,7 +63,7 @@ class Question:
     def applies(self, draft: Draft) -> bool:
         """Whether to ask: the setting has an effect with the answers so far, and nothing excludes it."""
         settings = draft.config.flat()
-        excluded = any(other.holds(settings) for other in self.option.excludes)
+        excluded = any(rule.holds(settings) for rule in self.option.excludes)
         return self.key not in draft.judgement.without_effect and not excluded and self.when(draft)
 
     def default(self, draft: Draft) -> Any:
@@ -85,14 +74,7 @@ class Question:
 
     def choices(self, draft: Draft) -> Mapping[str, str]:
         """Allowed words with a remark each; empty if any answer is allowed."""
-        if self.names is not None:
-            return self.names(draft)
-        return {name: self.remarks.get(name, "") for name in self.option.choices}
-
-    @property
-    def is_optional(self) -> bool:
-        """Whether a plain `no` leaves the setting out."""
-        return not self.option.required and not self.option.is_flag
+        return self.names(draft) if self.names else dict.fromkeys(self.option.choices, "")
 
     def refusals(self, value: Any, choices: Mapping[str, str], draft: Draft) -> list[Problem]:
         """Why an answer cannot be used, apart from the checks of training."""
@@ -101,9 +83,9 @@ class Question:
             return [Problem(self.key, message)]
         if value is None and self.option.required:
             return [Problem(self.key, "is required.")]
-        better = self.alternatives(str(value), draft) if value is not None else []
-        if better:
-            return [Problem(self.key, f"{value} does not fit the model; {_near(better)}.")]
+        if better := self.alternatives(str(value), draft) if value is not None else []:
+            are = "nearest are" if len(better) > 1 else "nearest is"
+            return [Problem(self.key, f"{value} does not fit the model; the {are} {' and '.join(better)}.")]
         return []
 
     def suggestion(self, answer: str, choices: Mapping[str, str], draft: Draft) -> str | None:
@@ -120,8 +102,79 @@ class Question:
         return {self.key: value, **self.implied(value)}
 
 
-def _near(values: list[str]) -> str:
-    return f"the nearest are {' and '.join(values)}" if len(values) > 1 else f"the nearest is {values[0]}"
+# What the parts of a flavour's name mean.
+NAME_PARTS = {
+    "sft": "for styles, characters, motions",
+    "pretrain": "for entirely new concepts, on large datasets",
+    "lite": "the small model",
+    "pro": "the large model",
+    "5s": "up to 5 s",
+    "10s": "up to 10 s",
+    "hd": "high resolution",
+    "480p": "480 lines",
+    "720p": "720 lines",
+    "nocfg": "samples without guidance",
+    "distilled": "samples in 16 steps without guidance",
+    "distilled16steps": "samples in 16 steps without guidance",
+}
+
+
+def flavours(draft: Draft) -> Mapping[str, str]:
+    """The family's flavours: what each is for, and what the user must provide."""
+    return {flavour.name: _about(flavour) for flavour in draft.spec.flavours}
+
+
+def _about(flavour: Flavour) -> str:
+    parts = [NAME_PARTS[part] for part in flavour.name.split("-") if part in NAME_PARTS]
+    needs = [f"needs {flavour.needs}"] if flavour.needs else []
+    task = TASKS[flavour.task] + (f", or {TASKS[flavour.dataset_task]}" if flavour.dataset_task else "")
+    return ", ".join([task, *parts, *needs])
+
+
+def usable_trackers(draft: Draft) -> Mapping[str, str]:
+    """Trackers that are installed and logged in."""
+    remarks = {"none": "nowhere; the HTML report is always written", "wandb": "wandb.ai"}
+    names = ["none", *(name for name in PACKAGES if why_missing(name) is None)]
+    return {name: remarks.get(name, "") for name in names}
+
+
+SIZES = re.compile(r"\d{1,6}(x\d{1,6})?(,\d{1,6}(x\d{1,6})?)*")
+
+
+def nearest_sizes(value: str, draft: Draft) -> list[str]:
+    """The next smaller and larger sizes that the model can render; empty if the value is fine or not a size."""
+    multiple = draft.spec.size_multiple
+    sizes = ",".join(part.strip().lower() for part in value.split(",") if part.strip())
+    if not SIZES.fullmatch(sizes) or all(int(side) % multiple == 0 for side in re.findall(r"\d+", sizes)):
+        return []
+
+    def rounded(added: int) -> str:
+        return re.sub(r"\d+", lambda side: str(max(multiple, (int(side[0]) + added) // multiple * multiple)), sizes)
+
+    return [rounded(0), rounded(multiple - 1)]
+
+
+LONGEST_CLIP = 10_000  # frames; more is certainly a typing error
+SEARCHED = 6  # lengths that are tried in each direction
+
+
+def nearest_lengths(value: str, draft: Draft) -> list[str]:
+    """The next shorter and longer lengths that the flavour can render; empty if the value is fine or not a number.
+
+    They fill whole latent frames and pass the flavour's own checks: an i2v flavour has a minimum length.
+    """
+    stride, key = draft.spec.frame_stride, "validation_num_video_frames"
+
+    def suits(length: int) -> bool:
+        return length > 0 and not any(problem.fatal for problem in draft.weigh(key, {key: length}))
+
+    frames = int(value) if re.fullmatch(r"\d{1,6}", value.strip()) else 0
+    if not 1 <= frames <= LONGEST_CLIP or ((frames - 1) % stride == 0 and suits(frames)):
+        return []
+    below = (frames - 1) // stride * stride + 1
+    shorter = filter(suits, (below - stride * step for step in range(SEARCHED)))
+    longer = filter(suits, (below + stride * step for step in range(1, SEARCHED)))
+    return [str(length) for length in (next(shorter, None), next(longer, None)) if length is not None]
 
 
 def _by_hand(draft: Draft) -> bool:
@@ -135,6 +188,21 @@ def _is_tracked(draft: Draft) -> bool:
 def _routes(share: float) -> dict[str, Any]:
     """One route around all but the outermost blocks."""
     return {"routes": [{"selection_ratio": share, "start_layer_idx": 2, "end_layer_idx": -2}]}
+
+
+def _optimizer(draft: Draft) -> str:
+    return optimizer_name(draft.config.optimizer, draft.config.precision.mixed_precision)
+
+
+def _prompt_library(draft: Draft) -> str | None:
+    """The file of the usual name next to the config, if it exists."""
+    path = draft.file.parent / "user_prompt_library.json"
+    return path.as_posix() if path.is_file() else None
+
+
+def _other_length(steps: Any) -> dict[str, Any]:
+    """Steps and epochs exclude each other: with steps the epochs become 0, without steps such a 0 is removed."""
+    return {"num_train_epochs": 0} if str(steps or 0) != "0" else {"num_train_epochs": None}
 
 
 TREAD_WORDS = {
@@ -153,7 +221,12 @@ QUESTIONS = (
     Question(
         "model_flavour", "Version of the model", propose=lambda draft: draft.spec.flavours[0].name, names=flavours
     ),
-    Question("model_type", "What to train", remarks=MODEL_TYPES, implied=_without_lora),
+    Question(
+        "model_type",
+        "What to train",
+        names=lambda draft: MODEL_TYPES,
+        implied=lambda value: {"lora_rank": None} if value == "full" else {},
+    ),
     Question("lora_rank", "LoRA rank (higher learns more and takes more memory)"),
     Question(
         "lora_alpha",
@@ -162,7 +235,7 @@ QUESTIONS = (
         follows=True,
     ),
     Question("plan_device_memory_gb", "GPU memory in GB, for the estimate at the end"),
-    Question("offload", "Settings that save memory: who chooses them", remarks=CHOOSERS),
+    Question("offload", "Settings that save memory: who chooses them", names=lambda draft: CHOOSERS),
     Question(
         "enable_group_offload",
         "Keep the model in host memory and stream it to the GPU block by block (group offload)?",
@@ -181,8 +254,8 @@ QUESTIONS = (
     Question(
         "max_train_steps",
         "Training steps (0: count epochs instead)",
-        propose=run_length,
-        implied=lambda value: _other_length(value),
+        propose=lambda draft: 0 if draft.values.get("num_train_epochs") else STEPS,
+        implied=_other_length,
     ),
     Question(
         "num_train_epochs",
@@ -192,7 +265,7 @@ QUESTIONS = (
     ),
     Question("train_batch_size", "Batch size"),
     Question("gradient_accumulation_steps", "Gradient accumulation steps"),
-    Question("optimizer", "Optimizer", propose=default_optimizer),
+    Question("optimizer", "Optimizer", propose=_optimizer),
     Question(
         "learning_rate", "Learning rate", propose=lambda draft: DEFAULT_LEARNING_RATES[draft.config.model.model_type]
     ),
@@ -201,7 +274,7 @@ QUESTIONS = (
     Question("checkpoint_step_interval", "Save a checkpoint every N steps; N"),
     Question("checkpoints_total_limit", "Checkpoints to keep (0: all)"),
     Question("validation_prompt", "Prompt for previews"),
-    Question("user_prompt_library", "File with more prompts", propose=prompt_library),
+    Question("user_prompt_library", "File with more prompts", propose=_prompt_library),
     Question("validation_resolution", "Preview size, width x height", alternatives=nearest_sizes),
     Question("validation_num_video_frames", "Preview length in frames", alternatives=nearest_lengths),
     Question("framerate", "Frames per second"),
@@ -237,22 +310,15 @@ QUESTIONS = (
 )
 
 
-def _other_length(steps: Any) -> dict[str, Any]:
-    """Steps and epochs exclude each other: with steps the epochs become 0, without steps such a 0 is removed."""
-    return {"num_train_epochs": 0} if str(steps or 0) != "0" else {"num_train_epochs": None}
-
-
 def stale_keys(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
     """Keys whose questions no longer apply with these changes, and what a yes to them implied. The review drops them.
 
     Keys of the loaded file are kept, and epochs of 0, which a number of steps implies.
     """
-    after = draft.after(changes)
-    answered = [each for each in QUESTIONS if each.key in draft.values and each.key not in draft.loaded]
-    stale = [each for each in answered if not each.applies(after) and not _is_zero(draft.values[each.key])]
-    implied = [key for each in stale if draft.values[each.key] is True for key in each.implied(True)]
-    return [*(each.key for each in stale), *implied]
-
-
-def _is_zero(value: Any) -> bool:
-    return value == 0 and value is not False
+    after, stale = draft.after(changes), []
+    for question in QUESTIONS:
+        value = draft.values.get(question.key)
+        is_kept = question.key in draft.loaded or (value == 0 and value is not False)
+        if question.key in draft.values and not is_kept and not question.applies(after):
+            stale += [question.key, *(question.implied(True) if value is True else ())]
+    return stale

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,10 @@ class Progress:
         while self.position < len(QUESTIONS):
             question = QUESTIONS[self.position]
             if question.applies(self.draft):
-                title = _announce(title, question, talk)
+                if question.option.section != title:
+                    title = question.option.section
+                    talk.say()
+                    talk.say(title, "bold cyan")
                 try:
                     talk.ask(question, self.draft)
                     self._answered.append(self.position)
@@ -104,18 +106,8 @@ class Progress:
         path = kept_answers(self.draft.file)
         path.parent.mkdir(parents=True, exist_ok=True)
         following = QUESTIONS[min(self.position, len(QUESTIONS) - 1)].key
-        draft = self.draft
-        write_json(path, {"question": following, "loaded": sorted(draft.loaded), "values": draft.values})
+        write_json(path, {"question": following, "loaded": sorted(self.draft.loaded), "values": self.draft.values})
         return path
-
-
-def _announce(title: str, question: Question, talk: Talk) -> str:
-    """Print the section of a question if it is another than the last; returns it."""
-    section = question.option.section
-    if section != title:
-        talk.say()
-        talk.say(section, "bold cyan")
-    return section
 
 
 def kept_answers(file: Path) -> Path:
@@ -125,7 +117,8 @@ def kept_answers(file: Path) -> Path:
 
 def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
     """The initial draft and the number of the first question, from kept answers, the existing file, or defaults."""
-    kept = _kept(file)
+    content = read_json(kept_answers(file), []) if kept_answers(file).is_file() else None
+    kept = content if isinstance(content, dict) and content.keys() == {"question", "loaded", "values"} else None
     if kept is not None and talk.confirm(f"Continue with the answers in {kept_answers(file)}?", default=True):
         keys = [question.key for question in QUESTIONS]
         draft = Draft(file, kept["values"])
@@ -135,9 +128,8 @@ def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
         return Draft(file), 0
     problems: list[Problem] = []
     draft = Draft(file, load_values(file, problems))
-    for problem in problems:
-        if not problem.fatal:
-            talk.refuse(str(problem))
+    for problem in (each for each in problems if not each.fatal):
+        talk.refuse(str(problem))
     unusable = unusable_keys(draft)
     for key, reason in unusable.items():
         talk.refuse(f"{key}: {reason}")
@@ -148,21 +140,16 @@ def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
     return draft, 0
 
 
-def _kept(file: Path) -> dict[str, Any] | None:
-    content = read_json(kept_answers(file), []) if kept_answers(file).is_file() else None
-    is_whole = isinstance(content, dict) and content.keys() == {"question", "loaded", "values"}
-    return content if is_whole else None
-
-
 def review(draft: Draft, talk: Talk) -> bool:
     """Show all settings, and ask again for those that the user names, until the answer is yes or no."""
     owners = {question.key: question for question in QUESTIONS}
     while True:
         draft.change(dict.fromkeys(stale_keys(draft, {})))
         _show(draft, talk)
-        verb = "Replace" if draft.file.exists() else "Write"
-        note = f", and keep what is there as {backup_of(draft.file).name}" if draft.file.exists() else ""
-        named = talk.choose(f"{verb} {draft.file}{note}? (or name a setting to change)", list(owners))
+        act = f"Write {draft.file}"
+        if draft.file.exists():
+            act = f"Replace {draft.file}, and keep what is there as {backup_of(draft.file).name}"
+        named = talk.choose(f"{act}? (or name a setting to change)", list(owners))
         if not named:
             return named is None
         _ask_again(owners[named], draft, talk)
@@ -175,22 +162,18 @@ def _ask_again(question: Question, draft: Draft, talk: Talk) -> None:
         talk.ask(question, draft)
     except Back:
         return
-    _follow_proposals(draft, before, _proposals(draft))
-    for each in QUESTIONS:
-        if each.applies(draft) and each.key not in applied and each.key != question.key:
-            talk.ask(each, draft)
+    # Answers that were just the proposal follow it: another model type has another learning rate.
+    moved = {key: value for key, value in _proposals(draft).items() if key in before and before[key] != value}
+    draft.change({key: value for key, value in moved.items() if draft.values.get(key) == before[key]})
+    for further in QUESTIONS:
+        if further.applies(draft) and further.key not in applied and further.key != question.key:
+            talk.ask(further, draft)
 
 
 def _proposals(draft: Draft) -> dict[str, Any]:
     """What the wizard would propose now for keys that the file did not have."""
     asked = [question for question in QUESTIONS if question.key not in draft.loaded]
     return {each.key: each.propose(draft) for each in asked if each.propose is not None and each.applies(draft)}
-
-
-def _follow_proposals(draft: Draft, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Update answers that were just the proposal: another model type has another learning rate."""
-    moved = {key: value for key, value in now.items() if key in before and before[key] != value}
-    draft.change({key: value for key, value in moved.items() if draft.values.get(key) == before[key]})
 
 
 def _written(draft: Draft) -> dict[str, Any]:
@@ -207,24 +190,17 @@ def _show(draft: Draft, talk: Talk) -> None:
     asked = [question.key for question in QUESTIONS if question.key in values]
     width = max(len(key) for key in values)
     for key in asked:
-        talk.say(f"  {key:<{width}}  {_shown(values[key])}")
-    others = [key for key in values if key not in asked]
-    if others:
+        value = values[key] if isinstance(values[key], str) else json.dumps(values[key], ensure_ascii=False)
+        talk.say(f"  {key:<{width}}  {value}")
+    if others := [key for key in values if key not in asked]:
         talk.say(f"  As before: {', '.join(others)}")
     talk.say()
     lines, problems = judge(draft, draft.values.get(DEVICE_MEMORY))
     for line in lines:
         talk.tell(f"  {line}", "cyan")
-    _warn([*draft.judgement.problems, *problems], talk)
-    talk.say()
-
-
-def _warn(problems: Sequence[Problem], talk: Talk) -> None:
-    fatal = {(problem.where, problem.message) for problem in problems if problem.fatal}
-    for problem in dict.fromkeys(problems):
-        if problem.fatal or (problem.where, problem.message) not in fatal:
+    problems = list(dict.fromkeys([*draft.judgement.problems, *problems]))
+    fatal = {str(problem) for problem in problems if problem.fatal}
+    for problem in problems:
+        if problem.fatal or str(problem) not in fatal:
             talk.refuse(f"{'Training will refuse this' if problem.fatal else 'Note'}: {problem}")
-
-
-def _shown(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    talk.say()

@@ -136,9 +136,9 @@ class Talk:
             self.refuse("This contains control characters; type it again.")
 
     def _list_choices(self, question: Question, choices: Mapping[str, str], proposed: Any) -> None:
-        if not choices or len(choices) > LONGEST_LIST:
+        if len(choices) > LONGEST_LIST:
             return
-        width, digits = max(len(name) for name in choices), len(str(len(choices)))
+        width, digits = max(map(len, choices), default=0), len(str(len(choices)))
         for number, (name, note) in enumerate(choices.items(), start=1):
             mark = "*" if name == _worded(proposed, question) else " "
             self.say(f"  {mark} {number:>{digits}}  {name:<{width}}  {note}".rstrip())
@@ -186,10 +186,10 @@ def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[
         return proposed
     if answer == NONE:
         return None
-    if answer.lower() in NOTHING and question.is_optional:
-        answer = "none"
-        if answer not in choices:
+    if answer.lower() in NOTHING and not question.option.required and not question.option.is_flag:
+        if "none" not in choices:
             return None
+        answer = "none"
     if answer.isdecimal() and 1 < len(choices) <= LONGEST_LIST and 0 < int(answer) <= len(choices):
         answer = list(choices)[int(answer) - 1]
     if answer in question.meanings:

@@ -15,7 +15,8 @@ from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.fitting.show import duration
 from simpletuner.annexes.remote.collect import collect_cached
 from simpletuner.annexes.wizard.config_file import example_datasets, render_config
-from simpletuner.budget.budget import Budget, gigabytes
+from simpletuner.budget.budget import Budget
+from simpletuner.budget.device import gigabytes
 from simpletuner.config.sources import Arguments
 from simpletuner.config.values import Size
 from simpletuner.errors import ConfigError, Problem
@@ -38,9 +39,8 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
         folder = Path(name)
         config = folder / "config.json"
         config.write_text(render_config(draft.values), encoding="utf-8")
-        settings: list[tuple[str, object]] = [("data_backend_config", draft.dataset_file)]
-        if not has_data:
-            settings = [("data_backend_config", str(provisional_dataset(draft, folder)))]
+        datasets = draft.dataset_file if has_data else str(provisional_dataset(draft, folder))
+        settings: list[tuple[str, object]] = [("data_backend_config", datasets)]
         if device_gigabytes is not None:
             settings.append(("plan_device_memory_gb", device_gigabytes))
         plan, budget = weigh_plan(Arguments(settings, {"config_path": str(config)}, collect_cached), problems)
@@ -54,14 +54,12 @@ def verdict(plan: Plan, budget: Budget, problems: list[Problem], *, has_data: bo
     """Whether the run fits, its peak, and how long it takes."""
     device = budget.device
     room = "unknown memory" if device.memory is None else gigabytes(device.memory)
-    worst = max(budget.phases, key=lambda phase: phase.device if device.is_gpu else phase.host)
-    peak = gigabytes(worst.device if device.is_gpu else worst.host)
-    short = any(problem.where == "memory" for problem in problems)
-    fits = "does not fit" if short else "fits"
-    yield f"On {device.name} ({room}) this {fits}: at most {peak}, while {worst.name}."
+    worst = max(budget.phases, key=lambda phase: phase.device)
+    fits = "does not fit" if any(problem.where == "memory" for problem in problems) else "fits"
+    yield f"On {device.name} ({room}) this {fits}: at most {gigabytes(worst.device)}, while {worst.name}."
     steps = plan.length.total_steps
     whole = f"about {duration(budget.step_seconds)} a step, {duration(budget.step_seconds * steps)} for {steps} steps"
-    yield f"{whole}, without previews." if has_data else f"{whole}, for samples of the usual size, without previews."
+    yield f"{whole}{'' if has_data else ', for samples of the usual size'}, without previews."
 
 
 def provisional_dataset(draft: Draft, folder: Path) -> Path:
