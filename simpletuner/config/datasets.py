@@ -17,7 +17,7 @@ from simpletuner.config.json_files import json_kind, read_json
 from simpletuner.config.load import Layer, build_group, canonical
 from simpletuner.config.option import Group, accepted, common, option
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
-from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, DatasetDefaults, SharedKeys, options_of
+from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys, options_of
 from simpletuner.config.sources import resolve_alias
 from simpletuner.config.upstream import DATASET_INSTEAD
 from simpletuner.config.values import (
@@ -213,15 +213,6 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
         """Whether its samples are drawn in training."""
         return self.dataset_type in ("image", "video") and not self.is_conditioning
 
-    def with_defaults(self, defaults: DatasetDefaults, **more: Any) -> DatasetConfig:
-        """This entry with every `None` replaced by its run-wide default, if there is one.
-
-        `more` are defaults that are not in `DatasetDefaults`: batch size, compression, quarantine switches.
-        """
-        own, run_wide = dict(self), {**dict(defaults), **more}
-        missing = {name: value for name, value in run_wide.items() if name in own and own[name] is None}
-        return self.model_copy(update=missing)
-
 
 PLACEHOLDER = re.compile(r"\{(model_family|output_dir|id)\}")
 LONGEST_ID = 100
@@ -250,6 +241,13 @@ def read_datasets(path: Path, problems: list[Problem], *, placeholders: dict[str
     content = read_json(path, problems, list, "a JSON list of datasets")
     if content is None:
         return []
+    return parse_datasets(content, path, problems, placeholders)
+
+
+def parse_datasets(
+    content: list[Any], path: Path, problems: list[Problem], placeholders: dict[str, str]
+) -> list[DatasetConfig]:
+    """The enabled entries in the content of a dataset file."""
     if not content:
         problems.append(Problem(str(path), "holds no datasets."))
         return []
@@ -272,24 +270,34 @@ def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     defaults = [dataset.id for dataset in datasets if dataset.is_text_embeds and dataset.default]
     if len(defaults) > 1:
         yield Problem("default", f"two text_embeds entries are the default: {', '.join(defaults)}.")
-    text_ids = [dataset.id for dataset in datasets if dataset.is_text_embeds]
-    condition_ids = [dataset.id for dataset in datasets if dataset.is_conditioning]
+    known = {
+        "text_embeds": [dataset.id for dataset in datasets if dataset.is_text_embeds],
+        "conditioning_data": [dataset.id for dataset in datasets if dataset.is_conditioning],
+        "source_dataset_id": [*counts],
+    }
     for dataset in datasets:
-        named: list[tuple[str, str | None, list[str]]] = [
-            ("text_embeds", dataset.text_embeds, text_ids),
-            *(("conditioning_data", reference, condition_ids) for reference in dataset.conditioning_data or []),
-            ("source_dataset_id", dataset.source_dataset_id, [*counts]),
-        ]
-        for key, reference, known in named:
-            if reference is not None and reference not in known:
-                choices = ", ".join(known) or "there are none"
-                message = f"{reference!r} is not the id of such an entry ({choices}).{did_you_mean(reference, known)}"
-                yield Problem(f"{dataset.id}.{key}", message)
-        if dataset.is_conditioning and dataset.id in (*(dataset.conditioning_data or []), dataset.source_dataset_id):
-            yield Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
-        elif dataset.is_conditioning and dataset.conditioning_data:
-            message = "has no effect: this dataset itself conditions others."
-            yield Problem(f"{dataset.id}.conditioning_data", message, fatal=False)
+        for key, ids in known.items():
+            yield from _check_names(dataset, key, ids)
+        if dataset.is_conditioning:
+            yield from _check_condition(dataset)
+
+
+def _check_condition(dataset: DatasetConfig) -> Iterator[Problem]:
+    if dataset.id in (*(dataset.conditioning_data or []), dataset.source_dataset_id):
+        yield Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
+    elif dataset.conditioning_data:
+        message = "has no effect: this dataset itself conditions others."
+        yield Problem(f"{dataset.id}.conditioning_data", message, fatal=False)
+
+
+def _check_names(dataset: DatasetConfig, key: str, known: Sequence[str]) -> Iterator[Problem]:
+    """Whether the ids in a key, a text or a list of texts, are known."""
+    value = getattr(dataset, key) or []
+    for name in [value] if isinstance(value, str) else value:
+        if name not in known:
+            choices = ", ".join(known) or "there are none"
+            message = f"{name!r} is not the id of such an entry ({choices}).{did_you_mean(name, known)}"
+            yield Problem(f"{dataset.id}.{key}", message)
 
 
 def _check_accepted(entry: DatasetConfig) -> Iterator[Problem]:

@@ -21,8 +21,7 @@ from simpletuner.data.media import probe
 from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.lora_keys import check_lora_file, family_in_header, read_shapes, role_of
-from simpletuner.models.lora_targets import linear_modules
+from simpletuner.models.lora_keys import check_lora_file, family_in_header, linear_modules, read_shapes, role_of
 from simpletuner.models.source import ModelSource, Part, tensor_shapes
 from simpletuner.models.spec import Flavour
 from simpletuner.plan.build import Plan, preview_sizes
