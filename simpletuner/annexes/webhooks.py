@@ -26,7 +26,7 @@ import httpx
 from PIL import Image
 
 from simpletuner.config.load import RunConfig
-from simpletuner.config.webhooks import Hook
+from simpletuner.config.publishing import Hook
 from simpletuner.redaction import hide
 from simpletuner.reporting.events import Event, EventStream
 from simpletuner.reporting.metrics import MIME

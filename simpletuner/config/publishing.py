@@ -1,7 +1,8 @@
-"""Publishing: the hub repository, its model card, copies in other stores, scripts after a save. Free of torch."""
+"""What leaves the machine: the result (hub, model card, other stores, scripts after a save), and events by webhooks."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from simpletuner.config.option import BOTO3, JSON_OR_FILE, Group, check_installed, common, option, when
-from simpletuner.config.values import Flag, Text, TextList, Texts, parse_objects
+from simpletuner.config.values import Flag, Integer, Text, TextList, Texts, parse_flag, parse_objects
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.redaction import HIDDEN, REFERENCE, hide_secrets
 from simpletuner.s3 import S3Login
@@ -26,6 +27,10 @@ PLACEHOLDERS = ("local_checkpoint_path", "remote_checkpoint_path", "global_step"
 REPOSITORY = re.compile(r"(?!.*(?:--|\.\.))(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9](?:[\w.-]{0,94}\w)?", re.ASCII)
 # Other names of keys.
 KEYS = {"aws_access_key_id": "access_key", "aws_secret_access_key": "secret_key", "request_headers": "headers"}
+
+WEBHOOK_CONFIG = "webhook_config"
+NO_VERIFY = "SIMPLETUNER_SSL_NO_VERIFY"
+Level = Literal["critical", "error", "warning", "info", "debug"]
 
 on_hub = partial(option, requires=when("push_to_hub"))
 uploaded = partial(option, requires=when("push_to_hub", PUBLISHING_CONFIG))
@@ -185,3 +190,94 @@ def _check_script(key: str, script: str | None, known: Sequence[str]) -> Iterato
         return
     if program and shutil.which(program[0]) is None:
         yield Problem(key, f"{program[0]!r} is not a program that can be run here.")
+
+
+def parse_hooks(value: object) -> object:
+    """The list of webhooks."""
+    return parse_objects(WEBHOOK_CONFIG, value)
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One receiver of events."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    webhook_type: Literal["discord", "raw"]
+    webhook_url: Text | None = None
+    callback_url: Text | None = None
+    message_prefix: Text | None = None
+    log_level: Level = "info"
+    auth_token: Text | None = None
+    ssl_no_verify: Flag = False
+
+    @property
+    def address(self) -> str:
+        """Where to send; empty if none is given. It is a secret."""
+        own = self.callback_url if self.webhook_type == "raw" else None
+        return own or self.webhook_url or ""
+
+    @property
+    def host(self) -> str:
+        """The part of the address that may be shown."""
+        return _host(self.address) or "?"
+
+    @property
+    def verifies(self) -> bool:
+        """Whether the receiver's certificate is checked."""
+        return not (self.ssl_no_verify or parse_flag(os.environ.get(NO_VERIFY) or False))
+
+    def __str__(self) -> str:
+        return f"{self.webhook_type} webhook at {self.host}, {self.log_level} and above"
+
+
+class WebhookConfig(Group):
+    """Webhooks"""
+
+    requires = when(WEBHOOK_CONFIG)
+
+    webhook_config: Annotated[list[Annotated[Hook, Field(title="webhook")]], BeforeValidator(parse_hooks)] | None = (
+        common(
+            None,
+            "Where to send what happens in a run: an object with `webhook_type` (discord or raw) and `webhook_url` or "
+            "`callback_url`, a list of them, or a file with either.",
+            form=JSON_OR_FILE,
+        )
+    )
+    webhook_reporting_interval: Integer = option(
+        5, "Seconds between two messages about the training steps; the first and the last are always sent.", ge=1
+    )
+    webhook_images: Literal["data_uri", "base64"] = option(
+        "data_uri", "How raw webhooks carry pictures: as data URIs, or as base64 alone. Clips are always data URIs."
+    )
+
+    @property
+    def hooks(self) -> list[Hook]:
+        return self.webhook_config or []
+
+
+def check_webhooks(config: WebhookConfig) -> Iterator[Problem]:
+    """Addresses that are missing or of another protocol. No message shows an address."""
+    for index, hook in enumerate(config.hooks):
+        where = f"{WEBHOOK_CONFIG}[{index}]"
+        key = "webhook_url" if hook.webhook_type == "discord" else "callback_url"
+        if not hook.address:
+            yield Problem(f"{where}.{key}", f"is required for a {hook.webhook_type} webhook: its address.")
+        elif not (_host(hook.address) or REFERENCE.search(hook.address)):
+            yield Problem(f"{where}.{key}", "is no address of the form https://host/path or http://host/path.")
+        elif hook.auth_token and not (hook.auth_token.isascii() and hook.auth_token.isprintable()):
+            yield Problem(f"{where}.auth_token", "cannot be sent: a header is one line of ASCII letters.")
+        elif not hook.verifies:
+            message = f"the certificate of {hook.host} is not checked, so others could read what is sent there."
+            yield Problem(where, message, fatal=False)
+
+
+def _host(address: str) -> str:
+    """The host of an HTTP address; empty if it is none."""
+    try:
+        parts = urlsplit(address)
+        parts.port  # noqa: B018 - raises for an invalid one
+    except ValueError:
+        return ""
+    is_usable = parts.scheme in ("http", "https") and address.isprintable() and " " not in address
+    return (parts.hostname or "") if is_usable else ""

@@ -27,7 +27,7 @@ from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, c
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
-from simpletuner.config.publishing import PublishConfig
+from simpletuner.config.publishing import PublishConfig, WebhookConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.tread import TreadConfig
 from simpletuner.config.validation_adapters import ValidationAdapterConfig as ValidationAdapterConfig
@@ -44,7 +44,6 @@ from simpletuner.config.values import (
     parse_text,
     plain_key,
 )
-from simpletuner.config.webhooks import WebhookConfig
 
 CaptionStrategy = Literal[
     "textfile", "filename", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"

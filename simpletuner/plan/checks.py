@@ -10,18 +10,16 @@ from simpletuner.config.json_files import check_unset
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate
 from simpletuner.config.precision import check_packages, check_products, text_encoder_dtype, transformer_dtype
-from simpletuner.config.publishing import check_publishing, check_typed
+from simpletuner.config.publishing import check_publishing, check_typed, check_webhooks
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.sources import COMMAND_LINE
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.trackers import check_trackers
-from simpletuner.config.webhooks import check_webhooks
 from simpletuner.data.captions import control_token
 from simpletuner.errors import NoEffect, Problem, shorten
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault, vae_fault
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.environment import check_folders, why_not_writable
-from simpletuner.plan.launch import check_launch, check_offload
+from simpletuner.plan.environment import check_folders, check_launch, check_offload, why_not_writable
 from simpletuner.plan.settings import Purpose, Settings
 from simpletuner.techniques.spec import check_encoders
 from simpletuner.validation.prompts import ValidationPrompt

@@ -24,7 +24,7 @@ from PIL import Image
 
 from simpletuner.annexes import webhooks
 from simpletuner.annexes.webhooks import LONGEST_TEXT, WAITING, Delivery, Outbox, delivered
-from simpletuner.config.webhooks import Hook
+from simpletuner.config.publishing import Hook
 from simpletuner.plan.draft import Draft
 from simpletuner.reporting.events import (
     CheckpointSaved,

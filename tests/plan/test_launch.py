@@ -8,7 +8,7 @@ import pytest
 
 from simpletuner.config.load import Layer, resolve
 from simpletuner.plan.checks import check_config
-from simpletuner.plan.launch import may_shard
+from simpletuner.plan.environment import may_shard
 
 SHARDED = {"num_processes": 4, "fsdp_enable": True}
 EXCLUDED: list[tuple[dict[str, Any], str]] = [

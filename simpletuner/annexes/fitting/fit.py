@@ -20,7 +20,7 @@ from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS
 from simpletuner.config.speed import graph_key, keeps_attention
 from simpletuner.errors import Problem
 from simpletuner.plan.checks import exclusions
-from simpletuner.plan.launch import check_launch, check_offload, may_shard
+from simpletuner.plan.environment import check_launch, check_offload, may_shard
 
 HEADROOM = 0.05  # share of memory that auto leaves free, for other programs and errors of the estimate
 STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
