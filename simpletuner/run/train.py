@@ -21,7 +21,7 @@ from simpletuner.distributed.requests import STOPPING, expect_requests, stop_on_
 from simpletuner.distributed.world import World, usable_cores
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES, check_device
-from simpletuner.models.kernels import KERNELS
+from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import latent_storage, text_folder
 from simpletuner.reporting.events import EventStream, RunState, StateChanged

@@ -9,8 +9,14 @@ from pathlib import Path
 from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.validation_adapters import check_listed
 from simpletuner.errors import Problem
-from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE, check_lora_file, find_lora, read_shapes
-from simpletuner.models.lora_targets import linear_modules
+from simpletuner.models.lora_keys import (
+    COMFYUI_MAGNITUDE,
+    MAGNITUDE,
+    check_lora_file,
+    find_lora,
+    linear_modules,
+    read_shapes,
+)
 from simpletuner.models.source import ModelSource
 from simpletuner.validation.prompts import ValidationPrompt, file_safe, unique
 
