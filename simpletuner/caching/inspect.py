@@ -28,6 +28,7 @@ from simpletuner.caching.entry import (
     read_provenance,
 )
 from simpletuner.caching.keys import CacheKey, Ingredients
+from simpletuner.data.sample import Sample
 from simpletuner.errors import WriteError
 
 VERIFIED_NAME = "verified.json"
@@ -150,16 +151,14 @@ def entries_of(
     file: str, latents: Iterable[LatentEntry], texts: Iterable[TextEntry], catalogue: Catalogue
 ) -> list[LatentEntry | TextEntry]:
     """Those that belong to a file, which is named by its path or as `dataset/name`."""
-    place = Path(file).absolute()
-    encoded = [
-        entry for entry in latents if file in (entry.source, entry.sample.name) or place == entry.sample.path.absolute()
-    ]
+    place, text_of = Path(file).absolute(), catalogue.text
+
+    def shows(sample: Sample) -> bool:
+        return file in (sample.full_name, sample.name) or place == sample.path.absolute()
+
+    encoded = [entry for entry in latents if shows(entry.sample)]
     samples = [entry.sample for entry in encoded]
-    captions = {
-        catalogue.text(sample.dataset_id, caption, sample.partner).key
-        for sample in samples
-        for caption in sample.captions
-    }
+    captions = {text_of(one.dataset_id, text, one.partner).key for one in samples for text in one.captions}
     return [*encoded, *(entry for entry in texts if entry.source == file or entry.key in captions)]
 
 

@@ -219,7 +219,7 @@ def _folder_identity(folder: Path) -> str:
             parts.append([path.relative_to(folder).as_posix(), identity])
     if not parts:
         raise FileNotFoundError(f"{folder}: no checkpoint here")
-    return hashlib.sha256(canonical_json(parts).encode()).hexdigest()
+    return hash_text(canonical_json(parts))
 
 
 def _file_identity(path: Path) -> str | None:

@@ -264,14 +264,15 @@ def parse_datasets(
 def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     """Ids are unique, and every reference names an existing entry."""
     counts = Counter(dataset.id for dataset in datasets)
-    for name, count in counts.items():
-        if count > 1:
-            yield Problem(name, f"is the id of {count} datasets; ids must be unique.")
-    defaults = [dataset.id for dataset in datasets if dataset.is_text_embeds and dataset.default]
+    repeated = {name: count for name, count in counts.items() if count > 1}
+    message = "is the id of {} datasets; ids must be unique."
+    yield from (Problem(name, message.format(count)) for name, count in repeated.items())
+    texts = [dataset for dataset in datasets if dataset.is_text_embeds]
+    defaults = [dataset.id for dataset in texts if dataset.default]
     if len(defaults) > 1:
         yield Problem("default", f"two text_embeds entries are the default: {', '.join(defaults)}.")
     known = {
-        "text_embeds": [dataset.id for dataset in datasets if dataset.is_text_embeds],
+        "text_embeds": [dataset.id for dataset in texts],
         "conditioning_data": [dataset.id for dataset in datasets if dataset.is_conditioning],
         "source_dataset_id": [*counts],
     }

@@ -106,21 +106,24 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
         LeftOutError: it has none.
         UserError: an expression of `caption_filter_list` takes too long.
     """
-    config, known = source.config, source.facts.get(name)
+    known = source.facts.get(name)
     if known and name in source.gone and known.captions and not known.stamp:
         return known.captions
-    prompts = tuple(config.instance_prompt or ())
-    if config.only_instance_prompt or config.caption_strategy in ("instanceprompt", "instance_prompt"):
-        captions = prompts
-    else:
-        captions = _own_captions(name, source)
-        if config.prepend_instance_prompt:
-            captions = tuple(f"{prompt} {caption}" for prompt in prompts for caption in captions)
-    captions = _edited(captions, source.edits, str(source.root / name))
+    captions = _edited(_written(name, source), source.edits, str(source.root / name))
     for caption in captions:
         if token := control_token(caption):
             raise no_caption(f"has a caption with {token}, a control token of the tokenizer; remove it")
     return captions
+
+
+def _written(name: str, source: CaptionSource) -> tuple[str, ...]:
+    config, prompts = source.config, tuple(source.config.instance_prompt or ())
+    if config.only_instance_prompt or config.caption_strategy in ("instanceprompt", "instance_prompt"):
+        return prompts
+    captions = _own_captions(name, source)
+    if not config.prepend_instance_prompt:
+        return captions
+    return tuple(f"{prompt} {caption}" for prompt in prompts for caption in captions)
 
 
 def _edited(captions: tuple[str, ...], edits: Sequence[Edit], path: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import RunConfig
@@ -86,10 +86,23 @@ class DataContext:
 
     def fill(self, config: DatasetConfig) -> DatasetConfig:
         """The entry with all defaults filled in except `repeats`, where None means that the user did not set it."""
+        unset = {key for key, value in config if value is None}
+        values = {key: value for key, value in self._defaults(config).items() if key in unset}
+        if config.type != "local":
+            values["instance_data_dir"] = str(self._downloads(config))
+        for key in ("instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file"):
+            if folder := values.get(key) or getattr(config, key):
+                values[key] = str(Path(folder).expanduser())
+        return config.model_copy(update=values)
+
+    def _defaults(self, config: DatasetConfig) -> dict[str, Any]:
+        """What an entry takes where it says nothing: the family's defaults, the run's, and what follows from others."""
         is_eval, random_crops = config.dataset_type == "eval", "random" in (config.crop_aspect, config.crop_style)
-        defaults = {key: self.spec.defaults.get(key) for key in ("resolution", "aspect_bucket_alignment")}
-        defaults |= {key: value for key, value in self.defaults if value is not None}
-        defaults |= {
+        family = {key: self.spec.defaults.get(key) for key in ("resolution", "aspect_bucket_alignment")}
+        return {
+            **family,
+            **{key: value for key, value in self.defaults if value is not None},
+            **({"caption_strategy": config.type} if config.type in ("csv", "huggingface") else {}),
             "train_batch_size": 1 if is_eval else self.train_batch_size,
             "compress_cache": self.caching.compress_disk_cache,
             "vae_cache_disable": self.caching.vae_cache_disable,
@@ -98,16 +111,6 @@ class DataContext:
             "cache_dir_vae": str(self.latent_root / _folder_name(config.id)),
             "vae_cache_clear_each_epoch": config.crop and random_crops and not is_eval,
         }
-        if config.type in ("csv", "huggingface"):
-            defaults["caption_strategy"] = config.type
-        unset = {key for key, value in config if value is None}
-        values = {key: value for key, value in defaults.items() if key in unset}
-        if config.type != "local":
-            values["instance_data_dir"] = str(self._downloads(config))
-        for key in ("instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file"):
-            if folder := values.get(key) or getattr(config, key):
-                values[key] = str(Path(folder).expanduser())
-        return config.model_copy(update=values)
 
     def _downloads(self, config: DatasetConfig) -> Path:
         """Where the files of a remote entry are downloaded to."""

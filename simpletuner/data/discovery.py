@@ -362,17 +362,12 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
         facts |= lost
     else:
         left_out |= dict.fromkeys(lost, ("gone", "was here in the last run and is gone"))
-    damaged = {name: fact for name, fact in facts.items() if fact.problem is not None}
+    usable = {name: facts[name] for name in sorted(facts) if facts[name].problem is None}
+    damaged = {name: fact for name, fact in facts.items() if name not in usable}
     for name, fact in damaged.items():
         left_out[name] = "damaged" if fact.content else "unreadable", fact.problem or ""
-    return Folder(
-        root,
-        facts={name: facts[name] for name in sorted(facts.keys() - damaged)} | damaged,
-        listing=listing,
-        gone=frozenset(lost.keys() & facts.keys()),
-        rejected=tuple(Rejected(config.id, name, *why) for name, why in left_out.items()),
-        indexed=known,
-    )
+    rejected = tuple(Rejected(config.id, name, *why) for name, why in left_out.items())
+    return Folder(root, usable | damaged, listing, frozenset(lost.keys() & facts.keys()), rejected, known)
 
 
 def _lost(known: Mapping[str, FileFacts], listing: Scan) -> dict[str, FileFacts]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from simpletuner.config.datasets import MASKS, DatasetConfig
@@ -191,18 +191,24 @@ def link_partners(
     conditioning = {config.id: config for config in configs if config.is_conditioning}
     links: dict[str, list[DatasetConfig]] = {}
     linked: set[str] = set()
-    for config in (config for config in configs if holds_files(config) and not config.is_conditioning):
-        belonging = [entry.id for entry in conditioning.values() if entry.source_dataset_id == config.id]
-        names = dict.fromkeys([*(config.conditioning_data or []), *belonging])
-        linked.update(names)
-        entries = [conditioning[name] for name in names if name in conditioning]
+    for config in configs:
+        if config.is_conditioning or not holds_files(config):
+            continue
+        entries = _conditions_of(config, conditioning)
+        linked.update(entry.id for entry in entries)
         links[config.id] = [entry for entry in entries if _is_usable(entry, context)]
-        for entry in entries:
-            problems.extend(_check_link(entry, config, context))
+        problems.extend(problem for entry in entries for problem in _check_link(entry, config, context))
         problems.extend(_check_partners(config, links[config.id], context))
     message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
     problems.extend(Problem(name, message, fatal=False) for name in conditioning if name not in linked)
     return links
+
+
+def _conditions_of(config: DatasetConfig, conditioning: Mapping[str, DatasetConfig]) -> list[DatasetConfig]:
+    """The entries that a dataset names, and those that name it."""
+    belonging = [entry.id for entry in conditioning.values() if entry.source_dataset_id == config.id]
+    names = dict.fromkeys([*(config.conditioning_data or []), *belonging])
+    return [conditioning[name] for name in names if name in conditioning]
 
 
 def _is_usable(entry: DatasetConfig, context: DataContext) -> bool:

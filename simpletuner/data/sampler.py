@@ -121,10 +121,10 @@ class Sampler:
         """Dataset and samples of each global batch."""
         active = self._active(epoch)
         queues = [_Queue(dataset, self._groups(dataset.at_epoch(epoch), epoch)) for dataset in active]
-        windows = any(_has_step_window(dataset) for dataset in active)
+        windows = any(map(_has_step_window, active))
         if len(queues) == 1 and not windows:
             return [(active[0].id, group) for group in reversed(queues[0].groups)]
-        before = sum(self.batches_per_epoch(earlier) for earlier in range(1, epoch)) if windows else 0
+        before = sum(map(self.batches_per_epoch, range(1, epoch))) if windows else 0
         random = generator(self.seed, epoch, "datasets")
         batches: list[tuple[str, list[Sample]]] = []
         side = NEUTRAL

@@ -83,10 +83,8 @@ def check_captions(survey: Plan, wording: Wording, wanted: str | None) -> None:
     problems = [*wording.problems(), *check_captioner(survey.spec, survey.source)]
     ids = [each.id for each in _described(survey.datasets)]
     if wanted is not None and wanted not in ids:
-        message = (
-            f"{wanted!r} is not a local dataset of the configuration ({', '.join(ids)}).{did_you_mean(wanted, ids)}"
-        )
-        problems.append(Problem("--dataset", message))
+        message = f"{wanted!r} is not a local dataset of the configuration ({', '.join(ids)})."
+        problems.append(Problem("--dataset", message + did_you_mean(wanted, ids)))
     raise_if_fatal(problems)
 
 

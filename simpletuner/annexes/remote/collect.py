@@ -69,10 +69,8 @@ def _download(dataset: str, store: Store, offer: Offer, problems: list[Problem])
         problems.append(Problem(dataset, str(error), fatal=len(missing) == len(offer.items)))
     elif missing:
         try:  # progress goes to stderr, since the plan itself may go to a pipe
-            with (
-                shown_events(sys.stderr) as events,
-                events.phase(f"Downloading {dataset}", len(missing), "files") as phase,
-            ):
+            title, count = f"Downloading {dataset}", len(missing)
+            with shown_events(sys.stderr) as events, events.phase(title, count, "files") as phase:
                 store.fetch(missing, phase)
         except UserError as error:
             problems.append(Problem(dataset, str(error)))
