@@ -43,8 +43,7 @@ from simpletuner.plan.resume import check_resume, decide_seed, has_same_data, id
 from simpletuner.plan.settings import Settings, find_flavour, read_layers, resolve_layers, settle_task
 from simpletuner.techniques.spec import TechniqueSpec, TrainedData, chosen_techniques
 from simpletuner.training.manifest import Checkpoint, Identity, result_step
-from simpletuner.validation.adapters import adapter_runs, check_adapters
-from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, fit_sizes
+from simpletuner.validation.prompts import ValidationPrompt, adapter_runs, check_adapters, collect_prompts, fit_sizes
 
 
 @dataclass(frozen=True)

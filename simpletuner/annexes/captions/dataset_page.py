@@ -23,8 +23,7 @@ from simpletuner.data.sample import LedgerEntry
 from simpletuner.distributed.world import usable_cores
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream
-from simpletuner.reporting.html import render
-from simpletuner.reporting.previews import thumbnail
+from simpletuner.reporting.html import render, thumbnail
 
 TOKENIZER = "tokenizer.json"
 FRAMES = 8  # of a clip, whose changes are its motion
