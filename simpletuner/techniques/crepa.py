@@ -267,10 +267,10 @@ class Crepa(Technique):
         grid = frames, height // patch, width // patch
         order = upload(self.site.layout.order(*grid), hidden.device)
         kept = self.site.kept_tokens(block)
-        places = order.expand(len(hidden), -1) if kept is None else order[kept]  # B S
+        positions = order.expand(len(hidden), -1) if kept is None else order[kept]  # B S
         values = hidden.new_zeros(len(hidden), math.prod(grid), hidden.shape[-1])
-        values = values.scatter(1, places[..., None].expand_as(hidden), hidden)
-        present = torch.zeros_like(values[..., 0]).scatter(1, places, 1.0)
+        values = values.scatter(1, positions[..., None].expand_as(hidden), hidden)
+        present = torch.zeros_like(values[..., 0]).scatter(1, positions, 1.0)
         return Grid(values.unflatten(1, grid), present.unflatten(1, grid))
 
 

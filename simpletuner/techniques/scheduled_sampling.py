@@ -253,10 +253,10 @@ def path_to(sigma: float, offset: int, grid: np.ndarray) -> list[float]:
     Args:
         grid: the sampler's noise levels, from the first to the last, which is 0.
     """
-    rising, places = grid[::-1], np.arange(len(grid), dtype=float)
-    here, top = float(np.interp(sigma, rising, places)), places[-1]
+    rising, indices = grid[::-1], np.arange(len(grid), dtype=float)
+    here, top = float(np.interp(sigma, rising, indices)), indices[-1]
     above = {min(here + step, top) for step in range(1, offset + 1)}
-    levels = np.interp(sorted(above, reverse=True), places, rising).clip(max=LARGEST_SIGMA).tolist()
+    levels = np.interp(sorted(above, reverse=True), indices, rising).clip(max=LARGEST_SIGMA).tolist()
     path = [level for level in levels if level > sigma]
     return [*path, sigma] if path else []
 

@@ -108,10 +108,12 @@ class _Window:
         if opens:
             self._all_tokens = inputs[0]
             if not self._tables:  # recomputation reuses the forward pass's tensors
-                self._tables = {place: take(inputs[place], self.kept) for place, take in self.routing.tables.items()}
+                self._tables = {
+                    argument: take(inputs[argument], self.kept) for argument, take in self.routing.tables.items()
+                }
             cut[0] = inputs[0].gather(1, _rows(self.kept, inputs[0]))
-        for place, table in self._tables.items():
-            cut[place] = table
+        for argument, table in self._tables.items():
+            cut[argument] = table
         return tuple(cut)
 
     def _leave(self, block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:

@@ -22,12 +22,12 @@ warnings.filterwarnings("ignore", ".*_stable_hash_for_caching")  # compiled upda
 
 
 class _Repeatable(Optimizer):
-    """Rounds each weight by the seed of the step and the weight's place, and loads what was saved."""
+    """Rounds each weight by the seed of the step and the weight's number, and loads what was saved."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group({SEED: 0, **param_group})
         parameters = (each for group in self.param_groups for each in group["params"])
-        self._places = {parameter: place for place, parameter in enumerate(parameters)}
+        self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient, one after the other."""
@@ -36,7 +36,7 @@ class _Repeatable(Optimizer):
             for group in groups:
                 rate = torch.tensor(float(group["lr"]))  # torchao takes no number
                 for parameter in (each for each in group["params"] if each.grad is not None):
-                    seed_device(parameter.device, group[SEED] + self._places[parameter])
+                    seed_device(parameter.device, group[SEED] + self._numbers[parameter])
                     self.param_groups = [{**group, "params": [parameter], "lr": rate}]
                     super().step()
         finally:
@@ -47,7 +47,7 @@ class _Repeatable(Optimizer):
         """Restore the state; torch would round that of small weights, which is not quantised, to the weights' dtype."""
         super().load_state_dict(state_dict)
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        for parameter, number in zip(self._places, numbers, strict=True):
+        for parameter, number in zip(self._numbers, numbers, strict=True):
             for name, saved in state_dict["state"].get(number, {}).items():
                 if type(saved) is Tensor and saved.ndim:
                     self.state[parameter][name] = saved.to(parameter.device, copy=True)

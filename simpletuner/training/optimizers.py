@@ -171,11 +171,11 @@ def _replace_missing_kernels(optimizer: torch.optim.Optimizer, chosen: Sequence[
     """Take this machine's choice where the saved kernels cannot run, and say so."""
     groups = optimizer.param_groups
     missing = [
-        place for place, group in enumerate(groups)
+        number for number, group in enumerate(groups)
         if group.get("triton") and (_is_widened(optimizer, group) or not runs_triton(group["params"]))
     ]  # fmt: skip
-    for place in missing:
-        groups[place].update(chosen[place])
+    for number in missing:
+        groups[number].update(chosen[number])
     if missing:
         logger.warning(
             "The checkpoint's weights were updated by Triton kernels, which need a GPU with bf16, triton, a C "

@@ -70,10 +70,10 @@ class GradientRelease:
     def finish(self) -> None:
         """End a step: update what else the optimizer has a gradient for, and let the groups' own state advance once."""
         groups = self._optimizer.param_groups
-        for place, group in self._after.items():
-            groups[place].update(group)
+        for number, group in self._after.items():
+            groups[number].update(group)
         self._after.clear()
-        self._step([group for place, group in enumerate(groups) if place not in self._group.values()])
+        self._step([group for number, group in enumerate(groups) if number not in self._group.values()])
         if self.host is not None:
             self.host.finish()
         self.is_halfway = False
@@ -112,8 +112,8 @@ class GradientRelease:
 
     def _update(self, parameter: nn.Parameter) -> None:
         """Update one parameter, with its group in the state before this step: some optimizers count steps there."""
-        place = self._group[parameter]
-        before = self._optimizer.param_groups[place]
+        number = self._group[parameter]
+        before = self._optimizer.param_groups[number]
         copied = {key: each.clone() if isinstance(each, Tensor) else each for key, each in before.items()}
         after = {**copied, "params": [parameter]}
         if self.host is not None:
@@ -122,7 +122,7 @@ class GradientRelease:
         if self.host is not None:
             self.host.leave(parameter)
         changes = {key: each for key, each in after.items() if key != "params" and each is not before.get(key)}
-        self._after.setdefault(place, {}).update(changes)
+        self._after.setdefault(number, {}).update(changes)
 
     def _step(self, groups: list[dict[str, Any]]) -> None:
         whole = self._optimizer.param_groups

@@ -213,7 +213,9 @@ class FullModel:
         model: Any = self.transformer
         weights = model.state_dict()
         # By full shapes: a sharded tensor would count as the part that is here.
-        shapes = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in weights.items()}
+        shapes = {
+            name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()
+        }
         files = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS_PATTERN, max_shard_size="5GB")
         self.sharers.on_main(lambda: model.save_config(folder))
         for file, names in files.filename_to_tensors.items():
