@@ -220,11 +220,9 @@ class Kandinsky5Adapter:
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> Kandinsky5TextEncoder:
         # Imports transformers' models; a run with full caches never needs them.
-        from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
+        from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
 
-        template = select_template(self.options.text_template, TEMPLATES[self.task])
-        length, sees = self.spec.words.length(self.text), self.task in self.spec.words.hold_picture
-        return Kandinsky5TextEncoder(self.source, template, length, device, dtype, quantise, sees_pictures=sees)
+        return Kandinsky5TextEncoder(self, device, dtype, quantise)
 
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         part = self.source["transformer"]

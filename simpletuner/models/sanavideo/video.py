@@ -69,25 +69,19 @@ class SanaTextEncoder:
     """Gemma 2 with the instruction.
 
     Args:
-        source: the checkpoint's components.
-        options: instruction and motion score.
-        max_length: tokens that the transformer gets.
         device, dtype: where and in which precision the encoder runs.
         quantise: quantises Gemma's weights.
+
+    Attributes:
+        max_length: tokens that the transformer gets.
     """
 
     def __init__(
-        self,
-        source: ModelSource,
-        options: SanaOptions,
-        max_length: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        quantise: EncoderQuantiser | None = None,
+        self, adapter: SanaVideoAdapter, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None
     ) -> None:
-        self.max_length, self.device = max_length, device
-        self.motion_score = options.sana_motion_score
-        instruction = options.sana_complex_human_instruction
+        source, self.max_length, self.device = adapter.source, adapter.spec.words.length(adapter.text), device
+        self.motion_score = adapter.options.sana_motion_score
+        instruction = adapter.options.sana_complex_human_instruction
         self.instruction = "\n".join(pipeline_instruction() if instruction is True else instruction)
         with told_plainly(source["tokenizer"]):
             self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(source["tokenizer"].fetch())
@@ -340,7 +334,7 @@ class SanaVideoAdapter:
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> SanaTextEncoder:
-        return SanaTextEncoder(self.source, self.options, self.spec.words.length(self.text), device, dtype, quantise)
+        return SanaTextEncoder(self, device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> WanLatentEncoder:
         vae = load_vae(self.spec, self.source, self.caching, device, dtype)
