@@ -49,7 +49,6 @@ from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.sanavideo.cost import TEXT_LENGTH
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO, clean_caption, with_motion_score
-from simpletuner.models.source import ModelSource
 from simpletuner.models.usage import Usage, snippet, solver_code, text
 
 # Linear layers that can be quantised.
@@ -154,14 +153,18 @@ class StockSanaPipelines:
     Both use the transformer in training, and the VAE in float32; each has its own scheduler.
     """
 
-    def __init__(
-        self, source: ModelSource, transformer: nn.Module, encoder: LatentEncoder, samplers: tuple[Any, Any],
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        self.vae, self.device, self.encoder = encoder.vae, device, encoder
+    def __init__(self, adapter: SanaVideoAdapter, transformer: nn.Module, device: torch.device) -> None:
+        self.encoder: LatentEncoder = adapter.load_latent_encoder(device, torch.float32)
+        self.vae, self.device = self.encoder.vae, device
         self.from_text, self.from_picture = (
-            stock_pipeline(pipeline, source, transformer=transformer, vae=self.vae, scheduler=sampler)
-            for pipeline, sampler in zip((SanaVideoPipeline, SanaImageToVideoPipeline), samplers, strict=True)
+            stock_pipeline(
+                pipeline,
+                adapter.source,
+                transformer=transformer,
+                vae=self.vae,
+                scheduler=adapter.load_sampler(None, from_picture=pipeline is SanaImageToVideoPipeline),
+            )
+            for pipeline in (SanaVideoPipeline, SanaImageToVideoPipeline)
         )
 
     def render(self, request: PreviewRequest) -> list[Image.Image]:
@@ -383,9 +386,7 @@ class SanaVideoAdapter:
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> StockSanaPipelines:
         """Both pipelines have fixed schedules; `shift` has no effect."""
-        encoder = self.load_latent_encoder(device, torch.float32)
-        text, picture = (self.load_sampler(shift, from_picture=given) for given in (False, True))
-        return StockSanaPipelines(self.source, transformer, encoder, (text, picture), device)
+        return StockSanaPipelines(self, transformer, device)
 
     @staticmethod
     def usage_snippet(usage: Usage) -> str:
