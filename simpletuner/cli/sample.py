@@ -47,7 +47,7 @@ def sample(
     chosen = None if checkpoint is None else [checkpoint]
     asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema}
     with _planned(context.args, output or Path("samples"), "--strength", [strength], **asked) as planned:
-        from simpletuner.annexes.sweep.sample import render_samples
+        from simpletuner.annexes.sweep import render_samples
 
         request, plan, weights, events = planned
         for path in render_samples(plan, weights[0], request.strengths[0], events):
@@ -71,7 +71,7 @@ def sweep(
     chosen = None if checkpoints is None else [name.strip() for name in checkpoints.split(",")]
     asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema, "sweeps": True}
     with _planned(context.args, output, "--strengths", strengths.split(","), **asked) as planned:
-        from simpletuner.annexes.sweep.sample import render_sweep
+        from simpletuner.annexes.sweep import render_sweep
 
         request, plan, weights, events = planned
         sheet = render_sweep(plan, weights, request.strengths, Path(request.source or ""), events)
@@ -111,8 +111,9 @@ def _planned(
         for warning in plan.warnings:
             events.say(str(warning), warning=True)
         events.say(f"{plan.spec.title} {plan.flavour.name}, {', '.join(each.name for each in weights)}")
-        for line in (fit_line(budget), *(f"  offload auto: {decision}" for decision in budget.decisions)):
-            events.say(line)
+        events.say(fit_line(budget))
+        for decision in budget.decisions:
+            events.say(f"  offload auto: {decision}")
         with events.phase("Loading torch"), uncollected():
             load_adapter(plan.spec)
         yield request, plan, weights, events

@@ -15,8 +15,8 @@ from PIL import ImageOps
 from PIL.Image import Image, Resampling
 from torch import Tensor, nn
 
-from simpletuner.config.load import FamilyOptions, RunConfig
-from simpletuner.config.schema import CachingConfig, TextConfig
+from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import CachingConfig, FamilyOptions, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.source import ModelSource

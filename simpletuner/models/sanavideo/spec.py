@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.load import FamilyOptions, RunConfig
+from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import FamilyOptions
 from simpletuner.errors import Problem
 from simpletuner.models.sanavideo.cost import COST, COST_720, TEXT_LENGTH, TRANSFORMER_CLASS
 from simpletuner.models.sanavideo.options import SanaOptions
