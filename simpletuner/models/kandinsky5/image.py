@@ -1,7 +1,7 @@
 """Kandinsky 5 Image: text to image and image to image, and what it shares with Kandinsky 5 Video.
 
-Conversions between the common batch layout and `Kandinsky5Transformer3DModel` come first, with the order of visual
-tokens in the blocks; then previews, the adapter of any checkpoint, and that of checkpoints for pictures.
+Previews come first; then conversions between the common batch layout and `Kandinsky5Transformer3DModel`, with the order
+of visual tokens in the blocks; then the adapter of any checkpoint, and that of checkpoints for pictures.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Sana Video: text to clip, and picture to clip with the same checkpoint.
 
-Gemma encodes instruction and caption, padded on the right to a fixed length; the transformer gets token 0 and the last
-`max_length - 1` tokens with their mask. Padding is not stored: masked tokens have a weight of exactly zero, so zeros
-can replace them. The instruction is encoded once for all captions (`prompt_start`).
+Captions become embeddings as in the pipelines: Gemma encodes instruction and caption, padded on the right to a fixed
+length; the transformer gets token 0 and the last `max_length - 1` tokens with their mask. Padding is not stored: masked
+tokens have a weight of exactly zero, so zeros can replace them. The instruction is encoded once for all captions
+(`prompt_start`). Previews, conversions to the layout of `SanaVideoTransformer3DModel` and the latents follow, then the
+adapter.
 """
 
 from __future__ import annotations
