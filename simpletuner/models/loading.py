@@ -213,31 +213,30 @@ class VaeEncoder:
         return False
 
 
-def slice_convolutions(vae: nn.Module, frames: int = 1) -> int:
-    """Let the causal convolutions of a HunyuanVideo VAE compute `frames` output frames at a time; returns their number.
+def slice_convolutions(vae: nn.Module) -> int:
+    """Let the causal convolutions of a HunyuanVideo VAE compute one output frame at a time; returns their number.
 
     Each slice is padded separately, so the whole clip is never copied for padding.
     """
     convolutions = [module for module in vae.modules() if isinstance(module, HunyuanVideoCausalConv3d)]
     for module in convolutions:
-        module.forward = partial(sliced_forward, module, frames)
+        module.forward = partial(sliced_forward, module)
     return len(convolutions)
 
 
-def sliced_forward(module: Any, frames: int, x: Tensor) -> Tensor:
-    """The convolution of `B C T H W`, computed `frames` output frames at a time."""
+def sliced_forward(module: Any, x: Tensor) -> Tensor:
+    """The convolution of `B C T H W`, computed one output frame at a time."""
     conv, (*sides, before, _) = module.conv, module.time_causal_padding
     kernel, stride = conv.kernel_size[0], conv.stride[0]
     total = (x.shape[2] + before - kernel) // stride + 1
     out = x.new_empty(0)
-    for start in range(0, total, frames):
-        stop = min(start + frames, total)
-        first, last = start * stride - before, (stop - 1) * stride + kernel - before  # of the input
+    for frame in range(total):
+        first = frame * stride - before  # of the input
         padding = (*sides, max(-first, 0), 0)
-        part = conv(functional.pad(x[:, :, max(first, 0) : last], padding, mode=module.pad_mode))
-        if start == 0:
+        part = conv(functional.pad(x[:, :, max(first, 0) : first + kernel], padding, mode=module.pad_mode))
+        if frame == 0:
             out = part.new_empty((*part.shape[:2], total, *part.shape[3:]))
-        out[:, :, start:stop] = part
+        out[:, :, frame : frame + 1] = part
     return out
 
 

@@ -119,7 +119,7 @@ def compile_blocks(
     launch: LaunchConfig,
     *,
     sampling: bool,
-    recomputing: bool = False,
+    recomputing: bool,
 ) -> None:
     """Compile the functions of fast blocks; in other families the forward of blocks, with verification.
 

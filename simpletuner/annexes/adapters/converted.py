@@ -131,13 +131,12 @@ class ConvertedAdapter(AdapterWeights, ABC):
             logger.warning(message, folder / LORA_FILE, 100 * effect)
         errors = {key: f"{error:.2e}" for key, error in zip(ERRORS, (lora.error, forward, effect), strict=True)}
         self.write(folder, publication.note)
-        prefix = PREFIXES[self.config.lora_format]
-        weights = {
-            f"{prefix}{name}.lora_{side}.weight": each.cpu().contiguous()
-            for name, factors in lora.factors.items()
-            for side, each in zip("AB", factors, strict=True)
-        }
         form = self.config.lora_format
+        weights = {
+            f"{PREFIXES[form]}{name}.lora_{side}.weight": factor.cpu().contiguous()
+            for name, factors in lora.factors.items()
+            for side, factor in zip("AB", factors, strict=True)
+        }
         header = {**file_settings(_lora_settings(lora.ranks), form), **publication.note, **errors}
         pipeline = publication.adapter.load_bare_pipeline()
         write_verified(folder, lambda trial: write_weights(trial / LORA_FILE, weights, header), weights, form, pipeline)

@@ -85,17 +85,18 @@ def add_lycoris(
     logging.getLogger("LyCORIS").setLevel(logging.ERROR)
     transformer.requires_grad_(False)
     # modules draw their initial weights from the global generator
-    with seeded(seed, (each.device for each in transformer.parameters())):
-        settings = file.layers(weights_of(weight_shapes(transformer)))
-        modules = {name: _wrap(transformer.get_submodule(name), name, file, each) for name, each in settings.items()}
+    with seeded(seed, (parameter.device for parameter in transformer.parameters())):
+        layers = file.layers(weights_of(weight_shapes(transformer)))
+        modules = {name: _wrap(transformer, name, file, settings) for name, settings in layers.items()}
     for module in modules.values():
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
     return LycorisAdapter(transformer, config, file, modules)
 
 
-def _wrap(layer: nn.Module, name: str, file: LycorisFile, settings: Mapping[str, Any]) -> Any:
+def _wrap(transformer: nn.Module, name: str, file: LycorisFile, settings: Mapping[str, Any]) -> Any:
     """Put a module around a layer's forward pass."""
+    layer = transformer.get_submodule(name)
     key = f"{file.preset.get('lora_prefix', 'lycoris')}_{name}".replace(".", "_")
     module = network_module_dict[settings["algo"]](
         key, layer, float(settings["multiplier"]), int(settings["dim"]), settings["alpha"], settings["dropout"],

@@ -210,7 +210,14 @@ def _settle(config: OffloadConfig, device: torch.device, world: World) -> Settle
     """How images are stored: on disk, or in host memory, page-locked for a GPU."""
     path = config.group_offload_to_disk_path
     if path is None:
-        return partial(_keep, world=world, locked=device.type == "cuda")
+
+        def keep(image: WeightImage, flat: Tensor) -> Tensor:
+            kept = shared_by_machine(flat, world, None) if world.local_size > 1 else flat
+            if device.type == "cuda":
+                page_lock(kept, image)
+            return kept
+
+        return keep
     folder = Path(path).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -219,14 +226,6 @@ def _settle(config: OffloadConfig, device: torch.device, world: World) -> Settle
     if world.local_size > 1:
         return lambda image, flat: shared_by_machine(flat, world, folder)
     return lambda image, flat: on_disk(flat, folder)
-
-
-def _keep(image: WeightImage, flat: Tensor, *, world: World, locked: bool) -> Tensor:
-    if world.local_size > 1:
-        flat = shared_by_machine(flat, world, None)
-    if locked:
-        page_lock(flat, image)
-    return flat
 
 
 @functools.cache

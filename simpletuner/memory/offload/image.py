@@ -299,8 +299,8 @@ def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]
     """Temporarily remove some parameters and buffers, given by `id`, from their modules."""
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in modules:
-        for each in module.modules():
-            for table in cast("tuple[dict[str, Any], ...]", (each._parameters, each._buffers)):
+        for part in module.modules():
+            for table in cast("tuple[dict[str, Any], ...]", (part._parameters, part._buffers)):
                 if any(id(value) in tensors for value in table.values()):
                     tables.append((table, dict(table)))
     for table, before in tables:

@@ -1,7 +1,7 @@
 """Kandinsky 5 Image: text to image and image to image, and what it shares with Kandinsky 5 Video.
 
-Conversions between the common batch layout and `Kandinsky5Transformer3DModel` come first, with the order of visual
-tokens in the blocks; then previews, the adapter of any checkpoint, and that of checkpoints for pictures.
+Previews come first; then conversions between the common batch layout and `Kandinsky5Transformer3DModel`, with the order
+of visual tokens in the blocks; then the adapter of any checkpoint, and that of checkpoints for pictures.
 """
 
 from __future__ import annotations
@@ -220,11 +220,9 @@ class Kandinsky5Adapter:
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> Kandinsky5TextEncoder:
         # Imports transformers' models; a run with full caches never needs them.
-        from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder, select_template
+        from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
 
-        template = select_template(self.options.text_template, TEMPLATES[self.task])
-        length, sees = self.spec.words.length(self.text), self.task in self.spec.words.hold_picture
-        return Kandinsky5TextEncoder(self.source, template, length, device, dtype, quantise, sees_pictures=sees)
+        return Kandinsky5TextEncoder(self, device, dtype, quantise)
 
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         part = self.source["transformer"]

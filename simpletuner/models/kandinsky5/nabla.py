@@ -76,13 +76,11 @@ def exempt() -> Iterator[None]:
     one thread block sums a row in a fixed order, and no index is written twice.
     """
     is_on = torch.are_deterministic_algorithms_enabled()
-    if is_on:
-        torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(False)
     try:
         yield
     finally:
-        if is_on:
-            torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(is_on)
 
 
 @exempt()

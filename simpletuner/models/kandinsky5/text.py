@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from PIL.Image import Image
@@ -24,11 +24,13 @@ from transformers import CLIPTextModel, CLIPTokenizer, ProcessorMixin, Qwen2_5_V
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.models.adapter import EncoderQuantiser, TextRequest
 from simpletuner.models.kandinsky5.loading import load_processor
-from simpletuner.models.kandinsky5.spec import COMPONENTS
+from simpletuner.models.kandinsky5.spec import COMPONENTS, TEMPLATES
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, TextTemplate, clean_caption
 from simpletuner.models.loading import load_whole, told_plainly
 from simpletuner.models.prompt_start import PromptStart, lengthen
-from simpletuner.models.source import ModelSource
+
+if TYPE_CHECKING:
+    from simpletuner.models.kandinsky5.image import Kandinsky5Adapter
 
 CLIP_LENGTH = 77
 POSITIONS = 1024  # text tokens in the transformer's position table
@@ -57,37 +59,29 @@ class Kandinsky5TextEncoder:
     """Qwen2.5-VL and CLIP together.
 
     Args:
-        source: the checkpoint's components.
-        template: the prompt template.
-        max_length: longest caption in tokens, including the closing tokens of the template.
         device, dtype: where and in which precision the encoders run.
         quantise: quantises the encoders' weights.
-        sees_pictures: prompts may hold pictures.
+
+    Attributes:
+        template: the prompt template.
+        max_length: longest caption in tokens, including the closing tokens of the template.
     """
 
     def __init__(
-        self,
-        source: ModelSource,
-        template: TextTemplate,
-        max_length: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        quantise: EncoderQuantiser | None = None,
-        *,
-        sees_pictures: bool = True,
+        self, adapter: Kandinsky5Adapter, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None
     ) -> None:
-        self.template = template
-        self.max_length = max_length
-        self.device = device
+        source, words, self.device = adapter.source, adapter.spec.words, device
+        self.template = template = select_template(adapter.options.text_template, TEMPLATES[adapter.task])
+        self.max_length = words.length(adapter.text)
         with told_plainly(source["tokenizer"]):
             self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
         with told_plainly(source["tokenizer_2"]):
             self.clip_tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(source["tokenizer_2"].fetch())
         start = self.processor.tokenizer(template.text.partition("{}")[0])["input_ids"]
-        self.start = PromptStart(start, template.crop + max_length)
+        self.start = PromptStart(start, template.crop + self.max_length)
         self.qwen = load_whole(Qwen2_5_VLForConditionalGeneration, source["text_encoder"], dtype=dtype)
         self.qwen.lm_head = nn.Identity()
-        if not sees_pictures:
+        if adapter.task not in words.hold_picture:
             self.qwen.model.visual = None
         self.clip = load_whole(CLIPTextModel, source["text_encoder_2"], dtype=dtype)
         if quantise is not None:

@@ -1,8 +1,10 @@
 """Sana Video: text to clip, and picture to clip with the same checkpoint.
 
-Gemma encodes instruction and caption, padded on the right to a fixed length; the transformer gets token 0 and the last
-`max_length - 1` tokens with their mask. Padding is not stored: masked tokens have a weight of exactly zero, so zeros
-can replace them. The instruction is encoded once for all captions (`prompt_start`).
+Captions become embeddings as in the pipelines: Gemma encodes instruction and caption, padded on the right to a fixed
+length; the transformer gets token 0 and the last `max_length - 1` tokens with their mask. Padding is not stored: masked
+tokens have a weight of exactly zero, so zeros can replace them. The instruction is encoded once for all captions
+(`prompt_start`). Previews, conversions to the layout of `SanaVideoTransformer3DModel` and the latents follow, then the
+adapter.
 """
 
 from __future__ import annotations
@@ -49,7 +51,6 @@ from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.sanavideo.cost import TEXT_LENGTH
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO, clean_caption, with_motion_score
-from simpletuner.models.source import ModelSource
 from simpletuner.models.usage import Usage, snippet, solver_code, text
 
 # Linear layers that can be quantised.
@@ -69,25 +70,19 @@ class SanaTextEncoder:
     """Gemma 2 with the instruction.
 
     Args:
-        source: the checkpoint's components.
-        options: instruction and motion score.
-        max_length: tokens that the transformer gets.
         device, dtype: where and in which precision the encoder runs.
         quantise: quantises Gemma's weights.
+
+    Attributes:
+        max_length: tokens that the transformer gets.
     """
 
     def __init__(
-        self,
-        source: ModelSource,
-        options: SanaOptions,
-        max_length: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        quantise: EncoderQuantiser | None = None,
+        self, adapter: SanaVideoAdapter, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None
     ) -> None:
-        self.max_length, self.device = max_length, device
-        self.motion_score = options.sana_motion_score
-        instruction = options.sana_complex_human_instruction
+        source, self.max_length, self.device = adapter.source, adapter.spec.words.length(adapter.text), device
+        self.motion_score = adapter.options.sana_motion_score
+        instruction = adapter.options.sana_complex_human_instruction
         self.instruction = "\n".join(pipeline_instruction() if instruction is True else instruction)
         with told_plainly(source["tokenizer"]):
             self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(source["tokenizer"].fetch())
@@ -160,14 +155,18 @@ class StockSanaPipelines:
     Both use the transformer in training, and the VAE in float32; each has its own scheduler.
     """
 
-    def __init__(
-        self, source: ModelSource, transformer: nn.Module, encoder: LatentEncoder, samplers: tuple[Any, Any],
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        self.vae, self.device, self.encoder = encoder.vae, device, encoder
+    def __init__(self, adapter: SanaVideoAdapter, transformer: nn.Module, device: torch.device) -> None:
+        self.encoder: LatentEncoder = adapter.load_latent_encoder(device, torch.float32)
+        self.vae, self.device = self.encoder.vae, device
         self.from_text, self.from_picture = (
-            stock_pipeline(pipeline, source, transformer=transformer, vae=self.vae, scheduler=sampler)
-            for pipeline, sampler in zip((SanaVideoPipeline, SanaImageToVideoPipeline), samplers, strict=True)
+            stock_pipeline(
+                pipeline,
+                adapter.source,
+                transformer=transformer,
+                vae=self.vae,
+                scheduler=adapter.load_sampler(None, from_picture=pipeline is SanaImageToVideoPipeline),
+            )
+            for pipeline in (SanaVideoPipeline, SanaImageToVideoPipeline)
         )
 
     def render(self, request: PreviewRequest) -> list[Image.Image]:
@@ -340,7 +339,7 @@ class SanaVideoAdapter:
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> SanaTextEncoder:
-        return SanaTextEncoder(self.source, self.options, self.spec.words.length(self.text), device, dtype, quantise)
+        return SanaTextEncoder(self, device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> WanLatentEncoder:
         vae = load_vae(self.spec, self.source, self.caching, device, dtype)
@@ -389,9 +388,7 @@ class SanaVideoAdapter:
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> StockSanaPipelines:
         """Both pipelines have fixed schedules; `shift` has no effect."""
-        encoder = self.load_latent_encoder(device, torch.float32)
-        text, picture = (self.load_sampler(shift, from_picture=given) for given in (False, True))
-        return StockSanaPipelines(self.source, transformer, encoder, (text, picture), device)
+        return StockSanaPipelines(self, transformer, device)
 
     @staticmethod
     def usage_snippet(usage: Usage) -> str:
