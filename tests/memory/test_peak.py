@@ -116,9 +116,8 @@ def planned_by_metered(
     with fake_step(monkeypatch):
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
         metered = peak_of_step(model, sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings)))
-    setup = StepModel(
-        "bf16", adapters, 2, 0, checkpoint_interval=1 if checkpointed else None, multiplies=levels is not None
-    )
+    interval = 1 if checkpointed else None
+    setup = StepModel(cost, "bf16", 2, 0, adapters, checkpoint_interval=interval, multiplies=levels is not None)
     planned = setup.memory(load)
     return (planned.inputs + planned.block + planned.outside) / metered
 
