@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from simpletuner.budget.device import Device, gigabytes
-from simpletuner.budget.duration import Sent, Step, link_rate, sent_bytes
-from simpletuner.budget.estimate import StepModel
+from simpletuner.budget.estimate import Sent, Step, StepModel, link_rate, sent_bytes
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.load import RunConfig
 from simpletuner.config.precision import vae_dtype

@@ -10,7 +10,7 @@ import pytest
 from simpletuner.annexes.fitting.fit import check_fit, check_ways, choose, find_ways
 from simpletuner.annexes.fitting.ready import check_devices
 from simpletuner.budget.budget import HOST_BASE, Budget
-from simpletuner.budget.duration import sent_bytes
+from simpletuner.budget.estimate import sent_bytes
 from simpletuner.techniques.spec import TechniqueCost
 from tests.annexes.test_fit import budget, gpu
 from tests.budget.test_device import LISTED, fake_smi

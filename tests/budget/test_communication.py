@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from simpletuner.budget.device import Device, rates_of
-from simpletuner.budget.duration import NETWORK, Sent, link_rate, sent_bytes
-from simpletuner.budget.estimate import StepModel
+from simpletuner.budget.estimate import NETWORK, Sent, StepModel, link_rate, sent_bytes
 from simpletuner.models.cost import Adapters, CostTable, TransformerCost
 from simpletuner.techniques.spec import TechniqueCost
 
