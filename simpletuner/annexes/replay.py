@@ -37,7 +37,7 @@ from simpletuner.config.sources import Arguments
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted, NonFiniteError, Problem, UserError, WriteError, is_out_of_memory, shorten
-from simpletuner.models.kernels import KERNELS
+from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
 from simpletuner.redaction import HIDDEN, redact, redact_settings

@@ -25,7 +25,7 @@ from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.values import Size
 from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.models.kernels import KERNELS
+from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
 from simpletuner.plan.sampling import Weights

@@ -16,8 +16,14 @@ from simpletuner.config.schema import ValidationConfig
 from simpletuner.config.validation_adapters import check_listed
 from simpletuner.config.values import Size
 from simpletuner.errors import Problem
-from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE, check_lora_file, find_lora, read_shapes
-from simpletuner.models.lora_targets import linear_modules
+from simpletuner.models.lora_keys import (
+    COMFYUI_MAGNITUDE,
+    MAGNITUDE,
+    check_lora_file,
+    find_lora,
+    linear_modules,
+    read_shapes,
+)
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
 
