@@ -70,41 +70,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain("Interrupted.", INTERRUPTED)
     except typer.Exit as stop:
         return stop.exit_code
-    except ConfigError as error:
-        return _complain_about_problems(error)
     except SimpleTunerError as error:
-        text = full_text(error)
-        return _complain(f"error: {text}" if error.exit_code == USAGE else text, error.exit_code)
+        return _report(error)
     except BrokenPipeError:
         # The reader of a pipe (head, less) is gone. The flush of stdout at exit would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything ends in one line
-        if isinstance(error, OSError) and error.errno in UNWRITABLE_CODES | DISK_FULL_CODES:
-            return _complain(f"error: {error.filename or 'the disk'}: {error.strerror}.", USAGE)
-        if is_out_of_memory(error):
-            advice = "Free memory, or lift a limit on it (ulimit -v, or the container's)."
-            return _complain(f"error: out of memory: {full_text(error).removesuffix('.')}. {advice}", 1)
-        print(redact(traceback.format_exc()), file=sys.stderr, end="")
-        return _complain(f"{type(error).__name__}: {full_text(error)}", 1)
+        return _report_unforeseen(error)
     if code == INTERRUPTED:
         return _complain("Interrupted.", INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 
-def _complain_about_problems(error: ConfigError) -> int:
-    """All problems as a list, warnings first, so that what must be fixed comes last."""
+def _report(error: SimpleTunerError) -> int:
+    """An error on purpose; problems as a list, warnings first, so that what must be fixed comes last."""
     from simpletuner.reporting.progress import in_red
 
-    for problem in error.problems:
-        if not problem.fatal:
-            print(redact(f"warning: {problem}"), file=sys.stderr)
-    fatal = [problem for problem in error.problems if problem.fatal]
-    for problem in fatal:
-        print(in_red(redact(f"error: {problem}"), sys.stderr), file=sys.stderr)
-    return _complain(
-        f"{len(fatal)} problem{'s' if len(fatal) > 1 else ''} to fix; nothing was started.", error.exit_code
-    )
+    if not isinstance(error, ConfigError):
+        text = full_text(error)
+        return _complain(f"error: {text}" if error.exit_code == USAGE else text, error.exit_code)
+    for problem in sorted(error.problems, key=lambda problem: problem.fatal):
+        text = redact(f"{'error' if problem.fatal else 'warning'}: {problem}")
+        print(in_red(text, sys.stderr) if problem.fatal else text, file=sys.stderr)
+    count = sum(problem.fatal for problem in error.problems)
+    return _complain(f"{count} problem{'s' if count > 1 else ''} to fix; nothing was started.", error.exit_code)
+
+
+def _report_unforeseen(error: Exception) -> int:
+    """An error of the system or of the program; only the latter has a traceback."""
+    if isinstance(error, OSError) and error.errno in UNWRITABLE_CODES | DISK_FULL_CODES:
+        return _complain(f"error: {error.filename or 'the disk'}: {error.strerror}.", USAGE)
+    if is_out_of_memory(error):
+        advice = "Free memory, or lift a limit on it (ulimit -v, or the container's)."
+        return _complain(f"error: out of memory: {full_text(error).removesuffix('.')}. {advice}", 1)
+    print(redact(traceback.format_exc()), file=sys.stderr, end="")
+    return _complain(f"{type(error).__name__}: {full_text(error)}", 1)
 
 
 def _complain(text: str, code: int) -> int:

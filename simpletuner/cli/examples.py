@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -27,8 +28,6 @@ def list_examples() -> None:
 
 def _about(name: str) -> str:
     """What an example trains, from its config."""
-    import json
-
     from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
     from simpletuner.models.registry import FAMILIES
     from simpletuner.models.spec import TASKS
@@ -50,8 +49,6 @@ def copy_example(
     dest: Annotated[Path | None, typer.Option("--dest", help="Folder to create; config/NAME by default.")] = None,
 ) -> None:
     """Copy an example's files, and point the paths inside them at the copy."""
-    import json
-
     from simpletuner.atomic import build_folder, write_atomically
     from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
 

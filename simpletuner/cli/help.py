@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from simpletuner.errors import UserError, nearest
+from simpletuner.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from simpletuner.config.option import Option
@@ -55,17 +56,15 @@ def settings_help(wanted: str) -> list[str]:
     from simpletuner.config.schema import option_names, sections
 
     names, by_section, name = option_names(), sections(), wanted.lstrip("-").replace("-", "_").lower()
-    mentions = [option for options in by_section.values() for option in options if _mentions(option, wanted)]
-    title = next((each for each in by_section if each.lower() == wanted.lower()), "")
-    section = by_section.get(title, [])
+    mentions = [option for option in chain(*by_section.values()) if _mentions(option, wanted)]
+    section = next((options for title, options in by_section.items() if title.lower() == wanted.lower()), [])
     if option := names.get(name):
+        section = [each for each in section if each != option]
         related = [each.name for each in mentions if each not in (*section, option)]
-        rest = [line for each in section if each != option for line in summary(each)]
-        return [*explain_key(option, related), *rest]
-    if not section and not mentions:
-        guess = nearest(name, names)
-        raise UserError(f"no setting mentions {wanted!r}.{f' Did you mean {guess!r}?' if guess else ''}")
-    return [line for option in section or mentions for line in summary(option)]
+        return [*explain_key(option, related), *chain(*map(summary, section))]
+    if not (options := section or mentions):
+        raise UserError(f"no setting mentions {wanted!r}.{did_you_mean(name, names)}")
+    return [*chain(*map(summary, options))]
 
 
 def explain_key(option: Option, related: Sequence[str] = ()) -> Iterator[str]:

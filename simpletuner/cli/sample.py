@@ -111,8 +111,9 @@ def _planned(
         for warning in plan.warnings:
             events.say(str(warning), warning=True)
         events.say(f"{plan.spec.title} {plan.flavour.name}, {', '.join(each.name for each in weights)}")
-        for line in (fit_line(budget), *(f"  offload auto: {decision}" for decision in budget.decisions)):
-            events.say(line)
+        events.say(fit_line(budget))
+        for decision in budget.decisions:
+            events.say(f"  offload auto: {decision}")
         with events.phase("Loading torch"), uncollected():
             load_adapter(plan.spec)
         yield request, plan, weights, events

@@ -77,7 +77,9 @@ def server(
     from simpletuner.annexes.page.serve import listen, make_server
 
     access, pair = find_access(host, token_file, no_auth=no_auth), certificate(ssl, ssl_key, ssl_cert)
-    project = Project(Path.cwd().resolve(), tuple(map(existing_folder, root or [])))
+    if missing := [path for path in root or [] if not path.is_dir()]:
+        raise UserError(f"--root {missing[0]} is not a folder.")
+    project = Project(Path.cwd().resolve(), tuple(path.resolve() for path in root or []))
     if ssl_no_verify:
         os.environ["SIMPLETUNER_SSL_NO_VERIFY"] = "true"  # runs inherit it
     page = make_server(project, access, mode, **pair, reload_dirs=[str(Path(__file__).parents[1])])
@@ -157,17 +159,6 @@ def certificate(wanted: bool, key: Path | None, chain: Path | None) -> dict[str,
     except OSError as error:
         raise UserError(f"--ssl-key {key} and --ssl-cert {chain} cannot be used: {error}.") from None
     return {"ssl_keyfile": str(key), "ssl_certfile": str(chain)}
-
-
-def existing_folder(path: Path) -> Path:
-    """The real path of a folder.
-
-    Raises:
-        UserError: it is none.
-    """
-    if not path.is_dir():
-        raise UserError(f"--root {path} is not a folder.")
-    return path.resolve()
 
 
 def announce(access: Access, listener: socket.socket, *, secure: bool) -> None:

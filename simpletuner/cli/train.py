@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from simpletuner.reporting.events import EventStream
     from simpletuner.run.companions import Companion
 
+    TakePage = Callable[[], ServePage]
+
 
 def train(
     context: typer.Context,
@@ -47,18 +49,14 @@ def train(
 
     --config FILE uses that file, env=NAME config/NAME/config.json, example=NAME a packaged example.
     """
-    if (bisect and replay is None) or (replay is not None and (dry_run or page or page_port)):
-        raise UserError("--bisect needs --replay FOLDER, which goes without --dry-run and --page.")
-    if no_auth and not (page or page_port):
+    port = page_port or (PORT if page else None)
+    _check_flags(replay, bisect=bisect, alone=not dry_run and port is None)
+    if no_auth and port is None:
         raise UserError("--no-auth needs --page: it lets other users of this machine use the page.")
     arguments, problems = command_settings(context.args)
     if dry_run:
         print_plan(arguments, problems)
         return
-    from simpletuner.annexes.fitting.ready import ready_plan
-    from simpletuner.distributed.launching import joined, start_processes
-    from simpletuner.run.agreement import plan_together
-
     # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -66,21 +64,36 @@ def train(
     if replay is not None:
         _replay(replay, arguments, problems, bisect)
         return
-    place, port = launched(os.environ), (page_port or PORT) if page or page_port else None
-    take_page = partial(open_page, port, no_auth=no_auth) if port else None
-    if place is None:
-        with uncollected():
-            plan, budget = ready_plan(arguments, problems)
-        plan = agreed(plan, budget, yes=yes)
-        if plan.config.launch.num_processes > 1:
-            paged = [f"--page-port={port}", *(["--no-auth"] if no_auth else [])] if port else []
-            start_processes(plan.config.launch, ["train", *context.args, *paged, *(["--yes"] if yes else [])])
-        else:
-            _train(World(), plan, budget, take_page, yes=yes)
+    flags = {f"--page-port={port}": port, "--no-auth": no_auth, "--yes": yes}
+    command = ["train", *context.args, *(flag for flag, is_given in flags.items() if is_given)]
+    _start(arguments, problems, command, partial(open_page, port, no_auth=no_auth) if port else None, yes=yes)
+
+
+def _check_flags(replay: Path | None, *, bisect: bool, alone: bool) -> None:
+    if (bisect and replay is None) or (replay is not None and not alone):
+        raise UserError("--bisect needs --replay FOLDER, which goes without --dry-run and --page.")
+
+
+def _start(
+    arguments: Arguments, problems: list[Problem], command: list[str], take_page: TakePage | None, *, yes: bool
+) -> None:
+    """Train in this process, alone or as one of several, or start the processes of the run with the same command."""
+    from simpletuner.annexes.fitting.ready import ready_plan
+    from simpletuner.distributed.launching import joined, start_processes
+    from simpletuner.run.agreement import plan_together
+
+    if (place := launched(os.environ)) is not None:
+        with joined(place, start_limit(arguments)) as world:
+            plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed), problems))
+            _train(world, agreed(plan, budget, yes=yes), budget, take_page, yes=yes)
         return
-    with joined(place, start_limit(arguments)) as world:
-        plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed), problems))
-        _train(world, agreed(plan, budget, yes=yes), budget, take_page, yes=yes)
+    with uncollected():
+        plan, budget = ready_plan(arguments, problems)
+    plan = agreed(plan, budget, yes=yes)
+    if plan.config.launch.num_processes > 1:
+        start_processes(plan.config.launch, command)
+    else:
+        _train(World(), plan, budget, take_page, yes=yes)
 
 
 def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
@@ -126,7 +139,7 @@ def _replay(folder: Path, arguments: Arguments, problems: list[Problem], bisect:
             raise typer.Exit(1)
 
 
-def _train(world: World, plan: Plan, budget: Budget, take_page: Callable[[], ServePage] | None, *, yes: bool) -> None:
+def _train(world: World, plan: Plan, budget: Budget, take_page: TakePage | None, *, yes: bool) -> None:
     """Train in this process, and serve the page of the run."""
     from simpletuner.annexes.fitting.show import log_plan
     from simpletuner.reporting.log import setup_logging
@@ -172,14 +185,13 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
 def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
     """Say what begins, check what the plan could not, and run."""
     from simpletuner.annexes.fitting.ready import check_gpu, on_cpu
-    from simpletuner.annexes.fitting.show import MISSING_GPU, start_lines
+    from simpletuner.annexes.fitting.show import start_lines
     from simpletuner.annexes.publishing.uploads import prepared_destinations
     from simpletuner.models.registry import load_adapter
     from simpletuner.reporting.events import StateChanged
     from simpletuner.run.companions import read_ledger
 
-    for warning in plan.warnings:
-        events.say(str(warning), warning=True, urgent=warning.where == MISSING_GPU)
+    _warn(events, plan.warnings)
     for decision in budget.decisions:
         events.say(f"offload auto: {decision}")
     ledger = world.main_only(lambda: read_ledger(plan.output_dir)) if plan.is_finished else None
@@ -207,11 +219,17 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
         load_adapter(plan.spec)
     if budget.device.is_gpu and not torch.accelerator.is_available():
         budget = on_cpu(plan, budget)
-        for warning in check_gpu(plan, budget):
-            events.say(str(warning), warning=True, urgent=True)
+        _warn(events, check_gpu(plan, budget))
         with announced_end(plan, events, world):
             agreed(plan, budget, yes=yes)
     run_plan(plan, budget, events, open_companions(plan, places, events, world), world)
+
+
+def _warn(events: EventStream, warnings: Iterable[Problem]) -> None:
+    from simpletuner.annexes.fitting.show import MISSING_GPU
+
+    for warning in warnings:
+        events.say(str(warning), warning=True, urgent=warning.where == MISSING_GPU)
 
 
 def open_companions(

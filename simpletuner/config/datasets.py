@@ -241,6 +241,13 @@ def read_datasets(path: Path, problems: list[Problem], *, placeholders: dict[str
     content = read_json(path, problems, list, "a JSON list of datasets")
     if content is None:
         return []
+    return parse_datasets(content, path, problems, placeholders)
+
+
+def parse_datasets(
+    content: list[Any], path: Path, problems: list[Problem], placeholders: dict[str, str]
+) -> list[DatasetConfig]:
+    """The enabled entries in the content of a dataset file."""
     if not content:
         problems.append(Problem(str(path), "holds no datasets."))
         return []

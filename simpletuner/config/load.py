@@ -55,13 +55,16 @@ class Layer:
     last_wins: bool = False
 
 
+def unwrapped(content: Any) -> Any:
+    """The settings in the content of config.json, which may be `{"_metadata": ..., "config": {...}}`."""
+    is_wrapped = isinstance(content, dict) and "_metadata" in content and isinstance(content.get("config"), dict)
+    return content["config"] if is_wrapped else content
+
+
 def read_json_layer(path: Path, problems: list[Problem]) -> Layer | None:
-    """config.json as a layer, or None if it cannot be read; `{"_metadata": ..., "config": {...}}` is unwrapped."""
+    """config.json as a layer, or None if it cannot be read."""
     content = read_json(path, problems, dict, "one JSON object")
-    if content is None:
-        return None
-    inner = content.get("config") if "_metadata" in content else None
-    return Layer(str(path), list((inner if isinstance(inner, dict) else content).items()))
+    return None if content is None else Layer(str(path), list(unwrapped(content).items()))
 
 
 def with_family(layers: Sequence[Layer], defaults: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[Layer]:

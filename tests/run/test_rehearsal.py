@@ -116,7 +116,7 @@ def test_a_process_allocates_the_state_of_its_part() -> None:
     try:
         part = distribute_tensor(torch.zeros(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
         assembly: Any = SimpleNamespace(optimizer=torch.optim.SGD([torch.nn.Parameter(part)]))
-        budget: Any = SimpleNamespace(setup=SimpleNamespace(state_on_host=False, state_bytes=8.0))
+        budget: Any = SimpleNamespace(model=SimpleNamespace(state_on_host=False, state_bytes=8.0))
         assert rehearsal.coming_state(assembly, budget) == 8 * 12
     finally:
         distributed.destroy_process_group()

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -31,8 +30,9 @@ from starlette.responses import JSONResponse, Response
 
 from simpletuner.annexes.page.project import EXAMPLE, Project, Refusal, problems_json, project_of, wanted
 from simpletuner.atomic import write_json
-from simpletuner.config.datasets import read_datasets
-from simpletuner.config.json_files import json_kind, read_json
+from simpletuner.config.datasets import parse_datasets, read_datasets
+from simpletuner.config.json_files import read_json
+from simpletuner.config.load import raise_if_fatal, read_json_layer, unwrapped
 from simpletuner.config.schema import main_name
 from simpletuner.config.sources import (
     DATASET_FILE,
@@ -47,7 +47,7 @@ from simpletuner.config.sources import (
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.media import PICTURE_SUFFIXES
-from simpletuner.errors import Problem
+from simpletuner.errors import ConfigError, Problem
 from simpletuner.plan.draft import Draft, Judgement
 from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact
 
@@ -108,7 +108,7 @@ class Configuration:
     @property
     def saved_entries(self) -> Any:
         """What the dataset file holds; None if it may not be shown, or is not readable."""
-        with suppress(Refusal):
+        with suppress(ConfigError):
             return read(self.project.inside(self.datasets, packaged=True))
         return None
 
@@ -130,27 +130,24 @@ class Configuration:
             outside += self.project.without_outside(dict(beside))[1]
         judgement, problems = Draft(self.file).judge(values), list[Problem]()
         names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
-        with TemporaryDirectory() as folder:
-            path = self.write_datasets(Path(folder))
-            is_allowed = self.entries is not None or not [*self.project.check_path("data_backend_config", str(path))]
-            datasets = read_datasets(path, problems, placeholders=names) if is_allowed else []
-            problems = [replace(each, where=each.where.replace(f"{folder}/", "")) for each in problems]
-        outside += self.project.check_dataset_paths(datasets)
-        return judgement, outside, [] if self.entries is None else problems
-
-    def write_datasets(self, folder: Path) -> Path:
-        """The file of the datasets, written into a folder if the page sent them."""
-        if self.entries is None:
-            return self.datasets
-        write_json(folder / DATASET_FILE, self.entries)
-        return folder / DATASET_FILE
+        if self.entries is not None:
+            datasets = parse_datasets(self.entries, Path(DATASET_FILE), problems, names)
+        elif [*self.project.check_path("data_backend_config", str(self.datasets))]:
+            datasets = []
+        else:
+            datasets = read_datasets(self.datasets, [], placeholders=names)
+        return judgement, [*outside, *self.project.check_dataset_paths(datasets)], problems
 
     def write(self, folder: Path) -> list[str]:
         """Write them into an empty folder; returns the arguments that make a command use them."""
         write_json(folder / "config.json", self.values)
         if self.environment.is_file():
             shutil.copy(self.environment, folder)
-        return [f"config_path={folder / 'config.json'}", f"data_backend_config={self.write_datasets(folder)}"]
+        datasets = self.datasets
+        if self.entries is not None:
+            datasets = folder / DATASET_FILE
+            write_json(datasets, self.entries)
+        return [f"config_path={folder / 'config.json'}", f"data_backend_config={datasets}"]
 
 
 def configs(request: Request) -> Response:
@@ -161,8 +158,8 @@ def configs(request: Request) -> Response:
             path = project.config_file(name)
             settings_in(path)
             entries.append({"name": name, "path": shown(project, path), "problem": None})
-        except Refusal as refusal:
-            entries.append({"name": name, "path": None, "problem": redact(str(refusal))})
+        except ConfigError as error:
+            entries.append({"name": name, "path": None, "problem": redact(str(error))})
     return JSONResponse(entries)
 
 
@@ -183,9 +180,9 @@ def config(request: Request) -> Response:
 
 def put_config(request: Request, body: dict[str, Any]) -> Response:
     """Save settings; what is wrong with them is answered, and does not keep a draft from being saved."""
-    project, name = project_of(request), request.path_params["name"]
-    path, change = writable(project, project.config_file(name)), partial(with_values, wanted(body, "values", dict))
-    return replace_file(request, path, change, lambda: config_json(Configuration.saved(project, name)))
+    saved = Configuration.saved(project_of(request), request.path_params["name"])
+    path, change = writable(saved.project, saved.file), partial(with_values, wanted(body, "values", dict))
+    return replace_file(request, path, change, lambda: config_json(Configuration.saved(saved.project, saved.name)))
 
 
 def datasets(request: Request) -> Response:
@@ -210,7 +207,7 @@ def replace_file(
     The answer is 412 if its ETag is not the one that the request expects.
 
     Raises:
-        Refusal: 422 if the file is not JSON; it is kept then.
+        ConfigError: the file is not JSON; it is kept then.
     """
     with _saving:
         current = etag(path) if path.is_file() else None
@@ -230,12 +227,11 @@ def read(path: Path) -> Any:
     """The JSON value in a file.
 
     Raises:
-        Refusal: 422 if it is not readable, or would lose something when written again.
+        ConfigError: it is not readable, or would lose something when written again.
     """
     problems: list[Problem] = []
     content = read_json(path, problems)
-    if any(problem.fatal for problem in problems):
-        raise Refusal(422, problems)
+    raise_if_fatal(problems)
     return content
 
 
@@ -280,21 +276,15 @@ def datasets_json(saved: Configuration) -> dict[str, Any]:
 
 
 def settings_in(path: Path) -> dict[str, Any]:
-    """The settings in a config file as it spells them; none if there is no file."""
-    return unwrapped(read(path)) if path.is_file() else {}
-
-
-def unwrapped(content: Any) -> dict[str, Any]:
-    """The settings in the content of a config file, which may be wrapped.
+    """The settings in a config file as it spells them; none if there is no file.
 
     Raises:
-        Refusal: 422 if it holds none.
+        ConfigError: it holds none.
     """
-    if isinstance(content, dict) and "_metadata" in content and isinstance(content.get("config"), dict):
-        content = content["config"]
-    if not isinstance(content, dict):
-        raise Refusal(422, f"The file must hold one JSON object, not {json_kind(content)}.")
-    return content
+    problems: list[Problem] = []
+    layer = read_json_layer(path, problems) if path.is_file() else None
+    raise_if_fatal(problems)
+    return dict(layer.values) if layer else {}
 
 
 def with_values(values: Mapping[str, Any], content: Any) -> Any:

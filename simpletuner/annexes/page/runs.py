@@ -367,10 +367,14 @@ class Run:
             return "running" if story.status in IN_LOOP else "starting", where + story.message
         if is_elsewhere:
             return "interrupted", f"No sign of life for {clock(time.time() - self.seen)}. {owner}"
-        if last := said_at_the_end(console):
+        return self._judge_end(owner is not None or story.status in ("starting", *IN_LOOP), said_at_the_end(console))
+
+    def _judge_end(self, was_at_work: bool, last: str) -> tuple[Status, str]:
+        """What became of a session that has not told how it ended; `last` are its last words on the console."""
+        if last:
             return ("cancelled", INTERRUPTED[0]) if last in INTERRUPTED else ("error", last)
         step = last_step(self.folder / METRICS_FILE)[0].get("step", 0)
-        if owner is not None or story.status in ("starting", *IN_LOOP):
+        if was_at_work:
             return "interrupted", f"Ended unexpectedly at step {step:,}."
         if not step:
             return "idle", ""
@@ -403,9 +407,9 @@ class Run:
         if damage and not is_active:
             state, message = "broken", "\n".join(filter(None, (damage, message)))
         progress = blank["progress"] | {"current": step, "metrics": last} | story.progress
-        in_loop = state == "running" and story.status == "running"
+        in_loop = (state, story.status) == ("running", "running")
         is_asked = in_loop and (self.folder / REQUESTS / "stop").exists()
-        startable = self.may_start and bool(self.config) and not is_active and self.pid is None
+        stop = is_active and story.status != "stopping" and not is_asked
         return blank | {
             "status": state,
             "job_id": story.job_id,
@@ -414,14 +418,16 @@ class Run:
             "config": blank["config"] | {"name": self.config},
             "message": "Stops after this step and its previews." if is_asked else redact(message),
             "can": blank["can"]
-            | {
-                "start": startable and not step,
-                "continue": startable and step > 0,
-                "new": startable and (self.folder / LORA_FILE).is_file(),
-                "stop": is_active and story.status != "stopping" and not is_asked,
-                **dict.fromkeys(("save", "preview", "stop_at_epoch_end"), in_loop),
-            },
+            | dict.fromkeys(("save", "preview", "stop_at_epoch_end"), in_loop)
+            | {"stop": stop}
+            | ({} if is_active else self._beginnings(step)),
         }
+
+    def _beginnings(self, step: int) -> dict[str, bool]:
+        """Which sessions can begin when none is at work."""
+        is_free = self.may_start and bool(self.config) and self.pid is None
+        has_lora = (self.folder / LORA_FILE).is_file()
+        return {"start": is_free and not step, "continue": is_free and step > 0, "new": is_free and has_lora}
 
 
 def over(stage: dict[str, Any]) -> dict[str, Any]:
