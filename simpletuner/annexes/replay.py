@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -157,17 +157,25 @@ class Autopsy(Companion):
         samples, origin = [describe_batch(batch) for batch in batches], str(start.path) if start else None
         reason = f"Could not be read ({[*unread.values()][-1]}): {', '.join(unread)}." if unread else ""
         failure = Failure(cause, advice, step, samples, origin, facts, rows, memory, reason)
-        settings, is_explicit = redact_settings(plan.config.flat()), plan.config.is_explicit
-        name = session.assembly.world.named(f"{FOLDER}/step-{step}")
-        names = (f"{name}{f'-{number}' if number > 1 else ''}" for number in count(1))
-        folder = next(path for name in names if not (path := plan.output_dir / name).exists())
+        folder = free_folder(plan.output_dir / session.assembly.world.named(f"{FOLDER}/step-{step}"))
         with build_folder(folder) as unfinished:
             write_json(unfinished / FAILURE_FILE, redact_settings(asdict(failure)))
-            chosen = {key: value for key, value in settings.items() if is_explicit(key) and value != HIDDEN}
-            chosen |= {"seed": plan.seed, "data_backend_config": str(plan.dataset_file)}
-            write_json(unfinished / CONFIG_FILE, chosen)
+            write_json(unfinished / CONFIG_FILE, explicit_settings(plan))
             write_atomically(unfinished / "traceback.txt", redact("".join(traceback.format_exception(error))))
         return " ".join(filter(None, (advice, failure.unread, f"What happened: {folder}")))
+
+
+def free_folder(wanted: Path) -> Path:
+    """A folder of this name that does not exist, with a number if others do."""
+    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in count(2))
+    return next(path for path in chain([wanted], numbered) if not path.exists())
+
+
+def explicit_settings(plan: Plan) -> dict[str, Any]:
+    """What the user had set, except for secrets."""
+    values = redact_settings(plan.config.flat()).items()
+    chosen = {key: value for key, value in values if plan.config.is_explicit(key) and value != HIDDEN}
+    return chosen | {"seed": plan.seed, "data_backend_config": str(plan.dataset_file)}
 
 
 def cause_of(
@@ -360,13 +368,19 @@ def find_guilty(assembly: Assembly, reader: BatchReader, batches: Sequence[Plann
         whole = len(planned.samples)
         halves = {whole >> times for times in range(whole.bit_length()) if whole % (1 << times) == 0}
         for size in sorted({1, *halves}):
-            parts = [slice(start, start + size) for start in range(0, whole, size)]
-            guilty = [part for part in parts if fails(assembly, reader, planned, part, done, micro_step)]
-            names = [sample.full_name for part in guilty for sample in planned.samples[part]]
-            if names:
+            if names := guilty_names(assembly, reader, planned, size, done, micro_step):
                 how = "Fails on its own" if size == 1 else "No sample fails on its own, but together"
                 return f"{how}: {shorten(names)}"
     return "No micro-batch of the step fails on its own."
+
+
+def guilty_names(
+    assembly: Assembly, reader: BatchReader, planned: PlannedBatch, size: int, done: int, micro_step: int
+) -> list[str]:
+    """The samples in those slices of a micro-batch, of a size, that fail."""
+    parts = [slice(start, start + size) for start in range(0, len(planned.samples), size)]
+    guilty = [part for part in parts if fails(assembly, reader, planned, part, done, micro_step)]
+    return [sample.full_name for part in guilty for sample in planned.samples[part]]
 
 
 def fails(

@@ -32,7 +32,7 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
-    """Problems of names; a missing package or login is only a warning. Project and run are folders in `logging_dir`."""
+    """Problems of names; a missing package or login is only a warning."""
     names = tracker_names(config.report_to)
     for name in names:
         if name in NOT_AVAILABLE_YET:
@@ -45,6 +45,11 @@ def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
     for name in PACKAGES if "all" not in names else ():
         if name in names and (reason := why_missing(name)):
             yield Problem("report_to", reason, fatal=False)
+    yield from check_names(config)
+
+
+def check_names(config: TrackingConfig) -> Iterator[Problem]:
+    """Names become folders inside `logging_dir`."""
     folders = {"tracker_project_name": config.tracker_project_name, "tracker_run_name": config.tracker_run_name}
     for key, name in folders.items():
         if name.startswith("/") or ".." in name.split("/"):

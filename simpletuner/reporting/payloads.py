@@ -63,9 +63,8 @@ class Payloads:
         match event:
             case events.PhaseStarted() | events.PhaseAdvanced() | events.PhaseEnded():
                 yield from self._phase(event)
-            case events.StepReport() if self._pace is not None:
-                if self._is_due(events.StepReport) or self._pace.is_complete:
-                    yield {**_status("running", event.step), "progress": _steps(self._pace)}
+            case events.StepReport():
+                yield from self._step(event)
             case events.StateChanged():
                 yield from self._state(event)
             case events.Evaluated():
@@ -87,6 +86,10 @@ class Payloads:
             case events.Notice():
                 severity = "warning" if event.warning else "info"
                 yield {"type": "notification", "severity": severity, "message": event.text}
+
+    def _step(self, event: events.StepReport) -> Iterator[Payload]:
+        if self._pace is not None and (self._is_due(events.StepReport) or self._pace.is_complete):
+            yield {**_status("running", event.step), "progress": _steps(self._pace)}
 
     def _is_due(self, kind: object) -> bool:
         """Whether progress of a kind may be reported again; if so, it counts as reported."""

@@ -20,8 +20,10 @@ from typing import Any
 import pytest
 
 from simpletuner.annexes.fitting.ready import ready_plan
+from simpletuner.cli.train import open_companions
 from simpletuner.config.sources import parse_settings
 from simpletuner.distributed.requests import make_request
+from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.reporting.events import (
     CACHING,
@@ -82,8 +84,10 @@ def in_phase(kind: str, done: int = 0) -> Callable[[Event], bool]:
 
 
 def train(workspace: Workspace, *subscribers: Callable[[Event], None]) -> None:
+    events = EventStream(*subscribers)
     with workspace.inside():
-        run_plan(*ready_plan(*parse_settings([])), EventStream(*subscribers))
+        plan, budget = ready_plan(*parse_settings([]))
+        run_plan(plan, budget, events, open_companions(plan, (), events, World()))
 
 
 def media(workspace: Workspace) -> list[dict[str, Any]]:
@@ -291,7 +295,7 @@ def die_at(moment: str) -> None:
 
     events.subscribe = last
     events.subscribe(trigger)
-    run_plan(plan, budget, events)
+    run_plan(plan, budget, events, open_companions(plan, (), events, World()))
 
 
 def test_the_command_survives_a_terminal_that_hangs_up_and_stops_on_request(

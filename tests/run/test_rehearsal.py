@@ -15,7 +15,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from simpletuner.annexes.fitting.ready import ready_plan
+from simpletuner.cli.train import open_companions
 from simpletuner.config.sources import parse_settings
+from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from simpletuner.reporting.events import EventStream, Notice
 from simpletuner.run import rehearsal
@@ -35,7 +37,8 @@ def run(workspace: Workspace, *, rehearsed: bool | None) -> list[str]:
     lines: list[str] = []
     events = EventStream(lambda event: lines.append(event.text) if isinstance(event, Notice) else None)
     with workspace.inside():
-        run_plan(*ready_plan(*parse_settings([])), events, rehearsed=rehearsed)
+        plan, budget = ready_plan(*parse_settings([]))
+        run_plan(plan, budget, events, open_companions(plan, (), events, World()), rehearsed=rehearsed)
     return lines
 
 

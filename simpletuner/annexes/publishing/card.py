@@ -250,10 +250,10 @@ def example_program(plan: Plan, base: str, result: str) -> str:
     config, is_lora = plan.config, plan.config.model.model_type == "lora"
     if is_lora and config.lora.lora_format == "comfyui":
         return ""
-    validation = config.validation
+    validation, (model, lora) = config.validation, (base, result) if is_lora else (result, None)
     usage = Usage(
-        model=base if is_lora else result,
-        lora=result if is_lora else None,
+        model=model,
+        lora=lora,
         task=plan.flavour.task,
         dtype=DTYPE_NAMES[config.precision.mixed_precision],
         prompt=plan.prompts[-1].prompt if plan.prompts else "",
@@ -265,7 +265,7 @@ def example_program(plan: Plan, base: str, result: str) -> str:
         guidance=validation.validation_guidance or 1.0,
         seed=plan.seed if validation.validation_seed is None else validation.validation_seed,
         options=config.family,
-        shift=config.flow.flow_schedule_shift if config.is_explicit("flow_schedule_shift") else None,
+        shift=config.sampling_shift,
         solver=validation.validation_noise_scheduler,
     )
     return load_adapter(plan.spec).usage_snippet(usage)

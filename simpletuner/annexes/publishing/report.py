@@ -75,13 +75,7 @@ def facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         tenth = max(1, len(losses) // 10)
         first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
         yield "Loss, first to last tenth", f"{first:.3g} → {last:.3g}"
-    seconds = [value for _, value in metrics.points("seconds")]
-    if seconds:
-        yield "Pace", pace_text(sum(seconds) / len(seconds))
-        yield "Time in steps", clock(sum(seconds))
-        waited, streamed = ([value for _, value in metrics.points(key)] for key in ("data_seconds", "weights_seconds"))
-        parts = shares(sum(seconds), sum(waited), sum(streamed) if streamed else None)
-        yield "Time spent on", shares_text(parts)
+    yield from time_facts(metrics)
     if memory := metrics.points("peak_memory_gb"):
         yield "Peak memory", f"{max(value for _, value in memory):.1f} GB"
     utilisation = [value for _, value in metrics.points("mfu")]
@@ -92,6 +86,17 @@ def facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "Files used", f"{sum(used):,} of {sum(whole):,}"
     if device := data["environment"].get("device"):
         yield "Device", device.partition(",")[0]
+
+
+def time_facts(metrics: Columns) -> Iterator[tuple[str, str]]:
+    """How long steps took, and what they waited for."""
+    seconds = [value for _, value in metrics.points("seconds")]
+    if seconds:
+        yield "Pace", pace_text(sum(seconds) / len(seconds))
+        yield "Time in steps", clock(sum(seconds))
+        waited, streamed = ([value for _, value in metrics.points(key)] for key in ("data_seconds", "weights_seconds"))
+        parts = shares(sum(seconds), sum(waited), sum(streamed) if streamed else None)
+        yield "Time spent on", shares_text(parts)
 
 
 def has_accelerator(data: Mapping[str, Any]) -> bool:

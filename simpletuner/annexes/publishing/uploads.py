@@ -326,7 +326,7 @@ class Hub:
             # Says nothing about an existing repository that only others may write to.
             if self._get("/auth-check/write").status_code in (401, 403):
                 raise UserError(f"push_to_hub: {FORBIDDEN[403]} to {self.repository}.")
-            found = self._get()
+            answer = self._get()
         except UserError:
             raise
         except HfHubHTTPError as error:
@@ -335,9 +335,9 @@ class Hub:
         except Exception as error:  # noqa: BLE001 - of the HTTP library, which depends on the hub's version
             message = f"push_to_hub: {self._api.endpoint} cannot be reached ({type(error).__name__}: {error})."
             raise UserError(message) from None
-        is_public = found.status_code == 200 and found.json().get("private") is False
-        there = f"model_card_private has no effect: {self.repository} exists on the hub and is public."
-        return there if self.private and is_public else ""
+        is_public = answer.status_code == 200 and answer.json().get("private") is False
+        warning = f"model_card_private has no effect: {self.repository} exists on the hub and is public."
+        return warning if self.private and is_public else ""
 
     def _get(self, path: str = "") -> Any:
         from huggingface_hub import get_session, get_token
