@@ -20,9 +20,8 @@ from pathlib import Path
 
 from benchmarks.startup import FIRST_STEP, UNIT, Command, Usage, environment
 from benchmarks.timing import Ratio, arguments, show
-from simpletuner.atomic import write_atomically
 from simpletuner.caching.catalogue import AnyEntry, LatentEntry
-from simpletuner.caching.entry import entry_path, pack_entry, read_entry, seal
+from simpletuner.caching.entry import entry_path, read_entry, store_entry
 from simpletuner.caching.keys import provenance_of
 
 SIZES = ((96, 64), (64, 64), (64, 96), (80, 64), (64, 80), (128, 64), (64, 128), (112, 64))
@@ -88,14 +87,14 @@ def copy_entries() -> None:
     entries: list[AnyEntry] = [*listing.texts, *listing.latents]
     shapes = {}
     for entry in entries:
-        path = entry_path(entry.folder, entry.key.digest())
-        if path.is_file():
-            shapes[_shape(entry)] = read_entry(path, entry.key.digest())
+        key = entry.key.digest()
+        if entry_path(entry.folder, key).is_file():
+            shapes[_shape(entry)] = read_entry(entry.folder, key)
     for entry in entries:
         key = entry.key.digest()
         if not entry_path(entry.folder, key).is_file():
-            blob = seal(shapes[_shape(entry)], key, provenance_of(entry.key, "generated"))
-            write_atomically(entry_path(entry.folder, key), pack_entry(blob, compress=True), durable=False)
+            provenance = provenance_of(entry.key, "generated")
+            store_entry(entry.folder, key, shapes[_shape(entry)], provenance, compress=True)
 
 
 def _shape(entry: AnyEntry) -> tuple[int, int] | None:

@@ -292,7 +292,7 @@ def RandomAdapter(config: RunConfig, size: str, device: str) -> FamilyAdapter:
     adapter: Any = load_adapter(spec)(CheckpointSetup.of(config, flavour, source))
     load = adapter.load_transformer
 
-    def load_random(dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
+    def load_random(dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         def build(*inputs: Any, **settings: Any) -> tuple[nn.Module, dict[str, list[str]]]:
             return build_transformer(size, device, dtype), {"missing_keys": []}
 

@@ -33,8 +33,8 @@ from simpletuner.config.load import RunConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.registry import FAMILIES
 from simpletuner.reporting.events import EventStream
+from simpletuner.reporting.payloads import RunRecord
 from simpletuner.reporting.progress import PlainDisplay
-from simpletuner.run.records import RunRecord
 from simpletuner.training.assemble import assemble
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.recorder import Recorder

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 
 def visible(text: str) -> str:
@@ -42,6 +42,11 @@ class NoEffect(Problem):
     """A key that changes nothing with these settings: a greyed field, and a warning if the user set it."""
 
     fatal: bool = False
+
+
+def within(place: str, problems: Iterable[Problem]) -> Iterator[Problem]:
+    """The problems of a part that has keys of its own, such as a dataset."""
+    yield from (replace(problem, where=f"{place}.{problem.where}") for problem in problems)
 
 
 class SimpleTunerError(Exception):

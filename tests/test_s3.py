@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from moto.server import ThreadedMotoServer
 
-from simpletuner.annexes.publishing.upload import BucketCopy, Upload
+from simpletuner.annexes.publishing.uploads import BucketCopy, Upload
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.s3 import S3Login
 from simpletuner.training.manifest import LORA_FILE

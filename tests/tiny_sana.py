@@ -19,7 +19,7 @@ from diffusers import (
 from tokenizers.processors import TemplateProcessing
 from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
 
-from simpletuner.models.sanavideo.text import pipeline_instruction
+from simpletuner.models.sanavideo.video import pipeline_instruction
 from tests.tiny import WIDTH, cast, fill_zeros
 
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")

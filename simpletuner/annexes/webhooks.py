@@ -10,6 +10,7 @@ import functools
 import io
 import json
 import logging
+import math
 import ssl
 import threading
 import time
@@ -119,7 +120,7 @@ class Delivery:
     folder: Path
     images: str = "data_uri"
     outbox: Outbox = field(default_factory=Outbox, init=False)
-    _warned_at: float | None = field(default=None, init=False)
+    _warned_at: float = field(default=-math.inf, init=False)
     _unreachable: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -129,17 +130,9 @@ class Delivery:
 
     def __call__(self, event: Event) -> None:
         for payload in self.payloads(event):
-            if LEVELS[payload["severity"]] <= LEVELS[self.hook.log_level] and self._concerns(payload):
+            is_asked_for = LEVELS[payload["severity"]] <= LEVELS[self.hook.log_level]
+            if is_asked_for and (self.hook.webhook_type == "raw" or is_for_people(payload)):
                 self.outbox.put(payload)
-
-    def _concerns(self, payload: Payload) -> bool:
-        """People who read a Discord channel need no progress."""
-        if self.hook.webhook_type == "raw":
-            return True
-        return payload["type"] in DISCORD_TYPES and payload.get("data", {}).get("status") not in (
-            "running",
-            "failed",
-        )  # an error follows
 
     def close(self, deadline: float) -> None:
         """Take no further events, and deliver what is left, until a time of `time.monotonic`."""
@@ -148,9 +141,8 @@ class Delivery:
 
     def finish(self, deadline: float) -> None:
         """Deliver what is left of the messages that are never dropped, until a time of `time.monotonic`."""
-        self.outbox.close()
         self.outbox.hurry()
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+        self.close(deadline)
         lost = self.outbox.dropped + len(self.outbox)
         if lost:
             logger.warning("The webhook at %s was too slow: %d messages were not sent.", self.hook.host, lost)
@@ -163,8 +155,8 @@ class Delivery:
                     self._post(client, payload)
                 except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
                     level, self._unreachable = logging.DEBUG if self._unreachable else logging.WARNING, True
-                    reason = type(error).__name__
-                    logger.log(level, "The webhook at %s could not be reached: %s", self.hook.host, reason)
+                    cause = type(error).__name__
+                    logger.log(level, "The webhook at %s could not be reached: %s", self.hook.host, cause)
 
     def _post(self, client: httpx.Client, payload: Payload) -> None:
         content = discord_form(self.hook, payload, self.folder) if self.hook.webhook_type == "discord" else None
@@ -182,7 +174,8 @@ class Delivery:
             target = response.next_request
             if target is None or response.status_code == 303:
                 return
-            if not is_same_host(url, target):
+            # Another host, or whoever reads along without HTTPS, would learn the token.
+            if target.url.host != url.host or target.url.scheme not in (url.scheme, "https"):
                 place = target.url.copy_with(path="/", query=None, fragment=None, userinfo=b"")
                 said = f"answers with status {response.status_code}: it has moved to {place}, where nothing is sent."
                 self._complain(logging.ERROR, f"{said} Change webhook_config if that is right.")
@@ -190,9 +183,8 @@ class Delivery:
             url = target.url
 
     def _complain(self, level: int, said: str) -> None:
-        now = time.monotonic()
-        if self._warned_at is None or now - self._warned_at >= SECONDS_BETWEEN_WARNINGS:
-            self._warned_at = now
+        if time.monotonic() - self._warned_at >= SECONDS_BETWEEN_WARNINGS:
+            self._warned_at = time.monotonic()
             logger.log(level, "The webhook at %s %s", self.hook.host, said)
 
 
@@ -202,9 +194,9 @@ def tls_context(verifies: bool) -> ssl.SSLContext:
     return httpx.create_ssl_context(verify=verifies)
 
 
-def is_same_host(url: httpx.URL, target: httpx.Request) -> bool:
-    """Whether a redirect stays on its host, and on HTTPS; others would learn the token."""
-    return target.url.host == url.host and target.url.scheme in (url.scheme, "https")
+def is_for_people(payload: Payload) -> bool:
+    """Whether it belongs into a Discord channel, whose readers need no progress; an error follows a failure."""
+    return payload["type"] in DISCORD_TYPES and payload.get("data", {}).get("status") not in ("running", "failed")
 
 
 def inlined(payload: Payload, folder: Path, images: str) -> Payload:

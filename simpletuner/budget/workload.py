@@ -17,7 +17,7 @@ from simpletuner.config.speed import compile_backend, keeps_attention, plain_mat
 from simpletuner.data.sample import Sample
 from simpletuner.models.adapter_kinds import planned_adapters
 from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, FamilyCost, Kernels, TransformerCost, VaeLoad
-from simpletuner.models.lora_targets import Targets, weights_of
+from simpletuner.models.lora_keys import Targets, weights_of
 from simpletuner.models.source import Part
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan

@@ -96,23 +96,14 @@ class LatentEntry:
 
 @dataclass(frozen=True, slots=True)
 class FeatureEntry:
-    """The features of one kind of one sample, in the folder of the latents they are computed from."""
+    """The features of one kind of one sample, kept like the latents they are computed from."""
 
     key: FeatureKey
+    folder: Path
+    source: str
+    compress: bool
     kind: FeatureKind
     latents: LatentEntry
-
-    @property
-    def folder(self) -> Path:
-        return self.latents.folder
-
-    @property
-    def compress(self) -> bool:
-        return self.latents.compress
-
-    @property
-    def source(self) -> str:
-        return self.latents.source
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, as keys are not
@@ -230,7 +221,7 @@ class Catalogue:
         """The entry of a sample's features, whether it exists or not."""
         latents = self.latent(sample)
         key = FeatureKey(kind.name, latents.key.digest(), kind.identity)
-        return FeatureEntry(key, kind, latents)
+        return FeatureEntry(key, latents.folder, latents.source, latents.compress, kind, latents)
 
     def condition(self, sample: Sample) -> LatentEntry | None:
         """The latents that a sample is conditioned on: its partner's, or its frame 0 encoded alone (i2v)."""

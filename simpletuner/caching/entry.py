@@ -16,6 +16,7 @@ from typing import Any
 
 import zstandard
 
+from simpletuner.atomic import write_atomically
 from simpletuner.caching.keys import canonical_json
 from simpletuner.errors import SimpleTunerError
 from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, join_header, not_finite, split_header
@@ -53,27 +54,31 @@ def list_keys(folder: Path) -> Iterator[str]:
         yield from sorted(name[1] for name in names if name and name[1].startswith(start))
 
 
-def seal(blob: bytes, key: str, provenance: dict[str, str]) -> bytes:
-    """The safetensors file with key, provenance and checksum in its metadata."""
+def store_entry(folder: Path, key: str, blob: bytes, provenance: dict[str, str], *, compress: bool) -> None:
+    """Write a safetensors file as an entry, with key, provenance and checksum in its metadata.
+
+    It is one zstd frame with its content size in the header, and with uncompressed blocks unless `compress` is set.
+    Entries are not fsynced: one that is torn by a power cut fails its checksum and is encoded again.
+
+    Raises:
+        DiskFullError: no partial entry is left, and an existing one is kept.
+    """
     start, header = split_header(blob)
     header[METADATA] = {**provenance, KEY: key}
     data = memoryview(blob)[start:]
     header[METADATA][CHECKSUM] = _checksum(header, data)
-    return join_header(header, data)
+    packer = zstandard.ZstdCompressor(level=ZSTD_LEVEL if compress else STORED_LEVEL)
+    write_atomically(entry_path(folder, key), packer.compress(join_header(header, data)), durable=False)
 
 
-def pack_entry(blob: bytes, *, compress: bool) -> bytes:
-    """One zstd frame with its content size in the header; uncompressed blocks unless `compress` is set."""
-    return zstandard.ZstdCompressor(level=ZSTD_LEVEL if compress else STORED_LEVEL).compress(blob)
-
-
-def read_entry(path: Path, key: str) -> bytes:
+def read_entry(folder: Path, key: str) -> bytes:
     """Read and verify one entry: the safetensors file, uncompressed.
 
     Raises:
         DamagedEntryError: it is not what was written under this key, or holds NaN or infinity.
         FileNotFoundError: there is none.
     """
+    path = entry_path(folder, key)
     try:
         if path.stat().st_size > LARGEST_ENTRY:
             raise ValueError("larger than any entry")

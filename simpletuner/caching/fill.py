@@ -49,6 +49,8 @@ Encoded = TypeVar("Encoded")
 CPU = torch.device("cpu")
 WRITERS = 2
 Decoded = tuple[LatentEntry, np.ndarray]
+Decoding = tuple[LatentEntry, Future[np.ndarray]]
+Failures = dict[tuple[str, str], str]  # why files cannot be decoded, by dataset id and name
 
 # Bytes of decoded pictures and clips in the queue, besides the ones being decoded.
 WAITING_BYTES = 1 << 30
@@ -152,8 +154,8 @@ def fill_texts(entries: Sequence[TextEntry], encoder: TextEncoder, size: int, ba
 
 def fill_latents(
     entries: Sequence[LatentEntry], load: Callable[[], LatentEncoder], config: CachingConfig, bar: ProgressBar
-) -> dict[tuple[str, str], str]:
-    """Encode pictures and clips; returns the files that could not be decoded, (dataset id, name) to reason.
+) -> Failures:
+    """Encode pictures and clips; returns the files that could not be decoded.
 
     Threads and order never change a latent. With `vae_batch_size` above 1, batches of samples of one size and length
     change the rounding, so an entry records its batch size.
@@ -164,7 +166,7 @@ def fill_latents(
     if not entries:
         return {}
     encode = _shrinking(load(), config)
-    failures: dict[tuple[str, str], str] = {}
+    failures: Failures = {}
     writes: list[Future[None]] = []
     with ExitStack() as stack, ThreadPoolExecutor(WRITERS) as writers:
         decoders = ThreadPoolExecutor(min(config.max_workers, os.cpu_count() or 1))
@@ -285,18 +287,15 @@ def prepared_picture(sample: Sample) -> Image.Image:
     return Image.fromarray(clips.fit_clip(sample.first_frame.images(), sample.geometry)[0])
 
 
-def _batches(
-    decoding: Iterable[tuple[LatentEntry, Future[np.ndarray]]], size: int, failures: dict[tuple[str, str], str]
-) -> Iterator[list[Decoded]]:
+def _batches(decoding: Iterable[Decoding], size: int, failures: Failures) -> Iterator[list[Decoded]]:
     """Groups of the same shape; files that cannot be decoded are added to the failures."""
     group: list[Decoded] = []
     for entry, decoded in decoding:
         try:
             array = decoded.result()
         except files.UnreadableError as error:
-            raise UserError(
-                f"{entry.sample.path} {error}. It was readable when the run was planned; start again."
-            ) from error
+            again = "It was readable when the run was planned; start again."
+            raise UserError(f"{entry.sample.path} {error}. {again}") from error
         except files.MediaError as error:
             failures[(entry.sample.dataset_id, entry.sample.name)] = str(error)
             continue
@@ -314,14 +313,12 @@ def _batches(
         yield group
 
 
-def _decode_ahead(
-    entries: Sequence[LatentEntry], most: int, decoders: ThreadPoolExecutor
-) -> Iterator[tuple[LatentEntry, Future[np.ndarray]]]:
+def _decode_ahead(entries: Sequence[LatentEntry], most: int, decoders: ThreadPoolExecutor) -> Iterator[Decoding]:
     """Entries grouped by shape, each with the future of its pixels; decodes ahead up to `most` or `WAITING_BYTES`."""
     shapes: dict[tuple[Size, int], list[LatentEntry]] = defaultdict(list)
     for entry in entries:
         shapes[entry.sample.geometry.size, entry.sample.frames].append(entry)
-    waiting: deque[tuple[LatentEntry, Future[np.ndarray]]] = deque()
+    waiting: deque[Decoding] = deque()
     held = 0
     for entry in chain.from_iterable(shapes.values()):
         # At least two, however large: while one is encoded, the next is decoded.

@@ -82,7 +82,7 @@ class Verification:
     def _read(self, folder: Path, key: str) -> None:
         self.damaged.pop(key, None)
         try:
-            read_entry(entry_path(folder, key), key)
+            read_entry(folder, key)
         except DamagedEntryError as error:
             self.damaged[key] = str(error)
         except FileNotFoundError:  # removed meanwhile
@@ -151,16 +151,16 @@ def entries_of(
 ) -> list[LatentEntry | TextEntry]:
     """Those that belong to a file, which is named by its path or as `dataset/name`."""
     place = Path(file).absolute()
-    own = [
+    encoded = [
         entry for entry in latents if file in (entry.source, entry.sample.name) or place == entry.sample.path.absolute()
     ]
-    samples = [entry.sample for entry in own]
+    samples = [entry.sample for entry in encoded]
     captions = {
         catalogue.text(sample.dataset_id, caption, sample.partner).key
         for sample in samples
         for caption in sample.captions
     }
-    return [*own, *(entry for entry in texts if entry.source == file or entry.key in captions)]
+    return [*encoded, *(entry for entry in texts if entry.source == file or entry.key in captions)]
 
 
 def explain(entry: LatentEntry | TextEntry) -> Iterator[str]:

@@ -10,9 +10,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from simpletuner.atomic import write_atomically
 from simpletuner.caching.catalogue import FEATURES, AnyEntry, Catalogue, FeatureKind, LatentEntry
-from simpletuner.caching.entry import DamagedEntryError, entry_path, pack_entry, read_entry, seal
+from simpletuner.caching.entry import DamagedEntryError, read_entry, store_entry
 from simpletuner.data.chance import fraction
 from simpletuner.data.files import MediaError
 from simpletuner.data.masks import latent_mask
@@ -45,12 +44,10 @@ class CacheStore:
             FileNotFoundError: there is no such entry.
             DamagedEntryError: it is not what was written.
         """
-        return safetensors.torch.load(read_entry(entry_path(self.folder, key), key))
+        return safetensors.torch.load(read_entry(self.folder, key))
 
     def write(self, key: str, tensors: Mapping[str, Tensor], provenance: dict[str, str]) -> None:
         """Write an entry, or replace the one of that key.
-
-        Entries are not fsynced: an entry torn by a power cut fails its checksum and is encoded again.
 
         Args:
             tensors: of any dtype and device.
@@ -64,8 +61,7 @@ class CacheStore:
             name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             for name, tensor in tensors.items()
         }
-        blob = seal(safetensors.torch.save(copies), key, provenance)
-        write_atomically(entry_path(self.folder, key), pack_entry(blob, compress=self.compress), durable=False)
+        store_entry(self.folder, key, safetensors.torch.save(copies), provenance, compress=self.compress)
 
 
 @dataclass

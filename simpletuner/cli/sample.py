@@ -47,7 +47,7 @@ def sample(
     chosen = None if checkpoint is None else [checkpoint]
     asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema}
     with _planned(context.args, output or Path("samples"), "--strength", [strength], **asked) as planned:
-        from simpletuner.annexes.sweep.sample import render_samples
+        from simpletuner.annexes.sweep import render_samples
 
         request, plan, weights, events = planned
         for path in render_samples(plan, weights[0], request.strengths[0], events):
@@ -71,7 +71,7 @@ def sweep(
     chosen = None if checkpoints is None else [name.strip() for name in checkpoints.split(",")]
     asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema, "sweeps": True}
     with _planned(context.args, output, "--strengths", strengths.split(","), **asked) as planned:
-        from simpletuner.annexes.sweep.sample import render_sweep
+        from simpletuner.annexes.sweep import render_sweep
 
         request, plan, weights, events = planned
         sheet = render_sweep(plan, weights, request.strengths, Path(request.source or ""), events)

@@ -19,7 +19,7 @@ from simpletuner.distributed.world import World, launched
 from simpletuner.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
-    from simpletuner.annexes.publishing.upload import Destination
+    from simpletuner.annexes.publishing.uploads import Destination
     from simpletuner.budget.budget import Budget
     from simpletuner.cli.server import ServePage
     from simpletuner.config.sources import Arguments
@@ -134,7 +134,7 @@ def _replay(folder: Path, arguments: Arguments, problems: list[Problem], bisect:
     setup_logging(None)
     with shown_events() as events:
         with events.phase("Loading torch"):
-            from simpletuner.annexes.replay.replay import prepare, replay_step
+            from simpletuner.annexes.replay import prepare, replay_step
         if replay_step(*prepare(folder, arguments, problems), events, bisect=bisect):
             raise typer.Exit(1)
 
@@ -186,7 +186,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
     """Say what begins, check what the plan could not, and run."""
     from simpletuner.annexes.fitting.ready import check_gpu, on_cpu
     from simpletuner.annexes.fitting.show import start_lines
-    from simpletuner.annexes.publishing.upload import prepared_destinations
+    from simpletuner.annexes.publishing.uploads import prepared_destinations
     from simpletuner.models.registry import load_adapter
     from simpletuner.reporting.events import StateChanged
     from simpletuner.run.companions import read_ledger
@@ -236,10 +236,10 @@ def open_companions(
     plan: Plan, destinations: Sequence[Destination], events: EventStream, world: World
 ) -> list[Companion]:
     """What accompanies a run in this process, in the order in which it is called."""
-    from simpletuner.annexes.publishing.model_card import open_uploads
     from simpletuner.annexes.publishing.report import RunReport
-    from simpletuner.annexes.replay.autopsy import Autopsy
-    from simpletuner.annexes.trackers.trackers import Trackers
+    from simpletuner.annexes.publishing.uploads import open_uploads
+    from simpletuner.annexes.replay import Autopsy
+    from simpletuner.annexes.trackers import Trackers
 
     autopsy = Autopsy()
     events.subscribe(autopsy)  # now, because it notes the memory that each phase needed

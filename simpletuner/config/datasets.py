@@ -13,14 +13,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.json_files import expand_environment, json_kind, read_json, same_value
-from simpletuner.config.load import build_group
-from simpletuner.config.messages import unknown_key
-from simpletuner.config.option import Group, accepted, common, describe, option
+from simpletuner.config.json_files import json_kind, read_json
+from simpletuner.config.load import Layer, build_group, canonical
+from simpletuner.config.option import Group, accepted, common, option
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
-from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, DatasetDefaults
+from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys, options_of
 from simpletuner.config.sources import resolve_alias
-from simpletuner.config.upstream import DATASET_INSTEAD, foreign_key_problem
+from simpletuner.config.upstream import DATASET_INSTEAD
 from simpletuner.config.values import (
     Flag,
     Integer,
@@ -29,13 +28,11 @@ from simpletuner.config.values import (
     PathText,
     Text,
     TextList,
-    Texts,
     parse_flag,
     parse_number,
     plain_key,
 )
-from simpletuner.errors import Problem, did_you_mean
-from simpletuner.redaction import hide_secrets
+from simpletuner.errors import Problem, did_you_mean, within
 
 # An epoch plans every pass of every sample in memory; longer runs use more epochs.
 MOST_REPEATS = 10_000
@@ -109,7 +106,7 @@ def _positive(value: object, *, or_zero: bool = False) -> float:
 Ratios = Annotated[list[tuple[float, float]], BeforeValidator(parse_ratios)]
 
 
-class DatasetConfig(HubKeys, BucketKeys, TableKeys):
+class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """Dataset"""
 
     id: Text = common(..., "Name of the dataset, once in the file.", label="ID")
@@ -126,7 +123,6 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     )
     caption_strategy: CaptionStrategy | None = common(None, "Where captions come from.")
     disable_multiline_split: Flag = option(False, "The whole text file is one caption.")
-    instance_prompt: Texts | None = option(None, "Text to prepend to captions, or to use instead.")
     prepend_instance_prompt: Flag | None = option(None, "Prepend instance_prompt to all captions.")
     only_instance_prompt: Flag | None = option(None, "Use instance_prompt instead of captions.")
     metadata_backend: Literal["discovery", "json", "parquet", "huggingface"] = option(
@@ -141,11 +137,6 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     crop_aspect: Literal["square", "preserve", "closest", "random"] = option("square", "Which ratio to crop to.")
     crop_aspect_buckets: Ratios | None = option(None, "Ratios, or {aspect, weight} with weights summing to 1.")
     crop_style: Literal["random", "center", "centre", "corner", "face"] = option("random", "Where to crop.")
-    minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
-    maximum_image_size: Number | None = option(
-        None, "Larger ones are resized to the target first.", ge=0, le=LARGEST_SIZE
-    )
-    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0, le=LARGEST_SIZE)
     minimum_aspect_ratio: Number | None = option(None, "Narrower pictures are left out.", gt=0)
     maximum_aspect_ratio: Number | None = option(None, "Wider pictures are left out.", gt=0)
     max_upscale_threshold: Number | None = option(
@@ -167,7 +158,6 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
     write_batch_size: Integer = accepted(128, "writing needs no batches", ge=1)
     vae_cache_clear_each_epoch: Flag | None = option(None, "Redraw random crops and encode them each epoch.")
     vae_cache_disable: Flag | None = option(None, "Encode latents at every use and cache none.")
-    skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
     preserve_data_backend_cache: Flag | None = option(None, "Do not look for added files.")
     compress_cache: Flag | None = option(None, "Compress cache entries.")
     scan_for_errors: Flag = option(False, "Check every cache entry at start.")
@@ -223,15 +213,6 @@ class DatasetConfig(HubKeys, BucketKeys, TableKeys):
         """Whether its samples are drawn in training."""
         return self.dataset_type in ("image", "video") and not self.is_conditioning
 
-    def with_defaults(self, defaults: DatasetDefaults, **more: Any) -> DatasetConfig:
-        """This entry with every `None` replaced by its run-wide default, if there is one.
-
-        `more` are defaults that are not in `DatasetDefaults`: batch size, compression, quarantine switches.
-        """
-        own, run_wide = dict(self), {**dict(defaults), **more}
-        missing = {name: value for name, value in run_wide.items() if name in own and own[name] is None}
-        return self.model_copy(update=missing)
-
 
 PLACEHOLDER = re.compile(r"\{(model_family|output_dir|id)\}")
 LONGEST_ID = 100
@@ -257,11 +238,8 @@ def read_datasets(path: Path, problems: list[Problem], *, placeholders: dict[str
     if not path.is_file():
         problems.append(Problem("data_backend_config", f"the dataset file {str(path)!r} does not exist."))
         return []
-    known = len(problems)
-    content = read_json(path, problems)
-    if not isinstance(content, list):
-        if not any(problem.fatal for problem in problems[known:]):
-            problems.append(Problem(str(path), f"must hold a JSON list of datasets, not {json_kind(content)}."))
+    content = read_json(path, problems, list, "a JSON list of datasets")
+    if content is None:
         return []
     return parse_datasets(content, path, problems, placeholders)
 
@@ -278,7 +256,8 @@ def parse_datasets(
     if all(entry is not None and entry.disabled for entry in entries):
         problems.append(Problem(str(path), "all datasets are disabled."))
     problems.extend(check_references(enabled))
-    problems.extend(_check_accepted(enabled))
+    for entry in enabled:
+        problems.extend(within(entry.id, _check_accepted(entry)))
     return enabled
 
 
@@ -291,73 +270,74 @@ def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     defaults = [dataset.id for dataset in datasets if dataset.is_text_embeds and dataset.default]
     if len(defaults) > 1:
         yield Problem("default", f"two text_embeds entries are the default: {', '.join(defaults)}.")
-    text_ids = [dataset.id for dataset in datasets if dataset.is_text_embeds]
-    condition_ids = [dataset.id for dataset in datasets if dataset.is_conditioning]
+    known = {
+        "text_embeds": [dataset.id for dataset in datasets if dataset.is_text_embeds],
+        "conditioning_data": [dataset.id for dataset in datasets if dataset.is_conditioning],
+        "source_dataset_id": [*counts],
+    }
     for dataset in datasets:
-        named: list[tuple[str, str | None, list[str]]] = [
-            ("text_embeds", dataset.text_embeds, text_ids),
-            *(("conditioning_data", reference, condition_ids) for reference in dataset.conditioning_data or []),
-            ("source_dataset_id", dataset.source_dataset_id, [*counts]),
-        ]
-        for key, reference, known in named:
-            if reference is not None and reference not in known:
-                choices = ", ".join(known) or "there are none"
-                message = f"{reference!r} is not the id of such an entry ({choices}).{did_you_mean(reference, known)}"
-                yield Problem(f"{dataset.id}.{key}", message)
-        if dataset.is_conditioning and dataset.id in (*(dataset.conditioning_data or []), dataset.source_dataset_id):
-            yield Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
-        elif dataset.is_conditioning and dataset.conditioning_data:
-            message = "has no effect: this dataset itself conditions others."
-            yield Problem(f"{dataset.id}.conditioning_data", message, fatal=False)
+        for key, ids in known.items():
+            yield from _check_names(dataset, key, ids)
+        if dataset.is_conditioning:
+            yield from _check_condition(dataset)
 
 
-def _check_accepted(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
+def _check_condition(dataset: DatasetConfig) -> Iterator[Problem]:
+    if dataset.id in (*(dataset.conditioning_data or []), dataset.source_dataset_id):
+        yield Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
+    elif dataset.conditioning_data:
+        message = "has no effect: this dataset itself conditions others."
+        yield Problem(f"{dataset.id}.conditioning_data", message, fatal=False)
+
+
+def _check_names(dataset: DatasetConfig, key: str, known: Sequence[str]) -> Iterator[Problem]:
+    """Whether the ids in a key, a text or a list of texts, are known."""
+    value = getattr(dataset, key) or []
+    for name in [value] if isinstance(value, str) else value:
+        if name not in known:
+            choices = ", ".join(known) or "there are none"
+            message = f"{name!r} is not the id of such an entry ({choices}).{did_you_mean(name, known)}"
+            yield Problem(f"{dataset.id}.{key}", message)
+
+
+def _check_accepted(entry: DatasetConfig) -> Iterator[Problem]:
     """Keys that are set and never have an effect."""
-    for key, field in DatasetConfig.model_fields.items():
-        for condition in describe(key, DatasetConfig, field).requires:
-            for dataset in datasets:
-                if getattr(dataset, key) != field.default:
-                    yield Problem(f"{dataset.id}.{key}", condition.lacking, fatal=False)
+    for key, declared in options_of(DatasetConfig).items():
+        for condition in declared.requires if getattr(entry, declared.name) != declared.default else ():
+            yield Problem(key, condition.lacking, fatal=False)
 
 
 def _read_entry(
     entry: Any, index: int, path: Path, problems: list[Problem], placeholders: dict[str, str]
 ) -> DatasetConfig | None:
-    where = f"{path.name}[{index}]"
+    number = f"{path.name}[{index}]"
     if not isinstance(entry, dict):
-        problems.append(Problem(where, f"must be an object, not {json_kind(entry)}."))
+        problems.append(Problem(number, f"must be an object, not {json_kind(entry)}."))
         return None
     name = entry.get("id") or entry.get("--id")
-    where = f"{path.name}: {name}" if isinstance(name, str | int) and name else where
-    invalid: list[Problem] = []
-    inner = entry.get("huggingface")
-    if isinstance(inner, dict):
+    where = f"{path.name}: {name}" if isinstance(name, str | int) and name else number
+    found = list(check_written(entry))
+    if isinstance(inner := entry.get("huggingface"), dict):
         entry = {**{key: value for key, value in entry.items() if key != "huggingface"}, **inner}
-    keys = _canonical_keys(entry, DatasetConfig, where, invalid)
+    keys = _canonical(entry, DatasetConfig, found)
     if _is_disabled(keys):
         return DatasetConfig(id=where, disabled=True)
-    problems.extend(invalid)
     for part, group in PARTS.items():
         if isinstance(keys.get(part), dict):
-            keys[part] = _canonical_keys(keys[part], group, f"{where}.{part}", problems)
+            inside = list[Problem]()
+            keys[part] = _canonical(keys[part], group, inside)
+            found.extend(within(part, inside))
     for key in ("type", "dataset_type"):
         if str(keys.get(key)) in DATASET_INSTEAD:
-            problems.append(
-                Problem(f"{where}.{key}", f"{keys[key]!r} does not exist here: {DATASET_INSTEAD[keys.pop(key)]}.")
-            )
-    hide_secrets(keys)
-    problems.extend(check_written(keys, where))
-    keys = {key: expand_environment(value, f"{where}.{key}", problems) for key, value in keys.items()}
+            found.append(Problem(key, f"{keys[key]!r} does not exist here: {DATASET_INSTEAD[keys.pop(key)]}."))
     values = {**placeholders, "id": str(keys.get("id", ""))}
     for folder, key in [(keys, key) for key in PATH_KEYS] + [(keys.get("parquet"), "path")]:
         if isinstance(folder, dict) and isinstance(folder.get(key), str):
-            text = PLACEHOLDER.sub(lambda match: values[match.group(1)], folder[key])
-            folder[key] = resolve_alias(text)
-    config = build_group(DatasetConfig, keys, problems, prefix=f"{where}.")
+            folder[key] = resolve_alias(PLACEHOLDER.sub(lambda match: values[match.group(1)], folder[key]))
+    config = build_group(DatasetConfig, keys, found)
+    problems.extend(within(where, found))
     if len(config.id.encode()) > LONGEST_ID:
-        problems.append(
-            Problem(f"{path.name}[{index}].id", f"is longer than {LONGEST_ID} bytes; folders are named after it.")
-        )
+        problems.append(Problem(f"{number}.id", f"is longer than {LONGEST_ID} bytes; folders are named after it."))
     if UNSAFE_ID.search(config.id) or config.id in (".", ".."):
         problems.append(Problem(f"{where}.id", f"{config.id!r} cannot name a folder: use letters, digits, _ and -."))
     return config if config.id else config.model_copy(update={"id": where})
@@ -370,26 +350,8 @@ def _is_disabled(keys: dict[str, Any]) -> bool:
         return False  # reported with the other invalid values
 
 
-def _canonical_keys(entry: dict[str, Any], group: Any, where: str, problems: list[Problem]) -> dict[str, Any]:
-    """Resolve aliases, drop unset values, and report unknown keys and contradictions."""
-    names = {
-        alias: name
-        for name, field in group.model_fields.items()
-        for alias in (name, *(field.json_schema_extra or {}).get("aliases", ()))
-    }
-    result: dict[str, Any] = {}
-    for written, value in entry.items():
-        key = plain_key(written)
-        if key not in names:
-            if not key.startswith("_"):
-                unknown = Problem(f"{where}.{written}", unknown_key(key, list(names)))
-                foreign = foreign_key_problem(f"{where}.{written}", key, value, " (dataset file)", DATASET_INSTEAD)
-                problems.append(foreign or unknown)
-            continue
-        if value is None or value == "":
-            continue
-        name = names[key]
-        if name in result and not same_value(result[name], value):
-            problems.append(Problem(f"{where}.{name}", f"is given twice: {result[name]!r} and {value!r}."))
-        result[name] = value
-    return result
+def _canonical(entry: dict[str, Any], group: type[Group], problems: list[Problem]) -> dict[str, Any]:
+    """The keys that are set; those that begin with an underscore are comments."""
+    written = [(key, value) for key, value in entry.items() if not plain_key(key).startswith("_")]
+    keys = canonical(Layer("", written), problems, options_of(group), DATASET_INSTEAD)
+    return {key: value for key, value in keys.items() if value is not None}

@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,14 @@ class UnusableJsonError(ValueError):
     """Valid JSON with a value that cannot be used."""
 
 
-def read_json(path: Path, problems: list[Problem]) -> Any:
+def read_json(path: Path, problems: list[Problem], kind: type = object, needed: str = "") -> Any:
     """The JSON value in a file, or None with the problem (file, line, column) added to the list.
 
     A comma before a closing bracket is accepted with a warning, since published examples contain one. A key that occurs
     twice in an object with different values is a problem; the last value is returned so that the rest can be checked.
+
+    Args:
+        kind, needed: what the value must be, and how a message calls it.
     """
     text = read_text(path, problems)
     if text is None:
@@ -50,12 +52,16 @@ def read_json(path: Path, problems: list[Problem]) -> Any:
         return result
 
     try:
-        return parse_json(repaired, keep_last)
+        value = parse_json(repaired, keep_last)
     except json.JSONDecodeError as error:
-        message = f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
-        problems.append(Problem(str(path), message))
+        fault = f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
     except UnusableJsonError as error:
-        problems.append(Problem(str(path), f"{error}."))
+        fault = str(error)
+    else:
+        if isinstance(value, kind):
+            return value
+        fault = f"must hold {needed}, not {json_kind(value)}"
+    problems.append(Problem(str(path), f"{fault}."))
     return None
 
 
@@ -98,11 +104,6 @@ def expand_environment(
         secret: hide the variables' values in all output. Variables whose names look like secrets are always hidden.
         keep_unset: leave unset variables as they are, for `check_unset`.
     """
-    if isinstance(value, dict | list):
-        inside = partial(expand_environment, where=where, problems=problems, secret=secret, keep_unset=keep_unset)
-        return {key: inside(item) for key, item in value.items()} if isinstance(value, dict) else [*map(inside, value)]
-    if not isinstance(value, str):
-        return value
 
     def lookup(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -111,10 +112,17 @@ def expand_environment(
         if name not in os.environ:
             if keep_unset:
                 return match.group()
-            problems.append(Problem(where, f"{value!r} {UNSET.format(name)}."))
+            problems.append(Problem(where, f"{match.string!r} {UNSET.format(name)}."))
         return os.environ.get(name, "")
 
-    return ENVIRONMENT_REFERENCE.sub(lookup, value)
+    def expand(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: expand(item) for key, item in part.items()}
+        if isinstance(part, list):
+            return [*map(expand, part)]
+        return ENVIRONMENT_REFERENCE.sub(lookup, part) if isinstance(part, str) else part
+
+    return expand(value)
 
 
 def check_unset(settings: Iterable[tuple[str, Any]], *, fatal: bool) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from simpletuner.config.option import Group, accepted, common, option, unless, when
+from simpletuner.config.precision import PLAIN_PRECISIONS
 from simpletuner.config.values import Flag, Integer, Text, TextList, parse_text
 
 FsdpVersion = Annotated[Literal["2", "1"], BeforeValidator(parse_text)]  # may be written as a number
@@ -43,8 +44,34 @@ class LaunchConfig(Group):
         False,
         "Shard weights, gradients and optimizer state over the processes (FSDP2) instead of replicating them "
         "(DDP). For runs that do not fit otherwise, such as full fine-tunes: docs/FSDP2.md.",
+        requires=unless(num_processes=1, because="one process has nobody to share with"),
+        excludes=(
+            unless(base_model_precision=PLAIN_PRECISIONS, because="quantised weights cannot be split"),
+            when(
+                "enable_model_cpu_offload",
+                because="it moves the whole transformer, of which each process has a share",
+            ),
+            when(
+                lora_type=("lokr", "loha", "lycoris"),
+                because="one process checks its result by predictions, which FSDP2 needs all of them for. Use DDP, "
+                "without fsdp_enable",
+            )
+            & when(model_type="lora"),
+            when(
+                mixed_precision="fp16",
+                because="each process would skip steps by the overflows in its own share of the gradient. Use bf16",
+            )
+            & when(model_type="full"),
+            when(
+                lora_format="comfyui",
+                because="ComfyUI's magnitudes of a DoRA are computed from the whole base weights. Use diffusers",
+            )
+            & when("use_dora"),
+        ),
     )
-    fsdp_version: FsdpVersion = sharded("2", "1 is deprecated and treated as 2.")
+    fsdp_version: FsdpVersion = sharded(
+        "2", "1 is deprecated and treated as 2.", remarks={"1": "is deprecated and treated as 2"}
+    )
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = sharded(
         "SHARDED_STATE_DICT",
         "SHARDED_STATE_DICT: every process writes its shard of a checkpoint; FULL_STATE_DICT: rank 0 writes all.",
@@ -65,7 +92,12 @@ class LaunchConfig(Group):
         ),
     )
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = sharded(
-        "TRANSFORMER_BASED_WRAP", "Weights are gathered block by block; the others are treated as this one."
+        "TRANSFORMER_BASED_WRAP",
+        "Weights are gathered block by block; the others are treated as this one.",
+        remarks=dict.fromkeys(
+            ("SIZE_BASED_WRAP", "NO_WRAP"),
+            "is treated as TRANSFORMER_BASED_WRAP: results are the same, and blocks are gathered one at a time",
+        ),
     )
     fsdp_transformer_layer_cls_to_wrap: TextList | None = accepted(
         None, "the family's blocks are known and are gathered one at a time"

@@ -1,45 +1,45 @@
 """From layers of raw keys and values to a checked `RunConfig`.
 
 A layer is one source of settings: family defaults, config.env, config.json, the command line. `resolve` merges them,
-records which one each value comes from, and collects all problems.
+records which one each value comes from, and collects all problems, pydantic's in words that a user can act on.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast, get_args, get_type_hints
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from simpletuner.config import schema
-from simpletuner.config.crepa import CrepaConfig
-from simpletuner.config.json_files import expand_environment, json_kind, read_json, same_value
-from simpletuner.config.launch import LaunchConfig
-from simpletuner.config.layersync import LayerSyncConfig
-from simpletuner.config.lora import LoraConfig
-from simpletuner.config.loss import LossConfig, MaskedLossConfig, PreservationConfig
-from simpletuner.config.messages import problems_of, unknown_key, with_stand_ins
-from simpletuner.config.option import Group, TechniqueGroup
-from simpletuner.config.publishing import PublishConfig
-from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
-from simpletuner.config.tread import TreadConfig
-from simpletuner.config.upstream import foreign_key_problem
+from simpletuner.config.json_files import expand_environment, read_json, same_value
+from simpletuner.config.option import Option
+from simpletuner.config.schema import (
+    FAMILY_DEFAULT,
+    FAMILY_FIXED,
+    GROUPS,
+    FamilyOptions,
+    GroupType,
+    all_options,
+    family_groups,
+    option_names,
+)
+from simpletuner.config.schema import RunConfig as RunConfig
+from simpletuner.config.upstream import INSTEAD, foreign_key_problem
 from simpletuner.config.values import plain_key
-from simpletuner.config.webhooks import WebhookConfig
-from simpletuner.errors import ConfigError, Problem
+from simpletuner.errors import ConfigError, Problem, did_you_mean, nearest
 from simpletuner.redaction import hide_secrets
 
-GroupType = TypeVar("GroupType", bound=Group)
 # Sections whose values nothing needs before something is sent.
 SENDING = ("Publishing", "Webhooks")
-FAMILY_DEFAULT = "family default"
-FAMILY_FIXED = "fixed by the family"
-CHOSEN = "chosen by offload auto"
-BY_SIZE = "chosen by the size of previews"
-NOT_SET_BY_USER = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN, BY_SIZE)
+LONGEST_SHOWN = 120
+EXPECTED = {"list_type": "a list", **dict.fromkeys(("dict_type", "model_type", "dataclass_type"), "an object")}
+SIGNS = {"greater_than_equal": "≥", "greater_than": ">", "less_than_equal": "≤", "less_than": "<"}
 
 
 @dataclass(frozen=True)
@@ -55,97 +55,16 @@ class Layer:
     last_wins: bool = False
 
 
-@dataclass(frozen=True)
-class FamilyOptions:
-    """The option groups of all model families; those of other families than the run's have no effect."""
-
-    groups: Mapping[type[Group], Group]
-
-    def of(self, group: type[GroupType]) -> GroupType:
-        """The group of one family."""
-        return cast(GroupType, self.groups[group])
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """All settings of a run, one immutable group per component, with the origin of every key."""
-
-    model: schema.ModelConfig
-    run: schema.RunOptions
-    tracking: schema.TrackingConfig
-    publish: PublishConfig
-    webhooks: WebhookConfig
-    schedule: schema.ScheduleConfig
-    checkpoints: schema.CheckpointConfig
-    optimizer: schema.OptimizerConfig
-    precision: schema.PrecisionConfig
-    speed: schema.SpeedConfig
-    launch: LaunchConfig
-    ema: schema.EmaConfig
-    lora: LoraConfig
-    offload: schema.OffloadConfig
-    caching: schema.CachingConfig
-    flow: schema.FlowConfig
-    text: schema.TextConfig
-    loss: LossConfig
-    masked_loss: MaskedLossConfig
-    preservation: PreservationConfig
-    tread: TreadConfig
-    crepa: CrepaConfig
-    layersync: LayerSyncConfig
-    scheduled_sampling: ScheduledSamplingConfig
-    validation: schema.ValidationConfig
-    validation_adapters: schema.ValidationAdapterConfig
-    evaluation: schema.EvaluationConfig
-    datasets: schema.DatasetDefaults
-    family: FamilyOptions
-    origins: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def techniques(self) -> list[TechniqueGroup]:
-        """The groups of all techniques, on or off."""
-        groups = (getattr(self, attribute) for attribute in schema.GROUPS)
-        return [group for group in groups if isinstance(group, TechniqueGroup)]
-
-    @property
-    def sampling_shift(self) -> float | None:
-        """The shift that the user set explicitly for training, which replaces the checkpoint's in sampling."""
-        return self.flow.flow_schedule_shift if self.is_explicit("flow_schedule_shift") else None
-
-    def is_explicit(self, key: str) -> bool:
-        """Whether the user set the key, in a file or on the command line."""
-        return self.origins.get(key, "default") not in NOT_SET_BY_USER
-
-    def with_values(self, values: Mapping[str, Any], origin: str) -> RunConfig:
-        """The config with some keys replaced, and `origin` recorded as their source."""
-        updates = {}
-        for attribute, group in schema.GROUPS.items():
-            own = {name: value for name, value in values.items() if name in group.model_fields}
-            if own:
-                updates[attribute] = getattr(self, attribute).model_copy(update=own)
-        return replace(self, **cast(Any, updates), origins={**self.origins, **dict.fromkeys(values, origin)})
-
-    def flat(self) -> dict[str, Any]:
-        """Every key and its value, for snapshots and the plan."""
-        groups = [*(getattr(self, attribute) for attribute in schema.GROUPS), *self.family.groups.values()]
-        return {name: value for group in groups for name, value in group.model_dump(by_alias=True).items()}
-
-
-def unwrapped(content: Any) -> Any:
+def unwrapped(content: dict[str, Any]) -> dict[str, Any]:
     """The settings in the content of config.json, which may be `{"_metadata": ..., "config": {...}}`."""
-    is_wrapped = isinstance(content, dict) and "_metadata" in content and isinstance(content.get("config"), dict)
-    return content["config"] if is_wrapped else content
+    inner = content.get("config") if "_metadata" in content else None
+    return inner if isinstance(inner, dict) else content
 
 
 def read_json_layer(path: Path, problems: list[Problem]) -> Layer | None:
     """config.json as a layer, or None if it cannot be read."""
-    known = len(problems)
-    content = unwrapped(read_json(path, problems))
-    if isinstance(content, dict):
-        return Layer(str(path), list(content.items()))
-    if not any(problem.fatal for problem in problems[known:]):
-        problems.append(Problem(str(path), f"must hold one JSON object, not {json_kind(content)}."))
-    return None
+    content = read_json(path, problems, dict, "one JSON object")
+    return None if content is None else Layer(str(path), list(unwrapped(content).items()))
 
 
 def with_family(layers: Sequence[Layer], defaults: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[Layer]:
@@ -158,44 +77,53 @@ def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig:
 
     Problems are added to the list. If one is fatal, the config is only good for finding more of them.
     """
-    options = schema.all_options()
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    family = dict(layers[0].values) if layers and layers[0].label == FAMILY_DEFAULT else {}
     for layer in layers:
         for name, value in canonical(layer, problems).items():
             if layer.label == FAMILY_FIXED and name in values and not same_value(values[name], value):
                 message = f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})"
                 problems.append(Problem(name, message, fatal=False))
             values[name], origins[name] = value, layer.label
-            if value is None:
-                _forget(name, layers[0], values, origins)
+            if value is None:  # unset, overriding the user's lower-priority layers
+                del values[name], origins[name]
+                if name in family:
+                    values[name], origins[name] = family[name], FAMILY_DEFAULT
     invalid: list[Problem] = []
-    groups = {attribute: _pick(group, values, invalid) for attribute, group in schema.GROUPS.items()}
-    family = FamilyOptions({group: _pick(group, values, invalid) for group in schema.family_groups()})
+
+    def build(group: type[GroupType]) -> GroupType:
+        return build_group(group, {name: values[name] for name in group.model_fields if name in values}, invalid)
+
+    groups = {attribute: build(group) for attribute, group in GROUPS.items()}
+    families = FamilyOptions({group: build(group) for group in family_groups()})
     problems.extend(_with_origin(problem, origins) for problem in invalid)
-    origins = {name: origins.get(name, "default") for name in options}
-    return RunConfig(**cast(Any, groups), family=family, origins=origins)
+    origins = {name: origins.get(name, "default") for name in all_options()}
+    return RunConfig(**cast(Any, groups), family=families, origins=origins)
 
 
-def _pick(group: type[GroupType], values: Mapping[str, Any], problems: list[Problem]) -> GroupType:
-    """Build a group from its keys among all values."""
-    return build_group(group, {name: values[name] for name in group.model_fields if name in values}, problems)
-
-
-def build_group(
-    group: type[GroupType], values: Mapping[str, Any], problems: list[Problem], prefix: str = ""
-) -> GroupType:
+def build_group(group: type[GroupType], values: Mapping[str, Any], problems: list[Problem]) -> GroupType:
     """Build a group from its values. Invalid ones are reported and replaced, so that the rest can be checked too."""
     try:
         return group.model_validate(values)
     except ValidationError as error:
-        problems.extend(problems_of(error, group, prefix))
+        problems.extend(problems_of(error, group))
         return group.model_validate(with_stand_ins(values, error, group))
 
 
-def canonical(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
-    """A layer's values by canonical key: `--` stripped, aliases resolved, variables expanded, None for unset."""
-    names = schema.option_names()
+def canonical(
+    layer: Layer,
+    problems: list[Problem],
+    names: Mapping[str, Option] | None = None,
+    instead: Mapping[str, str] = INSTEAD,
+) -> dict[str, Any]:
+    """A layer's values by canonical key: `--` stripped, aliases resolved, variables expanded, None for unset.
+
+    Args:
+        names: the known keys, by default those of config.json.
+        instead: unknown keys that other trainers have, with what to use in their place.
+    """
+    names = option_names() if names is None else names
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     source = f" ({layer.label})" if layer.label else ""
@@ -203,13 +131,12 @@ def canonical(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
         key = plain_key(written)
         hide_secrets({key: raw})
         if key not in names:
-            unknown = Problem(written, f"{unknown_key(key, list(names))}{source}")
-            problems.append(foreign_key_problem(written, key, raw, source) or unknown)
+            unknown = Problem(written, f"{unknown_key(key, names)}{source}")
+            problems.append(foreign_key_problem(written, key, raw, source, instead) or unknown)
             continue
-        name = names[key].name
-        value = expand_environment(
-            raw, name, problems, secret=names[key].may_hold_secret, keep_unset=names[key].section in SENDING
-        )
+        name, option = names[key].name, names[key]
+        keep = option.section in SENDING
+        value = expand_environment(raw, name, problems, secret=option.may_hold_secret, keep_unset=keep)
         if value == "":  # an empty resume_from_checkpoint asks for a new run; unset is latest
             value = "none" if name == "resume_from_checkpoint" else None
         if value is None:
@@ -223,14 +150,6 @@ def canonical(layer: Layer, problems: list[Problem]) -> dict[str, Any]:
     return values
 
 
-def _forget(name: str, first: Layer, values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Reset an unset key to its family's default, overriding the user's lower-priority layers."""
-    del values[name], origins[name]
-    family = dict(first.values) if first.label == FAMILY_DEFAULT else {}
-    if name in family:
-        values[name], origins[name] = family[name], FAMILY_DEFAULT
-
-
 def _with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
     """The problem with the source of its value, such as a file, appended."""
     origin = origins.get(re.split(r"[.\[]", problem.where)[0])
@@ -241,3 +160,105 @@ def raise_if_fatal(problems: Sequence[Problem]) -> None:
     """Raise all problems in one message if any of them is fatal."""
     if any(problem.fatal for problem in problems):
         raise ConfigError(problems)
+
+
+def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
+    """One `Problem` per mistake, each with key, value, what is allowed and the nearest spelling."""
+    problems: dict[str, Problem] = {}
+    for details in error.errors():
+        path = _key_path(details)
+        # pydantic reports every member of a union; the first one is enough.
+        problems.setdefault(path, Problem(path, _sentence(details, path, model)))
+    return list(problems.values())
+
+
+def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: type[BaseModel]) -> dict[str, Any]:
+    """The values without invalid ones, so that the model can be built and the rest be checked.
+
+    A misspelt word becomes the nearest allowed one, a required key that is missing or invalid gets the first allowed
+    word or an empty text; any other invalid key falls back to its default.
+    """
+    result = dict(values)
+    for details in error.errors():
+        name = str(details["loc"][0])
+        result.pop(name, None)
+        field = model.model_fields.get(name)
+        if field is None:
+            continue
+        guess = nearest(str(details["input"]), _allowed(details)) if details["type"] == "literal_error" else None
+        if guess is not None and len(details["loc"]) == 1:
+            result[name] = guess
+        elif field.is_required():
+            result[name] = next(iter(get_args(field.annotation)), "")
+    return result
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """The message for an unknown key, with the nearest known one.
+
+    Long names look alike because of shared words (`deepspeed_config`, `tread_config`), so the guess must also start
+    alike, unless all but a letter or two are the same.
+    """
+    guess = nearest(key, known)
+    meant = guess is not None and (guess[:2] == key[:2] or nearest(key, [guess], cutoff=0.85) is not None)
+    return f"is not a known key.{did_you_mean(key, [guess]) if guess and meant else ''}"
+
+
+def _key_path(details: ErrorDetails) -> str:
+    """`video.num_frames` or `instance_prompt[1]`, without pydantic's names for the members of a union."""
+    path = ""
+    for part in details["loc"]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier():
+            path += f".{part}" if path else part
+    return path
+
+
+def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    shown = repr(value) if len(repr(value)) <= LONGEST_SHOWN else f"{value!r:.{LONGEST_SHOWN}}..."
+    if kind == "missing":
+        field = model.model_fields.get(path)
+        return f"is required. {field.description or '' if field else ''}".strip()
+    if kind == "too_short":
+        return "is empty; at least one entry is needed."
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return unknown_key(path.rpartition(".")[2], _known_keys(model, path))
+    if kind == "literal_error":
+        allowed = _allowed(details)
+        return f"{shown} is not one of: {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
+    if kind in SIGNS:
+        return f"{shown} is out of range; it must be {SIGNS[kind]} {next(iter(context.values())):g}."
+    if kind in ("value_error", "too_large"):
+        return f"{shown} {context['error'] if kind == 'value_error' else details['msg']}."
+    return f"{shown} is not {EXPECTED[kind]}." if kind in EXPECTED else f"{shown}: {details['msg']}."
+
+
+def _allowed(details: ErrorDetails) -> list[str]:
+    """The words of a `literal_error`."""
+    expected = str(details.get("ctx", {})["expected"])
+    return [word.strip("' ") for word in expected.replace(" or ", ", ").split(",")]
+
+
+def _known_keys(structure: Any, path: str) -> dict[str, Any]:
+    """The keys, with their types, of the object in which a path ends: a group or a dataclass."""
+    first, _, rest = path.partition(".")
+    if issubclass(structure, BaseModel):
+        keys = {field.alias or name: field.annotation for name, field in structure.model_fields.items()}
+    else:
+        hints = get_type_hints(structure, include_extras=True)
+        keys = {_alias(hints[field.name]) or field.name: hints[field.name] for field in dataclasses.fields(structure)}
+    return _known_keys(next(_structures_in(keys[first.partition("[")[0]])), rest) if rest else keys
+
+
+def _alias(annotation: Any) -> str | None:
+    return next((each.alias for each in get_args(annotation) if isinstance(each, FieldInfo)), None)
+
+
+def _structures_in(annotation: Any) -> Iterator[type]:
+    """The groups and dataclasses in an annotation: `Route` in `list[Route]`."""
+    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _structures_in(inner)

@@ -37,6 +37,7 @@ class LoraConfig(Group):
         "default",
         "default and gaussian leave the model unchanged at step 0; the others change the base, which must be fp32.",
         aliases=("lora_initialisation_style",),
+        refused={"loftq": "is not supported: it replaces the base with a quantised one; use default"},
     )
     lora_type: Literal["standard", "lokr", "loha", "lycoris"] = common(
         "standard",
@@ -48,6 +49,7 @@ class LoraConfig(Group):
         "lokr: size of the smaller factor, a divisor of the layers' widths; -1: near their square root.",
         ge=-1,
         requires=when(lora_type="lokr"),
+        refused={0: "is no size of a matrix; it must be -1, or 1 and more"},
     )
     lycoris_config: PathText | None = option(
         None,

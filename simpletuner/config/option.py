@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, Unpack, cast, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -19,13 +19,14 @@ from pydantic_core import PydanticUndefined
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:  # rooms above this one
-    from simpletuner.config.load import RunConfig
+    from simpletuner.config.schema import RunConfig
     from simpletuner.config.tread import Route
     from simpletuner.data.dataset import Dataset
     from simpletuner.models.spec import FamilySpec
 
 # More than any key can mean, of steps, weights or sizes: a typo that would take days or gigabytes to show.
 LARGEST_NUMBER = 1_000_000_000
+LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 JSON_OR_FILE = "JSON or file"  # the form of keys that also take the path of a JSON file
 
 
@@ -38,20 +39,31 @@ class When:
         negated: it holds if none of the keys is so.
         because: the reason, for messages.
         fatal: setting a key that requires it is an error where it does not hold, not only without effect.
+        also: what must hold as well; written `when(...) & when(...)`.
     """
 
     keys: Mapping[str, tuple[object, ...]]
     negated: bool
     because: str
     fatal: bool
+    also: When | None = None
+
+    def __and__(self, other: When) -> When:
+        return replace(self, also=other)
 
     def holds(self, settings: Mapping[str, Any]) -> bool:
         """Whether settings, by key, fulfil it."""
         met = (settings[key] in values if values else bool(settings[key]) for key, values in self.keys.items())
-        return any(met) != self.negated
+        return any(met) != self.negated and (self.also is None or self.also.holds(settings))
 
     def __str__(self) -> str:
         return _either([f"{key} {_either([*map(str, values)])}".strip() for key, values in self.keys.items()])
+
+    @property
+    def stated(self) -> str:
+        """It in words, with all its parts."""
+        words = str(self).replace(" ", " other than ", 1) if self.negated else str(self)
+        return f"{words} with {self.also.stated}" if self.also else words
 
     def shown(self, settings: Mapping[str, Any]) -> str:
         """The keys with the values that they have."""
@@ -138,48 +150,52 @@ class TechniqueGroup(Group):
         return ()
 
 
+class Words(TypedDict, total=False):
+    """What `option` says of a key besides its default, help and limits.
+
+    Attributes:
+        aliases: other spellings of the key.
+        default_note: the default in the reference page, if it depends on something else.
+        form: the type in the reference page, if people write another one than the parsed value has.
+        requires: conditions without which the key has no effect. They replace those of the group on the same keys.
+        excludes: conditions under which the key must not be on.
+        refused, remarks: values that are an error, or get a warning, and what is said of them.
+        label: what the page calls it, if its name in words does not do.
+        common: people need it first; the page shows the others below "More".
+    """
+
+    aliases: tuple[str, ...]
+    default_note: str
+    form: str
+    requires: When | Conditions
+    excludes: When | Conditions
+    refused: Mapping[Any, str]
+    remarks: Mapping[Any, str]
+    label: str
+    common: bool
+
+
 def option(
     default: Any = ...,
     help: str = "",
     *,
-    aliases: tuple[str, ...] = (),
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
-    default_note: str = "",
-    form: str = "",
-    requires: When | Conditions = (),
-    excludes: When | Conditions = (),
-    label: str = "",
-    common: bool = False,
+    **words: Unpack[Words],
 ) -> Any:
     """Declare one key.
 
     Args:
         default: the global default; `...` makes the key required.
         help: one or two sentences for `--help`, the wizard and the reference page.
-        aliases: other spellings of the key.
         ge, gt, le, lt: limits of a number; with a lower one, the upper one is `LARGEST_NUMBER` unless another is given.
-        default_note: the default in the reference page, if it depends on something else.
-        form: the type in the reference page, if people write another one than the parsed value has.
-        requires: conditions without which the key has no effect. They replace those of the group on the same keys.
-        excludes: conditions under which the key must not be on.
-        label: what the page calls it, if its name in words does not do.
-        common: people need it first; the page shows the others below "More".
+        words: see `Words`.
     """
-    extra: Any = {
-        "aliases": aliases,
-        "default_note": default_note,
-        "form": form,
-        "requires": (requires,) if isinstance(requires, When) else requires,
-        "excludes": (excludes,) if isinstance(excludes, When) else excludes,
-        "label": label,
-        "common": common,
-    }
     if (ge is not None or gt is not None) and le is None and lt is None:
         le = LARGEST_NUMBER
-    return Field(default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=extra)
+    return Field(default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=cast(Any, words))
 
 
 common = functools.partial(option, common=True)
@@ -200,21 +216,24 @@ class Option:
     default: Any
     required: bool
     annotation: Any
-    aliases: tuple[str, ...]
-    default_note: str
-    form: str
     limits: dict[str, float]
-    requires: Conditions
-    excludes: Conditions
-    label: str
-    common: bool
     of_group: When | None
     parsers: tuple[Callable[..., Any], ...]
+    requires: Conditions = ()
+    excludes: Conditions = ()
+    refused: Mapping[Any, str] = field(default_factory=dict)
+    remarks: Mapping[Any, str] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    default_note: str = ""
+    form: str = ""
+    label: str = ""
+    common: bool = False
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The allowed words of a choice, else an empty tuple."""
-        return tuple(str(word) for word in _literal_args(self.annotation))
+        base = _strip_optional(self.annotation)
+        return tuple(map(str, get_args(base))) if get_origin(base) is Literal else ()
 
     @property
     def type_name(self) -> str:
@@ -241,7 +260,7 @@ class Option:
             "Also written": list(self.aliases),
             "Requires": [str(each) for each in self.requires if each.keys and not each.negated],
             "No effect with": [str(each) for each in self.requires if each.negated],
-            "Excludes": [str(each) for each in self.excludes],
+            "Excludes": [each.stated for each in self.excludes],
         }
 
     @property
@@ -256,8 +275,7 @@ class Option:
 
     @property
     def limit_text(self) -> str:
-        signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-        return ", ".join(f"{signs[name]} {bound:g}" for name, bound in self.limits.items())
+        return ", ".join(f"{LIMITS[name]} {bound:g}" for name, bound in self.limits.items())
 
 
 def as_written(value: Any) -> str:
@@ -269,16 +287,13 @@ def as_written(value: Any) -> str:
 
 def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
     """The `Option` of a field that `option()` declared in a group."""
-    extra: dict[str, Any] = {**field.json_schema_extra} if isinstance(field.json_schema_extra, dict) else {}
-    named = {name}.union(*(condition.keys for condition in extra["requires"]))
+    words: dict[str, Any] = dict(cast(Any, field.json_schema_extra))
+    for rule in words.keys() & {"requires", "excludes"}:
+        words[rule] = (words[rule],) if isinstance(words[rule], When) else words[rule]
+    named = {name}.union(*(condition.keys for condition in words.get("requires", ())))
     if group.requires and not named & group.requires.keys.keys():
-        extra["requires"] = (group.requires, *extra["requires"])
-    limits: dict[str, float] = {}
-    for constraint in field.metadata:
-        for bound in ("ge", "gt", "le", "lt"):
-            # LARGEST_NUMBER goes without saying.
-            if hasattr(constraint, bound) and getattr(constraint, bound) < LARGEST_NUMBER:
-                limits[bound] = getattr(constraint, bound)
+        words["requires"] = (group.requires, *words.get("requires", ()))
+    bounds = ((name, getattr(rule, name)) for rule in field.metadata for name in LIMITS if hasattr(rule, name))
     return Option(
         name=name,
         section=group.__doc__ or "",
@@ -287,9 +302,10 @@ def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
         required=field.is_required(),
         of_group=group.requires,
         annotation=field.annotation,
-        limits=limits,
+        # LARGEST_NUMBER goes without saying.
+        limits={bound: value for bound, value in bounds if value < LARGEST_NUMBER},
         parsers=tuple(rule.func for rule in _constraints(field) if isinstance(rule, BeforeValidator)),
-        **extra,
+        **words,
     )
 
 
@@ -307,11 +323,6 @@ def _strip_optional(annotation: Any) -> Any:
     if get_origin(annotation) in (list, Literal) or len(parts) != 1:
         return annotation
     return _strip_optional(parts[0])
-
-
-def _literal_args(annotation: Any) -> tuple[Any, ...]:
-    base = _strip_optional(annotation)
-    return get_args(base) if get_origin(base) is Literal else ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from simpletuner.config.option import BITSANDBYTES, TORCHAO, Group, Package, check_installed, common, option, when
+from simpletuner.config.option import (
+    BITSANDBYTES,
+    TORCHAO,
+    Group,
+    Package,
+    check_installed,
+    common,
+    option,
+    unless,
+    when,
+)
 from simpletuner.config.values import Flag, Integer
 from simpletuner.errors import Problem
 
@@ -28,6 +38,18 @@ Precision = Literal[
 PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
 Library = Literal["quanto", "torchao", "bnb"]
 recomputed = partial(option, requires=when("gradient_checkpointing"))
+# Known but unsupported names, and what to use instead.
+UNSUPPORTED = {
+    name: f"cannot be used: {reason}; the nearest supported value is {instead}"
+    for name, reason, instead in (
+        ("int4-torchao", "torchao's int4 weights have no gradient for their inputs", "int4-quanto"),
+        ("int8-sdnq", "SDNQ is not supported", "int8-quanto"),
+        ("uint8-sdnq", "SDNQ is not supported", "int8-quanto"),
+        ("int4-sdnq", "SDNQ is not supported", "int4-quanto"),
+        ("uint4-sdnq", "SDNQ is not supported", "int4-quanto"),
+    )
+}
+quantised = partial(option, refused=UNSUPPORTED)
 PRECISION_KEYS = ("base_model_precision", "text_encoder_1_precision", "text_encoder_2_precision")
 
 
@@ -35,25 +57,32 @@ class PrecisionConfig(Group):
     """Precision and compute"""
 
     mixed_precision: Literal["bf16", "no", "fp16", "fp8"] = common(
-        "bf16", "Compute dtype; no is float32. fp16 is meant for GPUs without bf16."
+        "bf16",
+        "Compute dtype; no is float32. fp16 is meant for GPUs without bf16.",
+        refused={"fp8": "is not available yet; use bf16"},
     )
-    base_model_precision: Precision = common(
+    base_model_precision: Precision = quantised(
         "no_change",
         "Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others quantise its "
         "linear layers, for LoRA only. Names without a library mean optimum-quanto.",
+        excludes=when(model_type="full", because="a quantised model cannot be trained in full; use model_type lora")
+        & unless(base_model_precision=PLAIN_PRECISIONS),
+        common=True,
     )
     quantized_matmul: Flag = option(
         False,
         "Multiply with the quantised weights of int8-quanto or fp8-quanto directly; activations and gradients are "
         "rounded to the same type. Gradients differ by a percent or more; a run prints the error.",
         requires=when(base_model_precision=("int8", "int8-quanto", "fp8", "fp8-quanto")),
+        excludes=when(model_type="full", because="it multiplies frozen weights; use model_type lora"),
     )
-    text_encoder_1_precision: Precision = common(
+    text_encoder_1_precision: Precision = quantised(
         "no_change",
         "Precision of the first text encoder, same values; part of the cache identity.",
         label="First Text Encoder Precision",
+        common=True,
     )
-    text_encoder_2_precision: Precision = option(
+    text_encoder_2_precision: Precision = quantised(
         "no_change",
         "Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity.",
         label="Second Text Encoder Precision",
@@ -83,6 +112,8 @@ class PrecisionConfig(Group):
         "diffusers",
         "Kernel of dense self-attention; diffusers is torch's, on a GPU the faster of cuDNN and flash. The others "
         "need their package.",
+        refused={"sageattention": "has no backward pass and cannot train; use diffusers"},
+        remarks={"flex": "is for block-sparse attention; dense attention uses torch's kernel, as with diffusers"},
     )  # fmt: skip
     disable_tf32: Flag = option(
         False, "Disable TF32 for float32 products on a GPU. A float32 VAE and modulation layers never use it."
@@ -150,43 +181,21 @@ QUANTISATIONS = {
     )
 }  # fmt: skip
 UNPACKED = "int8-torchao"  # like int8dq-torchao, with weights that any device unpacks
-# Known but unsupported names, with the reason and the nearest supported one.
-UNSUPPORTED = {
-    "int4-torchao": ("torchao's int4 weights have no gradient for their inputs", "int4-quanto"),
-    "int8-sdnq": ("SDNQ is not supported", "int8-quanto"),
-    "uint8-sdnq": ("SDNQ is not supported", "int8-quanto"),
-    "int4-sdnq": ("SDNQ is not supported", "int4-quanto"),
-    "uint4-sdnq": ("SDNQ is not supported", "int4-quanto"),
-}
 
 
 def quantisation(name: str) -> Quantisation | None:
     """The quantisation that a precision key selects; None for plain dtypes. A bare name means optimum-quanto."""
-    if name in PLAIN_PRECISIONS:
-        return None
-    return QUANTISATIONS[name if "-" in name else f"{name}-quanto"]
+    return QUANTISATIONS.get(name if "-" in name else f"{name}-quanto")
 
 
-def check_quantisations(config: PrecisionConfig) -> Iterator[Problem]:
-    """Report unsupported names."""
-    for key, name in config.model_dump(include=set(PRECISION_KEYS)).items():
-        if name in UNSUPPORTED:
-            reason, instead = UNSUPPORTED[name]
-            yield Problem(key, f"{name!r} cannot be used: {reason}; the nearest supported value is {instead}.")
-
-
-def check_products(config: PrecisionConfig, model_type: str) -> Iterator[Problem]:
+def check_products(config: PrecisionConfig) -> Iterator[Problem]:
     """Whether `quantized_matmul` can multiply the weights as they are stored."""
-    base = config.base_model_precision
-    stored = None if base in UNSUPPORTED else quantisation(base)
+    stored = quantisation(config.base_model_precision)
     if not config.quantized_matmul or (stored is not None and stored.multiplies and not stored.always):
         return
-    if model_type == "full":
-        message = "and model_type full exclude each other: it multiplies frozen weights; use model_type lora."
-        yield Problem("quantized_matmul", message)
-        return
     allowed = ", ".join(name for name, each in QUANTISATIONS.items() if each.multiplies and not each.always)
-    yield Problem("quantized_matmul", f"multiplies weights stored as {allowed}, not {base!r}: {_why_not(stored)}.")
+    message = f"multiplies weights stored as {allowed}, not {config.base_model_precision!r}: {_why_not(stored)}."
+    yield Problem("quantized_matmul", message)
 
 
 def _why_not(stored: Quantisation | None) -> str:
@@ -234,9 +243,8 @@ def instead(stored: Quantisation, capability: tuple[int, int] = (0, 0)) -> str:
 def check_packages(config: PrecisionConfig) -> Iterator[Problem]:
     """Report names whose package is not installed."""
     for key, name in config.model_dump(include=set(PRECISION_KEYS)).items():
-        found = None if name in UNSUPPORTED else quantisation(name)
-        if found is not None and found.package is not None:
-            yield from check_installed(found.package, key, name)
+        if (stored := quantisation(name)) and stored.package:
+            yield from check_installed(stored.package, key, name)
 
 
 def text_encoder_dtype(precision: PrecisionConfig) -> str:

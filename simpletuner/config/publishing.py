@@ -147,14 +147,10 @@ def check_publishing(publish: PublishConfig, project: str) -> Iterator[Problem]:
     if publish.push_to_hub:
         yield from _check_hub(publish.hub_model_id, project)
     for store in publish.stores[:1]:
-        yield from check_installed(BOTO3, PUBLISHING_CONFIG, store.provider)
-    scripts = {
-        "post_checkpoint_script": publish.post_checkpoint_script,
-        "post_upload_script": publish.post_upload_script,
-    }
-    for key, script in scripts.items():
-        known = [name for name in PLACEHOLDERS if key == "post_upload_script" or name != "remote_checkpoint_path"]
-        yield from _check_script(key, script, known) if script else ()
+        yield from check_installed(BOTO3, "publishing_config", store.provider)
+    saved = [name for name in PLACEHOLDERS if name != "remote_checkpoint_path"]
+    yield from _check_script("post_checkpoint_script", publish.post_checkpoint_script, saved)
+    yield from _check_script("post_upload_script", publish.post_upload_script, PLACEHOLDERS)
 
 
 def check_typed(publish: PublishConfig) -> Iterator[Problem]:
@@ -177,13 +173,13 @@ def _check_hub(name: str | None, project: str) -> Iterator[Problem]:
         yield Problem("push_to_hub", "there is no login of the hub: run `hf auth login`, or set HF_TOKEN.")
 
 
-def _check_script(key: str, script: str, known: Sequence[str]) -> Iterator[Problem]:
-    for word in re.findall(r"\{(\w+)\}", script):
+def _check_script(key: str, script: str | None, known: Sequence[str]) -> Iterator[Problem]:
+    for word in re.findall(r"\{(\w+)\}", script or ""):
         if word not in known:
             hint = did_you_mean(word, known) or f" There are: {', '.join(known)}."
             yield Problem(key, f"{{{word}}} is not a placeholder here and stays as it is.{hint}", fatal=False)
     try:
-        program = shlex.split(script)[:1]
+        program = shlex.split(script or "")[:1]
     except ValueError as error:
         yield Problem(key, f"{script!r} cannot be split into words: {error}.")
         return

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from simpletuner.config.option import Group, accepted, option
-from simpletuner.config.values import Flag, Integer, Number, PathText, Text, TextList
+from simpletuner.config.values import Flag, Integer, Number, PathText, Text, TextList, plain_key
 from simpletuner.errors import Problem
 from simpletuner.redaction import REFERENCE
 
@@ -86,12 +86,12 @@ REQUIRED = {
 }
 
 
-def check_written(entry: Mapping[str, Any], where: str) -> Iterator[Problem]:
+def check_written(entry: Mapping[str, Any]) -> Iterator[Problem]:
     """What only the text of an entry shows: secrets in the file."""
-    for key in SECRETS:
-        if entry.get(key) and not REFERENCE.search(str(entry[key])):
+    for key, value in entry.items():
+        if plain_key(key) in SECRETS and value and not REFERENCE.search(str(value)):
             message = "is a secret in a file that people share; write {env:NAME} and set that variable."
-            yield Problem(f"{where}.{key}", message, fatal=False)
+            yield Problem(key, message, fatal=False)
 
 
 def check_source(name: str, source: str, keys: Mapping[str, Any]) -> Iterator[Problem]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 from pydantic import BeforeValidator
 
@@ -21,7 +23,7 @@ from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.loss import LossConfig, MaskedLossConfig, PreservationConfig
-from simpletuner.config.option import Group, Option, accepted, common, describe, option, unless, when
+from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, common, describe, option, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
@@ -321,7 +323,9 @@ class OffloadConfig(Group):
         ),
     )
     group_offload_type: Literal["block_level", "leaf_level"] = streamed(
-        "block_level", "Unit of streaming; leaf_level also streams blocks."
+        "block_level",
+        "Unit of streaming; leaf_level also streams blocks.",
+        remarks={"leaf_level": "is treated as block_level: a whole block copies faster than its layers one by one"},
     )
     group_offload_blocks_per_group: Integer = streamed(
         1, "Blocks streamed together; two groups are on the device at a time.", ge=1, common=True
@@ -452,6 +456,7 @@ class FlowConfig(Group):
         excludes=(
             when("flow_use_uniform_schedule", because="MixFlow has a distribution of its own"),
             when("flow_use_beta_schedule", because="MixFlow has a distribution of its own"),
+            when("scheduled_sampling_max_step_offset", because="both make inputs for the same end"),
         ),
         label="MixFlow",
     )
@@ -468,7 +473,11 @@ class TextConfig(Group):
     """Text"""
 
     caption_dropout_probability: Number = common(
-        0.1, "Probability that a sample is trained with the empty caption.", ge=0, le=1
+        0.1,
+        "Probability that a sample is trained with the empty caption.",
+        ge=0,
+        le=1,
+        remarks={0: "means that the model never sees the empty caption, so guidance will suffer; 0.1 is usual"},
     )
     tokenizer_max_length: Integer | None = common(
         None, "Longer captions are truncated, with a warning.", ge=1, default_note="of the family"
@@ -557,7 +566,19 @@ class EvaluationConfig(Group):
         return not self.eval_loss_disable and (self.eval_steps_interval or self.eval_epoch_interval) is not None
 
 
-class DatasetDefaults(Group):
+class SharedKeys(Group):
+    """Keys of a dataset that mean the same for all of them."""
+
+    minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
+    maximum_image_size: Number | None = option(
+        None, "Larger pictures are resized to target_downsample_size before cropping.", ge=0, le=LARGEST_SIZE
+    )
+    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0, le=LARGEST_SIZE)
+    instance_prompt: Texts | None = option(None, "Text to prepend to captions, or to use instead.")
+    skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
+
+
+class DatasetDefaults(SharedKeys):
     """Dataset defaults"""
 
     resolution: Number | None = common(
@@ -566,20 +587,13 @@ class DatasetDefaults(Group):
     resolution_type: Literal["pixel", "area", "pixel_area"] = common(
         "pixel_area", "Unit of resolution: short edge, megapixels, or edge of a square of equal area."
     )
-    minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
-    maximum_image_size: Number | None = option(
-        None, "Larger pictures are resized to target_downsample_size before cropping.", ge=0, le=LARGEST_SIZE
-    )
-    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0, le=LARGEST_SIZE)
     aspect_bucket_rounding: Integer = option(2, "Decimals of a bucket's ratio.", ge=1, le=9)
     aspect_bucket_alignment: Alignment | None = option(
         None, "Pixel grid of bucket sizes.", default_note="of the family"
     )
     caption_strategy: CaptionStrategy = common("filename", "Where captions come from.")
-    instance_prompt: Texts | None = option(None, "Text to prepend to captions, or to use instead.")
     prepend_instance_prompt: Flag = option(False, "Prepend instance_prompt to all captions.")
     only_instance_prompt: Flag = option(False, "Use instance_prompt instead of captions.")
-    skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
     preserve_data_backend_cache: Flag = option(False, "Do not look for added files.")
     ignore_missing_files: Flag = option(False, "Use cached entries of files that are gone.")
     retry_failed: Flag = option(False, "Retry failed downloads of remote datasets.")
@@ -600,35 +614,93 @@ class DatasetDefaults(Group):
     )
 
 
+GroupType = TypeVar("GroupType", bound=Group)
+FAMILY_DEFAULT = "family default"
+FAMILY_FIXED = "fixed by the family"
+CHOSEN = "chosen by offload auto"
+BY_SIZE = "chosen by the size of previews"
+NOT_SET_BY_USER = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN, BY_SIZE)
+
+
+@dataclass(frozen=True)
+class FamilyOptions:
+    """The option groups of all model families; those of other families than the run's have no effect."""
+
+    groups: Mapping[type[Group], Group]
+
+    def of(self, group: type[GroupType]) -> GroupType:
+        """The group of one family."""
+        return cast(GroupType, self.groups[group])
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All settings of a run, one immutable group per component, with the origin of every key."""
+
+    model: ModelConfig
+    run: RunOptions
+    tracking: TrackingConfig
+    publish: PublishConfig
+    webhooks: WebhookConfig
+    schedule: ScheduleConfig
+    checkpoints: CheckpointConfig
+    optimizer: OptimizerConfig
+    precision: PrecisionConfig
+    speed: SpeedConfig
+    launch: LaunchConfig
+    ema: EmaConfig
+    lora: LoraConfig
+    offload: OffloadConfig
+    caching: CachingConfig
+    flow: FlowConfig
+    text: TextConfig
+    loss: LossConfig
+    masked_loss: MaskedLossConfig
+    preservation: PreservationConfig
+    tread: TreadConfig
+    crepa: CrepaConfig
+    layersync: LayerSyncConfig
+    scheduled_sampling: ScheduledSamplingConfig
+    validation: ValidationConfig
+    validation_adapters: ValidationAdapterConfig
+    evaluation: EvaluationConfig
+    datasets: DatasetDefaults
+    family: FamilyOptions
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def techniques(self) -> list[TechniqueGroup]:
+        """The groups of all techniques, on or off."""
+        groups = (getattr(self, attribute) for attribute in GROUPS)
+        return [group for group in groups if isinstance(group, TechniqueGroup)]
+
+    @property
+    def sampling_shift(self) -> float | None:
+        """The shift that the user set explicitly for training, which replaces the checkpoint's in sampling."""
+        return self.flow.flow_schedule_shift if self.is_explicit("flow_schedule_shift") else None
+
+    def is_explicit(self, key: str) -> bool:
+        """Whether the user set the key, in a file or on the command line."""
+        return self.origins.get(key, "default") not in NOT_SET_BY_USER
+
+    def with_values(self, values: Mapping[str, Any], origin: str) -> RunConfig:
+        """The config with some keys replaced, and `origin` recorded as their source."""
+        updates = {}
+        for attribute, group in GROUPS.items():
+            own = {name: value for name, value in values.items() if name in group.model_fields}
+            if own:
+                updates[attribute] = getattr(self, attribute).model_copy(update=own)
+        return replace(self, **cast(Any, updates), origins={**self.origins, **dict.fromkeys(values, origin)})
+
+    def flat(self) -> dict[str, Any]:
+        """Every key and its value, for snapshots and the plan."""
+        groups = [*(getattr(self, attribute) for attribute in GROUPS), *self.family.groups.values()]
+        return {name: value for group in groups for name, value in group.model_dump(by_alias=True).items()}
+
+
+# By the attributes of a RunConfig, in this order on the reference page.
 GROUPS: dict[str, type[Group]] = {
-    "model": ModelConfig,
-    "run": RunOptions,
-    "tracking": TrackingConfig,
-    "publish": PublishConfig,
-    "webhooks": WebhookConfig,
-    "schedule": ScheduleConfig,
-    "checkpoints": CheckpointConfig,
-    "optimizer": OptimizerConfig,
-    "precision": PrecisionConfig,
-    "speed": SpeedConfig,
-    "launch": LaunchConfig,
-    "ema": EmaConfig,
-    "lora": LoraConfig,
-    "offload": OffloadConfig,
-    "caching": CachingConfig,
-    "flow": FlowConfig,
-    "text": TextConfig,
-    "loss": LossConfig,
-    "masked_loss": MaskedLossConfig,
-    "preservation": PreservationConfig,
-    "tread": TreadConfig,
-    "crepa": CrepaConfig,
-    "layersync": LayerSyncConfig,
-    "scheduled_sampling": ScheduledSamplingConfig,
-    "validation": ValidationConfig,
-    "validation_adapters": ValidationAdapterConfig,
-    "evaluation": EvaluationConfig,
-    "datasets": DatasetDefaults,
+    name: group for name, group in get_type_hints(RunConfig).items() if name not in ("family", "origins")
 }
 
 
@@ -645,13 +717,21 @@ def family_groups() -> list[type[Group]]:
 
 
 @functools.cache
+def options_of(*groups: type[Group]) -> dict[str, Option]:
+    """Every key of some groups by name and by alias."""
+    declared = (describe(name, group, field) for group in groups for name, field in group.model_fields.items())
+    return {name: option for option in declared for name in (option.name, *option.aliases)}
+
+
+def option_names() -> dict[str, Option]:
+    """Every key of config.json by name and by alias."""
+    return options_of(*GROUPS.values(), *family_groups())
+
+
+@functools.cache
 def all_options() -> dict[str, Option]:
     """Every key of config.json by name, in the order of this module, those of the families last."""
-    return {
-        name: describe(name, group, field)
-        for group in (*GROUPS.values(), *family_groups())
-        for name, field in group.model_fields.items()
-    }
+    return {option.name: option for option in option_names().values()}
 
 
 def sections() -> dict[str, list[Option]]:
@@ -666,9 +746,3 @@ def main_name(written: str) -> str:
     """The main name of a key, however it is written; unknown keys stay as they are."""
     known = option_names().get(plain_key(written))
     return known.name if known else written
-
-
-@functools.cache
-def option_names() -> dict[str, Option]:
-    """Every key of config.json by name and by alias."""
-    return {name: option for option in all_options().values() for name in (option.name, *option.aliases)}

@@ -88,36 +88,23 @@ def parse_settings(tokens: Sequence[str]) -> tuple[Arguments, list[Problem]]:
 def parse_arguments(tokens: Sequence[str], problems: list[Problem], extra: str | None = None) -> Arguments:
     """Parse the command line, followed by TRAINER_EXTRA_ARGS (or `extra` instead), split at white space."""
     arguments = Arguments()
-    more = os.environ.get(EXTRA_ARGUMENTS, "") if extra is None else extra
-    everything = [*tokens, *more.split()]
-    position = 0
-    while position < len(everything):
-        token = everything[position]
-        position += 1
+    waiting = [*tokens, *(os.environ.get(EXTRA_ARGUMENTS, "") if extra is None else extra).split()]
+    while waiting:
+        token = waiting.pop(0)
         key, equals, value = token.partition("=")
+        name = plain_key(key)
         if not key.lstrip("-") or (not equals and not token.startswith("--")):
             problems.append(Problem(token, "is not a setting; write key=value, --key value or --flag."))
             continue
-        following = everything[position] if position < len(everything) else None
-        if equals:
-            given: object = value
-        elif following is not None and _is_value(following, key):
-            given = following
-            position += 1
+        if not equals and waiting and _is_value(waiting[0], key):
+            equals, value = "=", waiting.pop(0)
+        if name not in SELECTORS:
+            arguments.settings.append((key, value if equals else True))
+        elif equals:
+            arguments.selectors[SELECTORS[name]] = value
         else:
-            given = True
-        _keep(arguments, key, given, problems)
+            problems.append(Problem(key, "needs a value after it."))
     return arguments
-
-
-def _keep(arguments: Arguments, key: str, value: object, problems: list[Problem]) -> None:
-    name = plain_key(key)
-    if name not in SELECTORS:
-        arguments.settings.append((key, value))
-    elif value is True:
-        problems.append(Problem(key, "needs a value after it."))
-    else:
-        arguments.selectors[SELECTORS[name]] = str(value)
 
 
 def _is_value(token: str, key: str) -> bool:
@@ -207,28 +194,23 @@ def read_config_file(path: Path, problems: list[Problem]) -> Layer:
     Raises:
         ConfigError: it cannot be read; nothing else about the run can be checked then.
     """
-    known = sum(problem.fatal for problem in problems)
-    if path.suffix == ".env":
-        layer: Layer | None = read_env_layer(path, problems)
-    elif path.suffix == ".toml":
-        layer = _read_toml_layer(path, problems)
-    else:
-        layer = read_json_layer(path, problems)
-    if layer is None or (path.suffix == ".env" and sum(problem.fatal for problem in problems) > known):
+    readers = {".env": read_env_layer, ".toml": _read_toml_layer}
+    found = list[Problem]()
+    layer = readers.get(path.suffix, read_json_layer)(path, found)
+    problems.extend(found)
+    if layer is None or (path.suffix == ".env" and any(problem.fatal for problem in found)):
         raise ConfigError(problems)
     return Layer(layer.label, [(key, resolve_alias(value)) for key, value in layer.values])
 
 
 def _read_toml_layer(path: Path, problems: list[Problem]) -> Layer | None:
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return Layer(str(path), list(tomllib.loads(path.read_text(encoding="utf-8-sig")).items()))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         problems.append(Problem(str(path), f"is not valid TOML: {error}."))
-        return None
     except (OSError, ValueError) as error:
         problems.append(Problem(str(path), f"cannot be read: {error}."))
-        return None
-    return Layer(str(path), list(values.items()))
+    return None
 
 
 def read_env_layer(path: Path, problems: list[Problem]) -> Layer:
@@ -279,25 +261,23 @@ def expand_shell(text: str, variables: Mapping[str, str]) -> str:
         elif kind == "command":
             raise ValueError(f"{token!r} would run a command; write its result instead")
         elif kind == "name":
-            result += _variable(token.strip("${}"), variables)
+            name = token.strip("${}")
+            if name not in variables:
+                raise ValueError(f"${name} is not set")
+            result += variables[name]
         elif quoted:
             result += token[1:] if kind == "escaped" and token[1] in '"\\$`' else token
         elif kind == "comment":
             result = result.rstrip()
             break
         elif kind == "open":
-            raise ValueError("a quotation mark is not closed")
+            quoted = True
+            break
         else:
             result += {"single": token[1:-1], "escaped": token[1:]}.get(kind, token)
     if quoted:
         raise ValueError("a quotation mark is not closed")
     return result
-
-
-def _variable(name: str, variables: Mapping[str, str]) -> str:
-    if name not in variables:
-        raise ValueError(f"${name} is not set")
-    return variables[name]
 
 
 def dataset_file(configured: str | None, folder: Path, problems: list[Problem]) -> Path:

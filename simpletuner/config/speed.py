@@ -115,11 +115,6 @@ def check_mechanism(config: SpeedConfig, mechanism: str) -> Iterator[Problem]:
     elif mechanism == "xformers" and config.deterministic:
         message = "'xformers' sums gradients in any order, which deterministic excludes; use diffusers."
         yield Problem("attention_mechanism", message)
-    if mechanism == "sageattention":
-        yield Problem("attention_mechanism", "'sageattention' has no backward pass and cannot train; use diffusers.")
-    if mechanism == "flex":
-        message = "'flex' is for block-sparse attention; dense attention uses torch's kernel, as with diffusers."
-        yield Problem("attention_mechanism", message, fatal=False)
 
 
 def check_compile(config: SpeedConfig, launch: LaunchConfig) -> Iterator[Problem]:

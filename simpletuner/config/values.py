@@ -39,19 +39,15 @@ def parse_flag(value: object) -> object:
 
 def parse_integer(value: object) -> object:
     """A whole number of at most 64 bits from a number or numeric text; 1.5 and True are refused."""
-    if not isinstance(value, bool) and isinstance(value, int | str):
-        try:
-            return _within_64_bits(int(value))
-        except ValueError:
-            pass  # "1e3" and "20.0" are whole numbers too
-    number = parse_number(value, "is not a whole number")
-    if not number.is_integer():
-        raise ValueError("is not a whole number")
-    return _within_64_bits(int(number))
-
-
-def _within_64_bits(number: int) -> int:
-    """The number itself; raises PydanticCustomError, since `parse_integer` takes a ValueError for "not an integer"."""
+    try:
+        number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else None
+    except ValueError:
+        number = None  # "1e3" and "20.0" are whole numbers too
+    if number is None:
+        exact = parse_number(value, "is not a whole number")
+        if not exact.is_integer():
+            raise ValueError("is not a whole number")
+        number = int(exact)
     if not -(2**63) <= number < 2**63:
         raise PydanticCustomError("too_large", "is too large for a 64-bit number")
     return number
@@ -59,12 +55,10 @@ def _within_64_bits(number: int) -> int:
 
 def parse_number(value: object, complaint: str = "is not a number") -> float:
     """A finite float from a number or numeric text such as "1e-4"."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(complaint)
     try:
-        number = float(value)
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
-        raise ValueError(complaint) from None
+        number = math.nan
     if not math.isfinite(number):
         raise ValueError(complaint)
     return number
@@ -165,15 +159,14 @@ def parse_sizes(value: object) -> object:
     if isinstance(value, tuple):
         return value
     parts = [part.strip().lower() for part in str(parse_text(value)).split(",") if part.strip()]
-    wrong = [part for part in parts if not SIZE.fullmatch(part)]
-    if wrong and len(parts) > 1:
-        raise ValueError(f"contains {', '.join(map(repr, wrong))}, which is not a size such as 1024 or 1280x768")
+    matches = [SIZE.fullmatch(part) for part in parts]
+    wrong = [repr(part) for part, match in zip(parts, matches, strict=True) if match is None]
     if wrong:
-        raise ValueError("is not a size such as 1024 or 1280x768")
+        named = f"contains {', '.join(wrong)}, which is not" if len(parts) > 1 else "is not"
+        raise ValueError(f"{named} a size such as 1024 or 1280x768")
     if not parts:
         raise ValueError("contains no size")
-    found = (SIZE.fullmatch(part) for part in parts)
-    return tuple((int(match[1]), int(match[2] or match[1])) for match in found if match)
+    return tuple((int(match[1]), int(match[2] or match[1])) for match in matches if match)
 
 
 def write_sizes(sizes: tuple[Size, ...] | None) -> str | None:

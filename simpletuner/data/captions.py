@@ -34,6 +34,7 @@ UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 no_caption = partial(LeftOutError, "no caption")
 
+CaptionTable = Mapping[str, tuple[str, ...]]  # by file name
 Edit = Callable[[str], Sequence[str]]  # a caption in, its replacements out
 
 # Control tokens of tokenizers: in a caption they would end the prompt or stand for a picture that does not exist.
@@ -63,7 +64,7 @@ class CaptionSource:
     config: DatasetConfig
     root: Path
     files: Mapping[str, str]
-    table: Mapping[str, tuple[str, ...]]
+    table: CaptionTable
     edits: tuple[Edit, ...] = ()
     facts: dict[str, FileFacts] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()
@@ -115,19 +116,23 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
         captions = _own_captions(name, source)
         if config.prepend_instance_prompt:
             captions = tuple(f"{prompt} {caption}" for prompt in prompts for caption in captions)
-    for edit in source.edits:
+    captions = _edited(captions, source.edits, str(source.root / name))
+    for caption in captions:
+        if token := control_token(caption):
+            raise no_caption(f"has a caption with {token}, a control token of the tokenizer; remove it")
+    return captions
+
+
+def _edited(captions: tuple[str, ...], edits: Sequence[Edit], path: str) -> tuple[str, ...]:
+    for edit in edits:
         try:
             captions = tuple(edited for caption in captions for edited in edit(caption))
         except TimeoutError as error:
-            raise UserError(f"{str(source.root / name)!r}: {error}.") from None
+            raise UserError(f"{path!r}: {error}.") from None
     if not all(captions):
         captions = tuple(filter(None, captions))
     if not captions:
         raise no_caption("has a caption that caption_filter_list leaves empty")
-    for caption in captions:
-        token = control_token(caption)
-        if token is not None:
-            raise no_caption(f"has a caption with {token}, a control token of the tokenizer; remove it")
     return captions
 
 
@@ -319,9 +324,7 @@ def read_caption_table(config: ParquetConfig, where: str, problems: list[Problem
     return {name: first_texts(row, *columns) for name, row in named.items()}
 
 
-def match_rows(
-    table: Mapping[str, tuple[str, ...]], pictures: Iterable[str]
-) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+def match_rows(table: CaptionTable, pictures: Iterable[str]) -> tuple[CaptionTable, list[str]]:
     """Captions by picture, and the names in the table without a picture.
 
     A table names a picture by its path below the dataset's folder or, if that is not found, by its bare name.

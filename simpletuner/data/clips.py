@@ -280,25 +280,17 @@ def build_clip_rules(config: DatasetConfig, context: DataContext, problems: list
             message = "has no effect: it is for datasets of clips (dataset_type video)."
             problems.append(Problem(f"{config.id}.video", message, fatal=False))
         return None
-    keeps_length = video.frame_interval and not video.num_frames and video.bucket_strategy == "resolution_frames"
+    names_size = video.bucket_strategy == "resolution_frames"
     wanted = video.num_frames or round(DEFAULT_SECONDS * native) + 1
+    keeps_length = names_size and video.frame_interval and not video.num_frames
     num_frames = None if keeps_length else fitting_frames(wanted, stride)
-    rules = ClipRules(
-        rate=video.frame_rate or native,
-        stride=stride,
-        num_frames=num_frames,
-        interval=video.frame_interval or 1,
-        minimum=video.min_frames or num_frames or video.frame_interval or 1,
-        maximum=video.max_frames,
-        names_size=video.bucket_strategy == "resolution_frames",
-        is_i2v=context.task == "i2v" if video.is_i2v is None else video.is_i2v,
-        matrix=video.color_matrix,
-    )
-    problems.extend(_check_length(video, rules, f"{config.id}.video"))
-    if not rules.is_i2v:
-        return rules
-    problems.extend(_check_condition(rules, context, f"{config.id}.video"))
-    return replace(rules, minimum=max(rules.minimum, stride + 1))
+    minimum = video.min_frames or num_frames or video.frame_interval or 1
+    is_i2v = context.task == "i2v" if video.is_i2v is None else video.is_i2v
+    rate, interval, where = video.frame_rate or native, video.frame_interval or 1, f"{config.id}.video"
+    shape = (rate, stride, num_frames, interval, minimum, video.max_frames)
+    rules = ClipRules(*shape, names_size=names_size, is_i2v=is_i2v, matrix=video.color_matrix)
+    problems.extend([*_check_length(video, rules, where), *_check_condition(rules, context, where)])
+    return replace(rules, minimum=max(minimum, stride + 1)) if is_i2v else rules
 
 
 def _check_length(video: VideoConfig, rules: ClipRules, where: str) -> Iterator[Problem]:
@@ -323,6 +315,8 @@ def _check_length(video: VideoConfig, rules: ClipRules, where: str) -> Iterator[
 
 def _check_condition(rules: ClipRules, context: DataContext, where: str) -> Iterator[Problem]:
     """Frame 0 can be a condition only if the model takes one and other frames are left to train."""
+    if not rules.is_i2v:
+        return
     if context.task != "i2v":
         names = [flavour.name for flavour in context.spec.flavours if flavour.task == "i2v"]
         message = f"this flavour of {context.spec.name} takes no first frame; these do: {', '.join(names)}."

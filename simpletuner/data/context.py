@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import RunConfig
@@ -86,28 +86,28 @@ class DataContext:
 
     def fill(self, config: DatasetConfig) -> DatasetConfig:
         """The entry with all defaults filled in except `repeats`, where None means that the user did not set it."""
-        if config.type in ("csv", "huggingface") and config.caption_strategy is None:
-            config = config.model_copy(update={"caption_strategy": config.type})
-        filled = config.with_defaults(
-            self.defaults,
-            train_batch_size=1 if config.dataset_type == "eval" else self.train_batch_size,
-            compress_cache=self.caching.compress_disk_cache,
-            vae_cache_disable=self.caching.vae_cache_disable,
-            delete_problematic_images=self.caching.delete_problematic_images,
-            delete_unwanted_images=self.caching.delete_unwanted_images,
-            cache_dir_vae=str(self.latent_root / _folder_name(config.id)),
-            vae_cache_clear_each_epoch=_has_random_crops(config) and config.dataset_type != "eval",
-        )
-        if config.type != "local":
-            filled = filled.model_copy(update={"instance_data_dir": str(self._downloads(config))})
-        folders = filled.model_dump(include={"instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file"})
-        update: dict[str, Any] = {key: str(Path(value).expanduser()) for key, value in folders.items() if value}
-        update |= {
-            key: self.spec.defaults[key]
-            for key in ("resolution", "aspect_bucket_alignment")
-            if getattr(filled, key) is None and key in self.spec.defaults
+        is_eval, random_crops = config.dataset_type == "eval", "random" in (config.crop_aspect, config.crop_style)
+        defaults = {key: self.spec.defaults.get(key) for key in ("resolution", "aspect_bucket_alignment")}
+        defaults |= {key: value for key, value in self.defaults if value is not None}
+        defaults |= {
+            "train_batch_size": 1 if is_eval else self.train_batch_size,
+            "compress_cache": self.caching.compress_disk_cache,
+            "vae_cache_disable": self.caching.vae_cache_disable,
+            "delete_problematic_images": self.caching.delete_problematic_images,
+            "delete_unwanted_images": self.caching.delete_unwanted_images,
+            "cache_dir_vae": str(self.latent_root / _folder_name(config.id)),
+            "vae_cache_clear_each_epoch": config.crop and random_crops and not is_eval,
         }
-        return filled.model_copy(update=update)
+        if config.type in ("csv", "huggingface"):
+            defaults["caption_strategy"] = config.type
+        unset = {key for key, value in config if value is None}
+        values = {key: value for key, value in defaults.items() if key in unset}
+        if config.type != "local":
+            values["instance_data_dir"] = str(self._downloads(config))
+        for key in ("instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file"):
+            if folder := values.get(key) or getattr(config, key):
+                values[key] = str(Path(folder).expanduser())
+        return config.model_copy(update=values)
 
     def _downloads(self, config: DatasetConfig) -> Path:
         """Where the files of a remote entry are downloaded to."""
@@ -120,7 +120,3 @@ def _folder_name(dataset_id: str) -> str:
     """The id without characters that could lead out of the cache folder."""
     name = "".join("_" if character in '/\\:*?"<>|' else character for character in dataset_id)
     return name.replace("..", "__")
-
-
-def _has_random_crops(config: DatasetConfig) -> bool:
-    return config.crop and "random" in (config.crop_aspect, config.crop_style)

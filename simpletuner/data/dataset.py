@@ -175,7 +175,7 @@ class Dataset:
             frames: how many are trained.
 
         Raises:
-            OutsideLimitsError: the picture is left out, in this epoch as in every other.
+            LeftOutError: the picture is left out, in this epoch as in every other.
         """
         token = (self.seed, self.id, name, epoch if self.changes_each_epoch else 1)
         geometry = self.rules.place(size, *token)
@@ -337,7 +337,7 @@ def summarise_rejected(dataset: Dataset) -> Iterator[Problem]:
 
 def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:
     """One warning about samples that are much smaller than their training size."""
-    factors = [each.geometry.resized[0] / each.original_size[0] for each in dataset.samples]
+    factors = [sample.geometry.resized[0] / sample.original_size[0] for sample in dataset.samples]
     enlarged = sum(factor > NOTICEABLE_ENLARGEMENT for factor in factors)
     if not enlarged:
         return

@@ -24,17 +24,9 @@ from pydantic import TypeAdapter, ValidationError
 from simpletuner.atomic import open_atomically
 from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.config.values import Size
+from simpletuner.data import files
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, is_clip, probe_clip
 from simpletuner.data.context import DataContext
-from simpletuner.data.files import (
-    LARGEST_CLIP,
-    LARGEST_PICTURE,
-    MediaError,
-    UnreadableError,
-    check_regular,
-    content_hash,
-    read,
-)
 from simpletuner.data.media import PICTURE_SUFFIXES, probe
 from simpletuner.data.sample import Rejected
 
@@ -96,20 +88,20 @@ def classify(names: Iterable[tuple[str, tuple[str, str] | None]], wanted: frozen
         names: paths below the folder, with the reason if one cannot be used.
         wanted: extensions of the files to look for.
     """
-    files, texts = [], []
+    media, texts = [], []
     ignored: dict[str, tuple[str, str]] = {}
     for name, problem in sorted(names, key=itemgetter(0)):
         suffix = _suffix(name)
         if problem is not None:
             ignored[_printable(name)] = problem
         elif suffix in wanted:
-            files.append(name)
+            media.append(name)
         elif suffix == CAPTION_SUFFIX:
             texts.append(name)
         else:
             ignored[name] = _foreign(name, wanted)
-    captions = _captions(files, texts, ignored)
-    return Scan(tuple(files), captions, ignored)
+    captions = _captions(media, texts, ignored)
+    return Scan(tuple(media), captions, ignored)
 
 
 def _foreign(name: str, wanted: frozenset[str]) -> tuple[str, str]:
@@ -120,8 +112,8 @@ def _foreign(name: str, wanted: frozenset[str]) -> tuple[str, str]:
     return "not a clip", "does not have the extension of a clip"
 
 
-def _captions(files: Sequence[str], texts: Sequence[str], ignored: dict[str, tuple[str, str]]) -> dict[str, str]:
-    keys = {pair_key(name) for name in files}
+def _captions(media: Sequence[str], texts: Sequence[str], ignored: dict[str, tuple[str, str]]) -> dict[str, str]:
+    keys = {pair_key(name) for name in media}
     captions: dict[str, str] = {}
     for name in texts:
         key = pair_key(name)
@@ -274,46 +266,46 @@ def _inspect(path: Path) -> FileFacts:
     clip = is_clip(path)
     facts = FileFacts(0, 0, "")
     try:
-        size, mtime_ns = check_regular(path, LARGEST_CLIP if clip else LARGEST_PICTURE)
-        data = b"" if clip else read(path, LARGEST_PICTURE)
-        content = content_hash(path) if clip else hashlib.sha256(data).hexdigest()
+        size, mtime_ns = files.check_regular(path, files.LARGEST_CLIP if clip else files.LARGEST_PICTURE)
+        data = b"" if clip else files.read(path, files.LARGEST_PICTURE)
+        content = files.content_hash(path) if clip else hashlib.sha256(data).hexdigest()
         facts = FileFacts(size, mtime_ns, content)
         if clip:
             shown = probe_clip(path)
             return replace(facts, width=shown.width, height=shown.height, clip=shown)
         width, height = probe(data)
         return replace(facts, width=width, height=height)
-    except UnreadableError as error:
+    except files.UnreadableError as error:
         # No size, time or content: such facts match no file and are not saved, so the next run tries again.
         return FileFacts(0, 0, "", problem=str(error))
-    except MediaError as error:
+    except files.MediaError as error:
         return replace(facts, problem=str(error))
 
 
 def load_index(folder: Path, root: Path) -> dict[str, FileFacts]:
     """The index in a latent cache folder; empty if it is missing, damaged or of another dataset folder."""
-    files: dict[str, FileFacts] = {}
+    facts: dict[str, FileFacts] = {}
     try:
         with (folder / INDEX_NAME).open("rb") as lines:
             for line in map(_INDEX.validate_json, lines):
                 if (line.version, line.root) != (INDEX_VERSION, str(root.absolute())):
                     return {}
-                files |= line.files
+                facts |= line.files
     except (OSError, ValidationError):
         return {}
-    return files
+    return facts
 
 
-def save_index(folder: Path, root: Path, files: Mapping[str, FileFacts]) -> None:
+def save_index(folder: Path, root: Path, facts: Mapping[str, FileFacts]) -> None:
     """Write the index atomically.
 
     Raises:
         DiskFullError: no space left; the index that was there is kept.
     """
-    names = list(files)
+    names = list(facts)
     with open_atomically(folder / INDEX_NAME, durable=False) as index:
         for start in range(0, len(names), PER_LINE):
-            part = {name: files[name] for name in names[start : start + PER_LINE]}
+            part = {name: facts[name] for name in names[start : start + PER_LINE]}
             content = _INDEX.dump_json(_Index(INDEX_VERSION, str(root.absolute()), part), exclude_defaults=True)
             index.write(content + b"\n")
 
@@ -365,12 +357,11 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
         left_out |= {name: ("not chosen", detail) for name in listing.files if name not in known}
     names = [name for name in listing.files if name not in left_out]
     facts = inspect_files(root, names, known, workers=context.caching.max_workers)
-    # A damaged file may have been moved to quarantine, so only undamaged ones are reported as gone.
-    lost = {name: known[name] for name in known.keys() - {*listing.files} if known[name].problem is None}
+    lost = _lost(known, listing)
     if context.defaults.ignore_missing_files:
         facts |= lost
     else:
-        left_out |= {name: ("gone", "was here in the last run and is gone") for name in known if name in lost}
+        left_out |= dict.fromkeys(lost, ("gone", "was here in the last run and is gone"))
     damaged = {name: fact for name, fact in facts.items() if fact.problem is not None}
     for name, fact in damaged.items():
         left_out[name] = "damaged" if fact.content else "unreadable", fact.problem or ""
@@ -382,6 +373,12 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
         rejected=tuple(Rejected(config.id, name, *why) for name, why in left_out.items()),
         indexed=known,
     )
+
+
+def _lost(known: Mapping[str, FileFacts], listing: Scan) -> dict[str, FileFacts]:
+    """The files that are gone; not those that were damaged, which may have been moved to quarantine."""
+    listed = frozenset(listing.files)
+    return {name: fact for name, fact in known.items() if name not in listed and fact.problem is None}
 
 
 def wanted_suffixes(config: DatasetConfig, context: DataContext) -> frozenset[str]:

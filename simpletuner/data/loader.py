@@ -43,40 +43,32 @@ class _Errand:
             self.result.set_exception(error)
 
 
+@dataclass(eq=False)
 class BatchLoader:
     """An endless supply of batches, in the sampler's order.
 
-    Args:
+    Attributes:
         sampler: decides the order.
         read: builds a batch from cached entries; called in the background.
         prepare_epoch: called in the loop's own thread before the first batch of each epoch is read, to fill the
             caches with new random crops.
         pin: page-lock batches, so that uploads do not block.
-
-    Attributes:
         complete: (batch, micro-batches of the run before it) -> batch; called in the background.
         count: micro-batches of the run so far; to be set where a run starts or continues.
         epoch: epoch of the last batch handed out, counted from 1.
         index: how many batches of it have been handed out.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        read: ReadBatch,
-        config: CachingConfig,
-        prepare_epoch: Callable[[int], None],
-        *,
-        pin: bool,
-    ) -> None:
-        self.sampler = sampler
-        self.read = read
-        self.prepare_epoch = prepare_epoch
-        self.pin = pin
-        self.ahead = config.dataloader_prefetch_qlen if config.dataloader_prefetch else 1
-        self.epoch, self.index, self.count = 1, 0, 0
-        self.complete: Callable[[Batch, int], Batch] = lambda batch, number: batch
-        self._supply: Iterator[Batch] | None = None
+    sampler: Sampler
+    read: ReadBatch
+    config: CachingConfig
+    prepare_epoch: Callable[[int], None]
+    pin: bool
+    complete: Callable[[Batch, int], Batch] = lambda batch, number: batch
+    epoch: int = 1
+    index: int = 0
+    count: int = 0
+    _supply: Iterator[Batch] | None = None
 
     def __iter__(self) -> BatchLoader:
         return self
@@ -126,7 +118,8 @@ class BatchLoader:
         self.prepare_epoch(self.epoch)
         batches = self.sampler.batches(self.epoch)
         planned = (batches[index] for index in range(self.index, len(batches)))
-        return read_ahead(planned, partial(self._make, count(self.count)), self.ahead)
+        ahead = self.config.dataloader_prefetch_qlen if self.config.dataloader_prefetch else 1
+        return read_ahead(planned, partial(self._make, count(self.count)), ahead)
 
     def _make(self, numbers: Iterator[int], planned: PlannedBatch) -> Batch:
         batch = self.complete(self.read(planned), next(numbers))

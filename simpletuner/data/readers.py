@@ -30,6 +30,8 @@ from numpy.typing import NDArray
 from simpletuner.data.clips import MISSING_SECONDS, ClipFacts, ColorMatrix, choose_frames
 from simpletuner.data.files import EXHAUSTED, LARGEST_CLIP, MediaError, check_regular, content_hash
 
+Frames = Iterator[NDArray[np.uint8]]
+
 
 class NotForThisReaderError(Exception):
     """A reader is not installed, cannot read a clip, or would read it wrongly; another one can continue."""
@@ -50,9 +52,7 @@ class Reader(Protocol):
         MediaError: the clip is damaged, or it ends before the last moment.
     """
 
-    def __call__(
-        self, path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None
-    ) -> Iterator[NDArray[np.uint8]]: ...
+    def __call__(self, path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None) -> Frames: ...
 
 
 # Frames that decord decodes at once; 200 of them at 1280x720 would take half a gigabyte.
@@ -99,9 +99,7 @@ def read_facts(path: Path) -> ClipFacts:
         return ClipFacts(width, height, length, rate, _guessed_matrix(listing.first))
 
 
-def read_with_av(
-    path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None
-) -> Iterator[NDArray[np.uint8]]:
+def read_with_av(path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None) -> Frames:
     """A `Reader` for every clip."""
     with _opened(path) as (container, stream):
         for frame in choose_frames(_timed(container, stream, moments[-1]), moments):
@@ -278,9 +276,7 @@ def _to_rgb(frame: VideoFrame, matrix: ColorMatrix | None) -> NDArray[np.uint8]:
     return np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
 
 
-def read_with_decord(
-    path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None
-) -> Iterator[NDArray[np.uint8]]:
+def read_with_decord(path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None) -> Frames:
     """A `Reader` for the clips that decord reads correctly; it reads untagged colours as BT.601."""
     if matrix == "bt709":
         raise NotForThisReaderError("its colours are BT.709")

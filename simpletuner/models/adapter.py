@@ -15,8 +15,8 @@ from PIL import ImageOps
 from PIL.Image import Image, Resampling
 from torch import Tensor, nn
 
-from simpletuner.config.load import FamilyOptions, RunConfig
-from simpletuner.config.schema import CachingConfig, TextConfig
+from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import CachingConfig, FamilyOptions, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.source import ModelSource
@@ -134,7 +134,6 @@ class BlockLayout:
         width: of a token.
         order: (frames, rows, columns) of the grid of tokens -> for each token of a visual block, in their order there,
             its index in the flattened grid; int64, `S`.
-        select: (number of a visual block, its output) -> its tokens, `B S D`; None if the output is the tokens.
         routing: None if a visual block needs all tokens.
         compiled: (compiler, forward of a block) -> that forward, compiled for all sizes; None if it has to be compiled
             for each.
@@ -144,7 +143,6 @@ class BlockLayout:
     visual: str
     width: int
     order: Callable[[int, int, int], Tensor] = raster_order
-    select: Callable[[int, Any], Tensor] | None = None
     routing: TokenRouting | None = None
     compiled: Callable[[Compiler, Forward], Forward] | None = None
 
@@ -157,11 +155,6 @@ class BlockLayout:
     def visual_blocks(self) -> list[nn.Module]:
         """The blocks that process visual tokens."""
         return list(self.groups[self.visual])
-
-    def tokens_of(self, block: int, output: Any) -> Tensor:
-        """The hidden states `B S D` in the output of a visual block."""
-        tokens: Tensor = output if self.select is None else self.select(block, output)
-        return tokens
 
 
 @dataclass(frozen=True)
@@ -288,10 +281,10 @@ class FamilyAdapter(Protocol):
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
         """Load the VAE onto a device."""
 
-    def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
+    def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         """Load the transformer onto the CPU; layers that must stay float32 do.
 
-        With `hollow` no weights are read, and parameters are on `meta`; their dtype may not be the final one. A
+        With `empty` no weights are read, and parameters are on `meta`; their dtype may not be the final one. A
         family that cannot do so reads them.
         """
 

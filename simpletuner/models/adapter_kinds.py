@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from simpletuner.config.lora import LoraConfig
 from simpletuner.errors import Problem
 from simpletuner.models.cost import Adapters, Shape
-from simpletuner.models.lora_targets import Targets, matching_modules
+from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
 
 Shapes = Mapping[str, Shape]  # of the weights of a transformer's layers, by layer

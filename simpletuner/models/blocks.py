@@ -1,20 +1,32 @@
-"""The repeated blocks of a transformer as a few functions that training can compile or wrap.
+"""The repeated blocks of a transformer as a few functions that training can compile or wrap, and their kernels.
 
 A family that provides them (`FamilyAdapter.use_fast_blocks`) computes exactly what its diffusers blocks compute.
 Self-attention is a separate function between the others, so that checkpointing can keep its result and a device can use
 its fastest kernel.
+
+Every call's kernel is timed once per device: `kernel_choices.json` in the output folder. Kernels round differently, and
+timings vary. So a choice holds for all processes, and until the device or a version changes: resumed runs, previews and
+`simpletuner sample` then compute as the run did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from simpletuner.atomic import write_json
+from simpletuner.distributed.world import World
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttentionCall = Callable[[AttentionKernel, Tensor, Tensor, Tensor], Tensor]
@@ -97,14 +109,14 @@ class FastBlocks:
             tensor counts tokens, or is 1, or is the same at every size.
         last: names of functions that end a block.
         recomputing: versions of those that keep only their inputs for the backward pass, by name.
-        beyond: entered around those in a checkpointed block; it hides the block's checkpoint from them.
+        outside_checkpoint: entered around those in a checkpointed block; it hides the block's checkpoint from them.
     """
 
     pieces: dict[str, Callable[..., Any]]
     self_attention: SelfAttention = field(default_factory=SelfAttention)
     last: tuple[str, ...] = ()
     recomputing: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    beyond: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    outside_checkpoint: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
     def finish(self, name: str, *inputs: Any) -> Any:
         """Run the last function of a block.
@@ -114,5 +126,106 @@ class FastBlocks:
         """
         if name not in self.recomputing or not self.self_attention.is_kept:
             return self.pieces[name](*inputs)
-        with self.beyond:
+        with self.outside_checkpoint:
             return self.recomputing[name](*inputs)
+
+
+CHOICES_FILE = "kernel_choices.json"
+KERNEL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
+
+logger = logging.getLogger(__name__)
+
+# Device and versions -> call -> kernel.
+Choices = dict[str, dict[str, str]]
+_CHOICES = TypeAdapter(Choices)
+
+
+class KernelChoices:
+    """The choices of a process; in memory only until `open`."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._world = World()
+        self._known: Choices = {}
+
+    def open(self, folder: Path | None, *earlier: Path, world: World = World()) -> None:
+        """Read the choices of a folder, and store new ones there. Collective.
+
+        Args:
+            folder: None to store nothing.
+            earlier: folders of the runs that this one continues or samples; their choices take precedence.
+            world: the processes that must choose alike.
+        """
+        self._path, self._world = folder and folder / CHOICES_FILE, world
+
+        def collect() -> Choices:
+            stored = self._path and read_choices(self._path)
+            choices = merge_choices(stored or {}, *(read_choices(run / CHOICES_FILE) or {} for run in earlier))
+            if self._path is not None and choices != stored and (choices or self._path.exists()):
+                write_json(self._path, choices, durable=False)
+            return choices
+
+        self._known = world.on_main(collect)
+
+    def choose(self, device: torch.device, call: str, among: Collection[str], pick: Callable[[], str]) -> str:
+        """The kernel of a call.
+
+        Args:
+            call: everything that determines a kernel's speed.
+            among: kernels that may be remembered.
+            pick: times the kernels, if none is stored for this device and these versions.
+        """
+        platform = describe_platform(device)
+        known = self._known.get(platform, {}).get(call)
+        if known is not None and known in among:
+            return known
+        if self._known and platform not in self._known:
+            logger.info("Kernels were chosen on %s, and are timed anew on %s.", "; ".join(self._known), platform)
+        picked = pick()
+        if picked not in among:
+            return picked
+        chosen = self._world.first(f"{platform}: {call}", picked)
+        self._known = merge_choices(self._known, {platform: {call: chosen}})
+        if self._path is not None and chosen == picked:  # otherwise the first process has written it
+            write_json(self._path, merge_choices(read_choices(self._path) or {}, self._known), durable=False)
+        return chosen
+
+    def knows(self, device: torch.device, call: str) -> bool:
+        """Whether the kernel of a call was chosen."""
+        return call in self._known.get(describe_platform(device), {})
+
+
+KERNELS = KernelChoices()  # those of this process
+
+
+def read_choices(path: Path) -> Choices | None:
+    """The choices in a file; None if it is absent, or damaged, with a warning."""
+    try:
+        return _CHOICES.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError):
+        logger.warning("%s is damaged: kernels are timed again, and may round differently.", path)
+        return None
+
+
+def merge_choices(*parts: Choices) -> Choices:
+    """The choices of all parts; later ones come first."""
+    merged: Choices = {}
+    for platform, calls in (item for part in parts for item in part.items()):
+        merged.setdefault(platform, {}).update(calls)
+    return merged
+
+
+@functools.cache
+def describe_platform(device: torch.device) -> str:
+    """A device, and the versions of the libraries that compute on it."""
+    on_gpu = device.type == "cuda"
+    parts = [torch.cuda.get_device_name(device) if on_gpu else device.type, f"torch {torch.__version__}"]
+    parts += [f"cuDNN {torch.backends.cudnn.version()}"] if on_gpu else []
+    for package in KERNEL_PACKAGES:
+        try:
+            parts.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(parts)

@@ -1,8 +1,13 @@
 """Loads models, and lowers the peak memory of VAEs without changing results.
 
 - weights whole, or module by module, so that memory never holds all of them
+- full float32 on a GPU for models and layers that need it
 - 3D convolutions in slices of time, and the HunyuanVideo VAE's attention without its mask
 - pipelines whose transformer has no weights, to check LoRA files against
+
+TF32, which `disable_tf32` switches off for everything, keeps 10 of a factor's 23 bits. That is enough for a run in
+float32 and for the float32 weights of a LoRA. It would defeat the purpose of a float32 VAE, and of the layers that
+diffusers keeps in float32 in a bf16 model; stock pipelines compute these layers in full.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import diffusers
@@ -23,9 +29,63 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from simpletuner.config.schema import CachingConfig
 from simpletuner.errors import UserError, shorten
-from simpletuner.models.float32 import full_float32
 from simpletuner.models.source import ModelSource, Part
+from simpletuner.models.spec import FamilySpec
 from simpletuner.models.usage import FLOW, SOLVERS
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """A context without TF32. The setting is global: it also affects other threads."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    allowed = products.allow_tf32, convolutions.allow_tf32
+    try:
+        products.allow_tf32 = convolutions.allow_tf32 = False
+        yield
+    finally:
+        products.allow_tf32, convolutions.allow_tf32 = allowed
+
+
+@torch.library.custom_op(
+    "simpletuner::full_linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+)
+def full_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b in full float32; an operation, since compiled code cannot change torch's settings."""
+    with full_float32():
+        return functional.linear(x, weight, bias)
+
+
+@full_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], len(weight)))
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    rows = gradient.flatten(0, -2)
+    return (
+        full_linear(gradient, weight.t(), None) if ctx.needs_input_grad[0] else None,
+        full_linear(rows.t(), x.flatten(0, -2).t(), None) if ctx.needs_input_grad[1] else None,
+        rows.sum(0) if ctx.needs_input_grad[2] else None,
+    )
+
+
+full_linear.register_autograd(_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]))
+
+
+def keep_full_float32(transformer: nn.Module) -> None:
+    """Compute the linear layers that the class of a transformer keeps in float32 in full."""
+    model: Any = transformer
+    kept = set(model._keep_in_fp32_modules or ())
+    for name, layer in transformer.named_modules():
+        if isinstance(layer, nn.Linear) and kept & {*name.split(".")}:
+            layer.forward = MethodType(_full_forward, layer)  # type: ignore[method-assign]
+
+
+def _full_forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    """As `nn.Linear`; a weight that is stored in bf16 is cast to the dtype of the input."""
+    out: Tensor = full_linear(x, layer.weight.to(x.dtype), layer.bias)
+    return out
 
 
 @contextmanager
@@ -39,8 +99,7 @@ def told_plainly(part: Part) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
-        raise UserError(f"{where} cannot be loaded: {reason}") from error
+        raise UserError(f"{part.described} cannot be loaded: {reason}") from error
 
 
 def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
@@ -63,17 +122,17 @@ def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
 def refuse_missing(part: Part, absent: Collection[str]) -> None:
     """Raise `UserError` if weights are absent from a part's files."""
     if absent:
-        where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
-        raise UserError(f"{where} is incomplete: {shorten(sorted(absent))} not in its files.")
+        raise UserError(f"{part.described} is incomplete: {shorten(sorted(absent))} not in its files.")
 
 
-def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, hollow: bool) -> Any:
+def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, empty: bool) -> Any:
     """Load a transformer onto the CPU, except for the layers that its class keeps in float32 in one dtype.
 
     Args:
-        hollow: read no weights: parameters are on `meta`, and only buffers have values. `HollowWeights` reads the rest.
+        empty: read no weights: parameters are on `meta`, and only buffers have values. `DeferredWeights` reads the
+            rest.
     """
-    if not hollow:
+    if not empty:
         return load_whole(model_class, part, torch_dtype=dtype, low_cpu_mem_usage=True)
     folder, usual = part.fetch(), torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # of buffers, as in `from_pretrained`
@@ -100,8 +159,7 @@ def check_shapes(part: Part) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     wrong = [f"{name} {list(shape)}" for name, shape in expected.items() if stored.get(name) != shape]
     if wrong:
-        where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
-        raise UserError(f"{where} does not fit its config.json: its files lack {shorten(wrong)}.")
+        raise UserError(f"{part.described} does not fit its config.json: its files lack {shorten(wrong)}.")
 
 
 def load_scheduler(part: Part, **overrides: Any) -> Any:
@@ -112,17 +170,19 @@ def load_scheduler(part: Part, **overrides: Any) -> Any:
         return getattr(diffusers, settings["_class_name"]).from_config(settings, **overrides)
 
 
-def load_vae(vae_class: Any, part: Part, caching: CachingConfig, device: torch.device, dtype: torch.dtype) -> Any:
+def load_vae(
+    spec: FamilySpec, source: ModelSource, caching: CachingConfig, device: torch.device, dtype: torch.dtype
+) -> Any:
     """Load a frozen VAE onto a device, with slicing and tiling as configured.
 
     Raises:
         UserError: it cannot be loaded, or holds NaN or infinity, which would turn previews black.
     """
-    vae = load_whole(vae_class, part, torch_dtype=dtype)
+    (kind,), part = spec.components["vae"].kinds, source["vae"]
+    vae = load_whole(getattr(diffusers, kind), part, torch_dtype=dtype)
     broken = [name for name, tensor in vae.state_dict().items() if not bool(tensor.isfinite().all())]
     if broken:
-        where = f"{part.key}: the {part.folder or part.role} in {part.location!r}"
-        raise UserError(f"{where} holds NaN or infinite values in {shorten(broken)}.")
+        raise UserError(f"{part.described} holds NaN or infinite values in {shorten(broken)}.")
     vae.requires_grad_(False).eval().to(device)
     if dtype == torch.float32 and device.type == "cuda":
         vae.encode, vae.decode = (full_float32()(method) for method in (vae.encode, vae.decode))
@@ -215,7 +275,7 @@ def attend_by_frame(vae: nn.Module) -> int:
         if isinstance(block, HunyuanVideoMidBlock3D) and all(_is_plain(attn) for attn in block.attentions):
             for attn in block.attentions:
                 attn.set_processor(FrameCausalProcessor())
-            block.forward = partial(_forward, block)
+            block.forward = partial(_mid_block_forward, block)
             found += len(block.attentions)
     return found
 
@@ -225,7 +285,7 @@ def _is_plain(attn: Any) -> bool:
     return attn is not None and (attn.spatial_norm, attn.norm_q, attn.norm_k) == (None, None, None)
 
 
-def _forward(block: Any, hidden_states: Tensor) -> Tensor:
+def _mid_block_forward(block: Any, hidden_states: Tensor) -> Tensor:
     """Forward of the mid block on `B C F H W`, passing the number of frames instead of a mask."""
     hidden_states = block.resnets[0](hidden_states)
     for attn, resnet in zip(block.attentions, block.resnets[1:], strict=True):
@@ -276,14 +336,14 @@ def share_zero_weights(model: nn.Module) -> nn.Module:
     return model
 
 
-class HollowWeights:
-    """The weights that a hollow transformer lacks, with the values and dtypes of `from_pretrained`.
+class DeferredWeights:
+    """The weights that an empty transformer lacks, with the values and dtypes of `from_pretrained`.
 
     A weight with the dtype of the file becomes a view of the mapped file. Its pages are page cache, which the system
     drops when it needs memory, and they are unmapped with the last view.
 
     Args:
-        transformer: from `load_transformer(dtype, hollow=True)`; parameters with values are left unchanged.
+        transformer: from `load_transformer(dtype, empty=True)`; parameters with values are left unchanged.
         part: location of the weights. Formats other than safetensors are loaded as a whole.
 
     Raises:
@@ -293,11 +353,11 @@ class HollowWeights:
     def __init__(self, transformer: nn.Module, part: Part, dtype: torch.dtype) -> None:
         self._model: Any = transformer
         self._part, self._dtype = part, dtype
-        is_hollow = any(each.is_meta for each in transformer.parameters())
-        self._lacking = list(transformer.state_dict()) if is_hollow else []
-        self._files = part.weight_files() if is_hollow else {}
+        is_empty = any(parameter.is_meta for parameter in transformer.parameters())
+        self._lacking = list(transformer.state_dict()) if is_empty else []
+        self._files = part.weight_files() if is_empty else {}
         self._whole: dict[str, Tensor] = {}
-        if is_hollow and not self._files:
+        if is_empty and not self._files:
             self._whole = load_whole(type(transformer), part, torch_dtype=dtype, low_cpu_mem_usage=True).state_dict()
         refuse_missing(part, set(self._lacking) - self._files.keys() - self._whole.keys())
 
@@ -328,13 +388,9 @@ class HollowWeights:
         before: Tensor = getattr(module, key)
         if before.shape != tensor.shape:
             raise ValueError(f"{name} is {list(tensor.shape)} in its files and {list(before.shape)} in its config.json")
-        tensor = self._cast(name, tensor).contiguous()
+        if tensor.is_floating_point():  # in the dtype of the model, or in float32 if the class keeps it so
+            kept = set(self._model._keep_in_fp32_modules or ())
+            tensor = tensor.to(torch.float32 if kept & {*name.split(".")} else self._dtype)
+        value = tensor.contiguous()
         is_parameter = isinstance(before, nn.Parameter)
-        setattr(module, key, nn.Parameter(tensor, requires_grad=before.requires_grad) if is_parameter else tensor)
-
-    def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor in the dtype of the model, or in float32 if the class keeps it so."""
-        if not tensor.is_floating_point():
-            return tensor
-        kept = self._model._keep_in_fp32_modules or ()
-        return tensor.to(torch.float32 if any(word in name.split(".") for word in kept) else self._dtype)
+        setattr(module, key, nn.Parameter(value, requires_grad=before.requires_grad) if is_parameter else value)

@@ -129,6 +129,11 @@ class Part:
     def is_local(self) -> bool:
         return looks_like_path(self.location)
 
+    @property
+    def described(self) -> str:
+        """Its key and location, for messages."""
+        return f"{self.key}: the {self.folder or self.role} in {self.location!r}"
+
     def local_folder(self) -> Path | None:
         """The folder on this machine, or None; nothing is downloaded."""
         base = Path(self.location).expanduser() if self.is_local else self._snapshot()
@@ -308,25 +313,12 @@ def _is_tokenizer(content: Mapping[str, Any]) -> bool:
     return isinstance(vocabulary, dict | list) and len(vocabulary) > 0 and isinstance(added, list)
 
 
-def check_classes(
-    source: ModelSource, flavour: Flavour, transformer_class: str, vae_class: str, channel_keys: tuple[str, str]
-) -> Iterator[Problem]:
-    """Whether transformer and VAE have these classes and the same channels; absent parts are not checked.
-
-    Args:
-        channel_keys: of the number of latent channels, in the config of the transformer and of the VAE.
-    """
-    transformer, vae = source.read_config("transformer"), source.read_config("vae")
-    if transformer is not None and transformer.get("_class_name") != transformer_class:
-        where = f"the transformer in {source['transformer'].location!r}"
-        yield Problem(MODEL_KEY, f"{where} is not a {transformer_class}.")
-    if vae is not None and vae.get("_class_name") != vae_class:
-        where = f"the VAE in {source['vae'].location!r} is a {vae.get('_class_name')}"
-        yield Problem(VAE_KEY, f"{where}, not an {vae_class}, which model_flavour {flavour.name} has.")
-    elif vae is not None and transformer is not None and transformer.get("_class_name") == transformer_class:
-        takes, makes = transformer.get(channel_keys[0]), vae.get(channel_keys[1])
-        if takes != makes:
-            yield Problem(VAE_KEY, f"the VAE has {makes} channels, the transformer {takes}.")
+def check_channels(source: ModelSource, transformer_key: str, vae_key: str) -> Iterator[Problem]:
+    """Whether transformer and VAE have the same latent channels, by these keys; absent parts are not checked."""
+    takes = (source.read_config("transformer") or {}).get(transformer_key)
+    makes = (source.read_config("vae") or {}).get(vae_key)
+    if takes != makes and None not in (takes, makes):
+        yield Problem(VAE_KEY, f"the VAE has {makes} channels, the transformer {takes}.")
 
 
 def encoder_fault(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tokens: int | None) -> str | None:

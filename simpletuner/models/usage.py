@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simpletuner.config.load import FamilyOptions
+from simpletuner.config.schema import FamilyOptions
 from simpletuner.config.values import Size
 from simpletuner.models.spec import Task
 

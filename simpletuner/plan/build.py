@@ -7,7 +7,7 @@ arguments allow it. Problems are collected and reported together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,16 +18,16 @@ from simpletuner.config.load import RunConfig, raise_if_fatal
 from simpletuner.config.schema import PLAIN_PRECISIONS
 from simpletuner.config.sources import Arguments, dataset_file
 from simpletuner.data.build import build_datasets
-from simpletuner.data.context import Collect, DataContext
+from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import Sampler
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.models.adapter_kinds import adapter_kind
-from simpletuner.models.lora_keys import check_init_lora
-from simpletuner.models.lora_targets import (
+from simpletuner.models.lora_keys import (
     Targets,
+    check_init_lora,
     check_targets,
     linear_modules,
     matching_modules,
@@ -43,8 +43,7 @@ from simpletuner.plan.resume import check_resume, decide_seed, has_same_data, id
 from simpletuner.plan.settings import Settings, find_flavour, read_layers, resolve_layers, settle_task
 from simpletuner.techniques.spec import TechniqueSpec, TrainedData, chosen_techniques
 from simpletuner.training.manifest import Checkpoint, Identity, result_step
-from simpletuner.validation.adapters import adapter_runs, check_adapters
-from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, fit_sizes
+from simpletuner.validation.prompts import ValidationPrompt, adapter_runs, check_adapters, collect_prompts, fit_sizes
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,7 @@ class Plan(Settings):
 
     def identity(self, versions: dict[str, str]) -> Identity:
         """What tells the run from others, with these versions of packages."""
-        own = self.config, self.spec, self.flavour, self.source, self.lora_targets
-        return identify(*own, seed=self.seed, trained=self.trained, versions=versions)
+        return identify(self, versions)
 
     @cached_property
     def techniques(self) -> tuple[TechniqueSpec, ...]:
@@ -148,14 +146,16 @@ def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["t
     flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
     settings = Settings.of(config, spec, flavour, ModelSource.from_config(spec, flavour, config))
     problems.extend(worth_reporting(findings(settings, purpose), config))
+    context = DataContext.of(settings.config, spec, flavour.task, arguments.collect)
     if purpose == "survey":
-        return _survey(settings, entries, problems, arguments.collect)
-    return _plan_run(settings, path, entries, problems, arguments.collect)
+        return _survey(settings, entries, context, problems)
+    texts = [entry for entry in entries if entry.is_text_embeds]
+    plan = Plan(**vars(settings), dataset_file=path, text_caches=texts)
+    return _plan_run(_plan_model(plan, problems), entries, context, problems)
 
 
-def _survey(settings: Settings, entries: list[DatasetConfig], problems: list[Problem], collect: Collect | None) -> Plan:
+def _survey(settings: Settings, entries: list[DatasetConfig], context: DataContext, problems: list[Problem]) -> Plan:
     found = list[Problem]()
-    context = DataContext.of(settings.config, settings.spec, settings.flavour.task, collect)
     datasets = build_datasets(entries, context, found)
     ids = {dataset.id for dataset in datasets}
     # A problem of a dataset as a whole, and not of one of its keys, is about its files.
@@ -175,47 +175,35 @@ def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world
     )
 
 
-def _plan_run(
-    settings: Settings, path: Path, entries: list[DatasetConfig], problems: list[Problem], collect: Collect | None
-) -> Plan:
-    config, spec, flavour, source = settings.config, settings.spec, settings.flavour, settings.source
+def _plan_model(plan: Plan, problems: list[Problem]) -> Plan:
+    """What needs no datasets: the layers that are trained, previews, and the checkpoint to continue from."""
+    config, spec, source = plan.config, plan.spec, plan.source
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)
     problems.extend(check_prompts(config, prompts))
     problems.extend(check_adapters(config, spec.name, source, prompts) if not source.problems() else [])
+    lora_bytes = max((run.size for run in adapter_runs(config)), default=0) if prompts else 0
     sizes = preview_sizes(config, spec, problems)
-    resume = check_resume(config, spec, flavour, source, targets, problems)
-    seed = decide_seed(config.run.seed, resume)
-    context = DataContext.of(config, spec, flavour.task, collect)
-    datasets = build_datasets(entries, context, problems) if entries else []
-    trained = [dataset for dataset in datasets if dataset.config.is_trained]
-    if not trained and not any(problem.fatal for problem in problems):
+    plan = replace(plan, lora_targets=targets, prompts=prompts, sizes=sizes, lora_bytes=lora_bytes)
+    resume = check_resume(plan, problems)
+    return replace(plan, resume=resume, seed=decide_seed(config.run.seed, resume))
+
+
+def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, problems: list[Problem]) -> Plan:
+    config, spec, flavour = plan.config, plan.spec, plan.flavour
+    plan = replace(plan, datasets=build_datasets(entries, context, problems) if entries else [])
+    if not plan.trained and not any(problem.fatal for problem in problems):
         problems.append(Problem("data_backend_config", "names no dataset to train on."))
-    problems.extend(check_datasets(config, spec, flavour, datasets))
+    problems.extend(check_datasets(config, spec, flavour, plan.datasets))
     # What follows needs whole datasets: with problems so far it would only report their consequences.
     raise_if_fatal(problems)
-    buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in trained}
-    problems.extend(spec.checks.sizes(config, flavour, sizes, buckets))
-    same_data = has_same_data(config, resume, trained, seed, problems)
-    length = plan_length(config, make_sampler(trained, config, seed))
-    problems.extend(check_total(config, length.total_steps))
-    _check_last_epoch(config, trained, length, problems)
+    buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}
+    problems.extend(spec.checks.sizes(config, flavour, plan.sizes, buckets))
+    plan = replace(plan, same_data=has_same_data(plan, problems), length=plan_length(config, plan.sampler()))
+    problems.extend(check_total(config, plan.length.total_steps))
+    problems.extend(_check_last_epoch(plan))
     raise_if_fatal(problems)
-    return Plan(
-        **vars(settings),
-        seed=seed,
-        dataset_file=path,
-        datasets=datasets,
-        text_caches=[entry for entry in entries if entry.is_text_embeds],
-        lora_targets=targets,
-        prompts=prompts,
-        sizes=sizes,
-        length=length,
-        resume=resume,
-        same_data=same_data,
-        warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)),
-        lora_bytes=max((run.size for run in adapter_runs(config)), default=0) if prompts else 0,
-    )
+    return replace(plan, warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)))
 
 
 def plan_length(config: RunConfig, sampler: Sampler) -> Length:
@@ -263,22 +251,18 @@ def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, proble
 
 def preview_sizes(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> list[tuple[int, int]]:
     """Preview sizes. They are needed without previews too: Kandinsky fits its rope scale to them."""
-    value = config.validation.validation_resolution
-    if value is None:
-        return []
-    return fit_sizes(value, spec, lenient=config.run.i_know_what_i_am_doing, problems=problems)
+    sizes = config.validation.validation_resolution or ()
+    return fit_sizes(sizes, spec, lenient=config.run.i_know_what_i_am_doing, problems=problems)
 
 
-def _check_last_epoch(config: RunConfig, trained: Sequence[Dataset], length: Length, problems: list[Problem]) -> None:
+def _check_last_epoch(plan: Plan) -> Iterator[Problem]:
     """A run counted in steps needs samples up to its last step."""
-    ends = [each.config.end_epoch for each in trained if each.config.probability > 0]
+    schedule, steps = plan.config.schedule, plan.length.total_steps
+    ends = [each.config.end_epoch for each in plan.trained if each.config.probability > 0]
     last = max((end for end in ends if end is not None), default=0)
-    if None in ends or last == 0 or not config.schedule.max_train_steps:
+    if None in ends or last == 0 or not schedule.max_train_steps:
         return
-    there = count_batches(make_sampler(trained, config, seed=0), last)
-    needed = length.total_steps * config.schedule.gradient_accumulation_steps
-    if there < needed:
-        message = (
-            f"{last} is the last epoch of any dataset: {there} batches, and {length.total_steps} steps need {needed}."
-        )
-        problems.append(Problem("end_epoch", message))
+    batches, needed = count_batches(plan.sampler(), last), steps * schedule.gradient_accumulation_steps
+    if batches < needed:
+        message = f"{last} is the last epoch of any dataset: {batches} batches, and {steps} steps need {needed}."
+        yield Problem("end_epoch", message)

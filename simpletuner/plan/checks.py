@@ -9,13 +9,7 @@ from pathlib import Path
 from simpletuner.config.json_files import check_unset
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate
-from simpletuner.config.precision import (
-    check_packages,
-    check_products,
-    check_quantisations,
-    text_encoder_dtype,
-    transformer_dtype,
-)
+from simpletuner.config.precision import check_packages, check_products, text_encoder_dtype, transformer_dtype
 from simpletuner.config.publishing import check_publishing, check_typed
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, all_options, family_groups
 from simpletuner.config.sources import COMMAND_LINE
@@ -26,7 +20,7 @@ from simpletuner.data.captions import control_token
 from simpletuner.errors import NoEffect, Problem, shorten
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault, vae_fault
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.environment import why_no_folder, why_not_writable
+from simpletuner.plan.environment import check_folders, why_not_writable
 from simpletuner.plan.launch import check_launch, check_offload
 from simpletuner.plan.settings import Purpose, Settings
 from simpletuner.techniques.spec import check_encoders
@@ -61,7 +55,17 @@ def exclusions(config: RunConfig) -> Iterator[Problem]:
     for key, option in all_options().items():
         for other in option.excludes if settings[key] else ():
             if other.holds(settings):
-                yield Problem(key, f"and {other.shown(settings)} exclude each other{other.reason}.")
+                value = f"{settings[key]!r} " if isinstance(settings[key], str) else ""
+                yield Problem(key, f"{value}and {other.shown(settings)} exclude each other{other.reason}.")
+
+
+def remarks(config: RunConfig) -> Iterator[Problem]:
+    """The values that options refuse, or have something to say of."""
+    settings = config.flat()
+    for key, option in all_options().items():
+        for texts, fatal in ((option.refused, True), (option.remarks, False)):
+            if texts and settings[key] in texts and all(rule.holds(settings) for rule in option.requires):
+                yield Problem(key, f"{settings[key]!r} {texts[settings[key]]}.", fatal)
 
 
 def findings(settings: Settings, purpose: Purpose) -> Iterator[Problem]:
@@ -104,16 +108,11 @@ def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Prob
 
 def check_output(config: RunConfig) -> Iterator[Problem]:
     """The output folder must be writable, checked before anything takes time; cache paths must not be files."""
-    run = config.run
-    problem = why_not_writable("output_dir", Path(run.output_dir).expanduser())
-    if problem is not None:
+    if problem := why_not_writable("output_dir", Path(config.run.output_dir).expanduser()):
         yield problem
         return  # caches are often inside it and would repeat the problem
-    keys = {"cache_dir": run.cache_dir, "cache_dir_text": run.cache_dir_text, "cache_dir_vae": run.cache_dir_vae}
-    for key, folder in keys.items():
-        problem = why_no_folder(key, Path(folder).expanduser()) if folder else None
-        if problem is not None:
-            yield problem
+    folders = config.run.model_dump(include={"cache_dir", "cache_dir_text", "cache_dir_vae"}, exclude_none=True)
+    yield from check_folders(folders)
 
 
 def check_schedule(config: RunConfig) -> Iterator[Problem]:
@@ -142,51 +141,25 @@ def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_flow(config: RunConfig) -> Iterator[Problem]:
-    """One shift."""
+    """A shift that is set wins over one that follows from the size."""
     if config.is_explicit("flow_schedule_shift"):
         yield NoEffect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.")
 
 
-def check_memory(config: RunConfig) -> Iterator[Problem]:
-    """Precisions that exclude other settings."""
-    precision = config.precision
-    is_quantised = precision.base_model_precision not in PLAIN_PRECISIONS
-    if config.model.model_type == "full" and is_quantised:
-        message = (
-            f"{precision.base_model_precision!r} and model_type full exclude each other: a quantised model cannot be "
-            "trained in full; use model_type lora."
-        )
-        yield Problem("base_model_precision", message)
-    yield from check_quantisations(precision)
-    yield from check_products(precision, config.model.model_type)
-    if precision.mixed_precision == "fp8":
-        yield Problem("mixed_precision", "'fp8' is not available yet; use bf16.")
-
-
 def check_lora(config: RunConfig) -> Iterator[Problem]:
-    """LoRA settings that need something else."""
-    lora, base = config.lora, config.precision.base_model_precision
-    if lora.lora_type == "lokr" and lora.lokr_factor == 0:
-        yield Problem("lokr_factor", "0 is no size of a matrix; it must be -1, or 1 and more.")
-    if lora.lora_init_type == "loftq":
-        yield Problem(
-            "lora_init_type", "'loftq' is not supported: it replaces the base with a quantised one; use default."
-        )
-    if lora.lora_init_type in ("olora", "pissa") and base not in PLAIN_PRECISIONS:
-        message = f"{lora.lora_init_type!r} changes the base, which base_model_precision {base!r} does not allow."
+    """Initial values that are computed from the base need one that can hold the rest."""
+    init, base, dtype = (
+        config.lora.lora_init_type,
+        config.precision.base_model_precision,
+        transformer_dtype(config.precision),
+    )
+    if init in ("olora", "pissa") and base not in PLAIN_PRECISIONS:
+        message = f"{init!r} changes the base, which base_model_precision {base!r} does not allow."
         yield Problem("lora_init_type", f"{message} Use default or gaussian.")
-    elif lora.lora_init_type in ("olora", "pissa") and transformer_dtype(config.precision) != "fp32":
-        dtype = transformer_dtype(config.precision)
-        message = f"{lora.lora_init_type!r} moves part of the base into the LoRA and rounds the rest to {dtype},"
-        reason = "which changes more than the LoRA does. Use default or gaussian, or base_model_precision fp32."
-        yield Problem("lora_init_type", f"{message} {reason}")
-
-
-def check_text(config: RunConfig) -> Iterator[Problem]:
-    """Captions must be dropped now and then for guidance to work."""
-    if config.text.caption_dropout_probability == 0:
-        message = "is 0: the model never sees the empty caption, so guidance will suffer; 0.1 is usual."
-        yield Problem("caption_dropout_probability", message, fatal=False)
+    elif init in ("olora", "pissa") and dtype != "fp32":
+        message = f"{init!r} moves part of the base into the LoRA and rounds the rest to {dtype}, which changes more"
+        advice = "than the LoRA does. Use default or gaussian, or base_model_precision fp32."
+        yield Problem("lora_init_type", f"{message} {advice}")
 
 
 def check_evaluation(config: RunConfig) -> Iterator[Problem]:
@@ -200,6 +173,8 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     """Rules that are kept next to the settings that they are about."""
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
     yield from check_release(config)
+    if config.model.model_type == "lora":  # of a full fine-tune, no weight is multiplied as it is stored
+        yield from check_products(config.precision)
     yield from check_speed(config.speed, config.precision, config.launch)
     yield from check_trackers(config.tracking)
     yield from check_publishing(config.publish, config.tracking.tracker_project_name)
@@ -224,42 +199,36 @@ def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     if config.caching.vae_enable_temporal_roll and spec.slices_convolutions:
         message = f"diffusers encodes a clip of {spec.title} as a whole and cannot carry convolutions between frames;"
         yield Problem("vae_enable_temporal_roll", f"{message} vae_enable_patch_conv lowers the VAE's memory.")
-    if spec.media == "video":
-        yield from check_frames(config, spec)
+    frames, stride = config.validation.validation_num_video_frames, spec.frame_stride
+    if spec.media == "video" and frames is not None and (frames - 1) % stride:  # clips fill whole latent frames
+        below = (frames - 1) // stride * stride + 1
+        message = f"{frames} is not {stride}k+1; the nearest are {below} and {below + stride}."
+        yield Problem("validation_num_video_frames", message)
     if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
         message = f"'comfyui': ComfyUI has no built-in {spec.title} that could load it; use diffusers."
         yield Problem("lora_format", message)
     yield from _unused_keys(spec)
-    yield from check_text_encoders(config, spec)
-    vae = config.model.pretrained_vae_model_name_or_path
-    base = config.model.pretrained_model_name_or_path
-    if vae is not None and base is not None and vae != base:
+    second = config.precision.text_encoder_2_precision
+    if spec.text_encoders > 1 and second in ("bf16", "fp32") and second != text_encoder_dtype(config.precision):
+        message = f"{second!r}: the text encoders compute in one dtype; set text_encoder_1_precision to the same."
+        yield Problem("text_encoder_2_precision", message)
+    vae, base = config.model.pretrained_vae_model_name_or_path, config.model.pretrained_model_name_or_path
+    if None not in (vae, base) and vae != base:
         message = f"{vae!r} is not the same model as pretrained_model_name_or_path {base!r}."
         yield Problem("pretrained_vae_model_name_or_path", message, fatal=False)
 
 
 def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
     """Keys of what the family does not have."""
+    groups = family_groups()
     for is_used, keys, reason in (
         (spec.slices_convolutions, ("vae_enable_patch_conv",), f"the VAE of {spec.title} is not the one it applies to"),
         (spec.frame_rate, FRAME_KEYS, f"{spec.title} has no frames"),
         (spec.fast_blocks, BLOCK_KEYS, f"the blocks of {spec.title} are diffusers' own, unchanged"),
         (spec.text_encoders > 1, ("text_encoder_2_precision",), f"{spec.title} has one text encoder"),
-        *(
-            (group is spec.options, group.model_fields, f"{spec.title} is not {group.__doc__}")
-            for group in family_groups()
-        ),
+        *((group is spec.options, group.model_fields, f"{spec.title} is not {group.__doc__}") for group in groups),
     ):
         yield from (NoEffect(key, f"has no effect: {reason}.") for key in keys if not is_used)
-
-
-def check_frames(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
-    """Preview clips must fill whole latent frames."""
-    frames, stride = config.validation.validation_num_video_frames, spec.frame_stride
-    if frames is not None and (frames - 1) % stride:
-        below = (frames - 1) // stride * stride + 1
-        message = f"{frames} is not {stride}k+1; the nearest are {below} and {below + stride}."
-        yield Problem("validation_num_video_frames", message)
 
 
 def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iterator[Problem]:
@@ -272,14 +241,6 @@ def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iter
     if config.validation.validation_using_datasets and flavour.task in ("t2i", "t2v"):
         message = f"has no effect: {flavour.name} starts from noise, not from a picture."
         yield Problem("validation_using_datasets", message, fatal=False)
-
-
-def check_text_encoders(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
-    """Both encoders compute in one dtype."""
-    second = config.precision.text_encoder_2_precision
-    if spec.text_encoders > 1 and second in ("bf16", "fp32") and second != text_encoder_dtype(config.precision):
-        message = f"{second!r}: the text encoders compute in one dtype; set text_encoder_1_precision to the same."
-        yield Problem("text_encoder_2_precision", message)
 
 
 def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
@@ -378,16 +339,15 @@ def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
 RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     unmet,
     exclusions,
+    remarks,
     check_output,
     check_launch,
     check_schedule,
     check_learning_rate,
     check_flow,
-    check_memory,
     check_offload,
     check_lora,
-    check_text,
     check_evaluation,
     check_rest,
 )
-SAMPLE_RULES = (exclusions, check_output, check_memory, check_offload)
+SAMPLE_RULES = (exclusions, remarks, check_output, check_offload)

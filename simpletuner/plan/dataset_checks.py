@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from pathlib import Path
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import RunConfig
 from simpletuner.config.schema import FlowConfig
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.dataset import Dataset
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import Problem, did_you_mean, within
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.environment import why_no_folder
+from simpletuner.plan.environment import check_folders
 
 SMALLEST_RESOLUTION = 64  # pixels; a smaller number was probably meant as megapixels
 MOST_CROPPED = 0.2  # share of a side that goes without a warning if nobody asked for a crop
@@ -134,7 +133,4 @@ def _cropped(geometry: Geometry) -> float:
 def check_cache_folders(entries: Sequence[DatasetConfig]) -> Iterator[Problem]:
     """Cache paths that datasets name must not be files."""
     for entry in entries:
-        for key, folder in (("cache_dir", entry.cache_dir), ("cache_dir_vae", entry.cache_dir_vae)):
-            problem = why_no_folder(f"{entry.id}.{key}", Path(folder).expanduser()) if folder else None
-            if problem is not None:
-                yield problem
+        yield from within(entry.id, check_folders({"cache_dir": entry.cache_dir, "cache_dir_vae": entry.cache_dir_vae}))

@@ -100,7 +100,9 @@ class Draft:
 
     def _judge(self, values: Mapping[str, Any]) -> Judgement:
         problems: list[Problem] = []
-        layers = [*self._weaker(), Layer("", list(values.items()))]
+        path = self.file.with_name("config.env")
+        beside = [read_env_layer(path, [])] if path.is_file() else []
+        layers = [launch_layer(), *beside, Layer("", list(values.items()))]
         spec = find_family(layers[-1:], problems) or next(iter(FAMILIES.values()))
         config = resolve(with_family(layers, spec.defaults, spec.fixed), problems)
         flavour = find_flavour(config, spec, problems)
@@ -114,11 +116,6 @@ class Draft:
             preview_sizes(config, settings.spec, problems)
         without_effect = {each.where: each.message for each in reversed(found) if isinstance(each, NoEffect)}
         return Judgement(**vars(settings), problems=problems, without_effect=without_effect)
-
-    def _weaker(self) -> list[Layer]:
-        """The layers of lower precedence that training reads besides the file."""
-        path = self.file.with_name("config.env")
-        return [launch_layer(), *([read_env_layer(path, [])] if path.is_file() else [])]
 
     def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in {**self.values, **changes}.items() if value is not None}

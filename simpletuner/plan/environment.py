@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from simpletuner.config.load import RunConfig
@@ -83,6 +83,13 @@ def why_no_folder(key: str, folder: Path) -> Problem | None:
     if parent.is_dir():
         return None
     return Problem(key, f"{str(folder)!r} cannot be a folder: {str(parent)!r} is a file.")
+
+
+def check_folders(folders: Mapping[str, str | None]) -> Iterator[Problem]:
+    """Paths by key that must not be files."""
+    for key, folder in folders.items():
+        if folder and (problem := why_no_folder(key, Path(folder).expanduser())):
+            yield problem
 
 
 def why_not_writable(key: str, folder: Path) -> Problem | None:

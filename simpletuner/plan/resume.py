@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from simpletuner.caching.keys import checkpoint_identity, digest
 from simpletuner.config.json_files import read_json
@@ -23,11 +23,13 @@ from simpletuner.config.precision import (
 )
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
-from simpletuner.models.lora_targets import Targets
 from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import FamilySpec, Flavour
+from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.environment import allows_other_batch_size
 from simpletuner.training.manifest import Checkpoint, Identity, select_checkpoint
+
+if TYPE_CHECKING:  # it resumes by this module
+    from simpletuner.plan.build import Plan
 
 # Trained weights and optimizer state do not fit another value of these; other settings may be changed on purpose.
 LORA = (
@@ -49,45 +51,33 @@ def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
     return int(time.time()) if configured == 0 else configured
 
 
-def check_resume(
-    config: RunConfig,
-    spec: FamilySpec,
-    flavour: Flavour,
-    source: ModelSource,
-    targets: Targets,
-    problems: list[Problem],
-) -> Checkpoint | None:
+def check_resume(plan: Plan, problems: list[Problem]) -> Checkpoint | None:
     """The checkpoint to continue from; what must be unchanged is compared before anything is loaded."""
-    output_dir = Path(config.run.output_dir).expanduser()
-    checkpoint = select_checkpoint(config.run.resume_from_checkpoint, output_dir, problems)
+    checkpoint = select_checkpoint(plan.config.run.resume_from_checkpoint, plan.output_dir, problems)
     if checkpoint is None:
         return None
-    identity, key = checkpoint.manifest.identity, "resume_from_checkpoint"
+    identity, model_type = checkpoint.manifest.identity, plan.config.model.model_type
     for what, old, new in (
-        ("model_family", identity.model_family, spec.name),
-        ("model_flavour", identity.model_flavour, flavour.name),
-        ("model_type", identity.model_type, config.model.model_type),
+        ("model_family", identity.model_family, plan.spec.name),
+        ("model_flavour", identity.model_flavour, plan.flavour.name),
+        ("model_type", identity.model_type, model_type),
     ):
         if old != new:
             message = f"{checkpoint.path} was trained with {what} {old}, not {new}; choose another output_dir."
-            problems.append(Problem(key, message))
-    problems.extend(_check_batch(config, checkpoint))
-    problems.extend(_check_base(config, checkpoint))
-    problems.extend(_check_weights(source, checkpoint))
-    if identity.model_type == config.model.model_type:
-        problems.extend(_check_settings(mathematics(config, spec, targets), checkpoint))
+            problems.append(Problem("resume_from_checkpoint", message))
+    problems.extend(_check_batch(plan.config, checkpoint))
+    problems.extend(_check_base(plan.config, checkpoint))
+    problems.extend(_check_weights(plan.source, checkpoint))
+    if identity.model_type == model_type:
+        problems.extend(_check_settings(mathematics(plan), checkpoint))
     return checkpoint
 
 
 def _check_batch(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
     """Another number of processes continues exactly if their batches hold as many samples together."""
-    identity, processes, size = (
-        checkpoint.manifest.identity,
-        config.launch.num_processes,
-        config.schedule.train_batch_size,
-    )
-    before, now = identity.train_batch_size * identity.num_processes, size * processes
-    if before == now:
+    identity, processes = checkpoint.manifest.identity, config.launch.num_processes
+    before, size = identity.train_batch_size * identity.num_processes, config.schedule.train_batch_size
+    if before == size * processes:
         return
     allowed = config.run.i_know_what_i_am_doing or allows_other_batch_size()
     one, other = f"train_batch_size {identity.train_batch_size}", str(size)
@@ -104,23 +94,21 @@ def _processes(count: int) -> str:
     return f"{count} process{'es' if count > 1 else ''}"
 
 
-def identify(
-    config: RunConfig, spec: FamilySpec, flavour: Flavour, source: ModelSource, targets: Targets, *,
-    seed: int, trained: Sequence[Dataset], versions: dict[str, str],
-) -> Identity:  # fmt: skip
+def identify(plan: Plan, versions: dict[str, str]) -> Identity:
     """The identity that a run writes into its checkpoints."""
+    config = plan.config
     return Identity(
-        model_family=spec.name,
-        model_flavour=flavour.name,
+        model_family=plan.spec.name,
+        model_flavour=plan.flavour.name,
         model_type=config.model.model_type,
         train_batch_size=config.schedule.train_batch_size,
         num_processes=config.launch.num_processes,
-        seed=seed,
-        datasets=fingerprint(trained),
+        seed=plan.seed,
+        datasets=fingerprint(plan.trained),
         versions=versions,
-        weights=weight_identities(source),
-        settings=mathematics(config, spec, targets) | dataset_mathematics(trained),
-        order=sample_order(trained, seed, config.launch.num_processes),
+        weights=weight_identities(plan.source),
+        settings=mathematics(plan) | dataset_mathematics(plan.trained),
+        order=sample_order(plan),
         origins={key: origin for key, origin in config.origins.items() if origin != "default"},
     )
 
@@ -131,11 +119,12 @@ def weight_identities(source: ModelSource) -> dict[str, str]:
     return {role: checkpoint_identity(folder) for role, folder in folders.items() if folder is not None}
 
 
-def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[str, Any]:
+def mathematics(plan: Plan) -> dict[str, Any]:
     """The settings that a step's result depends on, apart from rates, steps and intervals, which may change.
 
     A default that depends on other settings is written as the value in effect.
     """
+    config, spec = plan.config, plan.spec
     lora, precision = config.lora, config.precision
     fixed: dict[str, Any] = {
         "optimizer": optimizer_name(config.optimizer, precision.mixed_precision),
@@ -146,7 +135,7 @@ def mathematics(config: RunConfig, spec: FamilySpec, targets: Targets) -> dict[s
         fixed |= {
             "lora_alpha": lora.lora_alpha or lora.lora_rank,
             "lycoris_config": lora.lycoris_config and read_json(Path(lora.lycoris_config).expanduser(), []),
-            "peft_lora_target_modules": targets,
+            "peft_lora_target_modules": plan.lora_targets,
         }
     groups = (
         config.flow, config.loss, config.text, config.family.of(spec.options), *config.techniques, config.ema
@@ -179,35 +168,37 @@ def _dtypes(config: RunConfig, spec: FamilySpec) -> dict[str, str]:
 
 def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
     """The settings of datasets that a step's result depends on, apart from those in `sample_order`."""
-    keys = ("is_regularisation_data", "timestep_sampling_offset")
-    own = {f"{each.id}.{key}": getattr(each.config, key) for each in trained for key in keys}
-    own |= {f"{each.id}.captions": _caption_digest(each) for each in trained}
-    return own | {
-        f"{each.id}.conditioning_data": each.masks and each.masks.config.conditioning_type for each in trained
-    }
-
-
-def _caption_digest(dataset: Dataset) -> str:
-    return f"texts with the digest {digest({'captions': [each.captions for each in dataset.samples]})[:12]}"
-
-
-def sample_order(trained: Sequence[Dataset], seed: int, processes: int) -> dict[str, Any]:
-    """Besides the samples themselves, what decides which of them share a batch and how they are cropped."""
-    order: dict[str, Any] = {"seed": seed}
+    settings: dict[str, Any] = {}
     for dataset in trained:
-        found = Counter((each.geometry.size, each.frames) for each in dataset.samples)
-        sizes = sorted((f"{width}x{height}@{frames}", count) for ((width, height), frames), count in found.items())
-        order[f"{dataset.id}.resolution"] = [f"{count} of {size}" for size, count in sizes]
-        config = dataset.config
-        order[f"{dataset.id}.train_batch_size"] = f"{dataset.batch_size * processes} over all processes"
-        order[f"{dataset.id}.slider_strength"] = config.slider_strength or 0
-        order[f"{dataset.id}.crop"] = [config.crop, config.crop_aspect, config.crop_style] if config.crop else False
+        captions = digest({"captions": [sample.captions for sample in dataset.samples]})
+        settings |= {
+            f"{dataset.id}.is_regularisation_data": dataset.config.is_regularisation_data,
+            f"{dataset.id}.timestep_sampling_offset": dataset.config.timestep_sampling_offset,
+            f"{dataset.id}.captions": f"texts with the digest {captions[:12]}",
+            f"{dataset.id}.conditioning_data": dataset.masks and dataset.masks.config.conditioning_type,
+        }
+    return settings
+
+
+def sample_order(plan: Plan) -> dict[str, Any]:
+    """Besides the samples themselves, what decides which of them share a batch and how they are cropped."""
+    order: dict[str, Any] = {"seed": plan.seed}
+    for dataset in plan.trained:
+        config, samples = dataset.config, dataset.batch_size * plan.config.launch.num_processes
+        counts = Counter((sample.geometry.size, sample.frames) for sample in dataset.samples)
+        sizes = sorted((f"{width}x{height}@{frames}", count) for ((width, height), frames), count in counts.items())
+        order |= {
+            f"{dataset.id}.resolution": [f"{count} of {size}" for size, count in sizes],
+            f"{dataset.id}.train_batch_size": f"{samples} over all processes",
+            f"{dataset.id}.slider_strength": config.slider_strength or 0,
+            f"{dataset.id}.crop": config.crop and [config.crop, config.crop_aspect, config.crop_style],
+        }
     return order
 
 
 def _check_weights(source: ModelSource, checkpoint: Checkpoint) -> Iterator[Problem]:
     old = checkpoint.manifest.identity.weights
-    for role, identity in weight_identities(source).items() if old else ():
+    for role, identity in weight_identities(source).items():
         was, part = old.get(role, identity), source[role]
         if was != identity:
             message = (
@@ -218,12 +209,15 @@ def _check_weights(source: ModelSource, checkpoint: Checkpoint) -> Iterator[Prob
 
 def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[Problem]:
     """Changed settings: those that the checkpoint cannot continue with, and those that only change the experiment."""
-    for key, old in checkpoint.manifest.identity.settings.items():
-        if key in new and new[key] != old:
-            is_fixed = key in FIXED
-            hint = "choose another output_dir" if is_fixed else "the new value applies from here on"
-            message = f"{checkpoint.path} was trained with {_written(old)}, not {_written(new[key])}; {hint}."
-            yield Problem(key, message, fatal=is_fixed)
+    for key, change in _changes(checkpoint.manifest.identity.settings, new):
+        hint = "choose another output_dir" if key in FIXED else "the new value applies from here on"
+        yield Problem(key, f"{checkpoint.path} {change}; {hint}.", fatal=key in FIXED)
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key in old:
+        if key in new and new[key] != old[key]:
+            yield key, f"was trained with {_written(old[key])}, not {_written(new[key])}"
 
 
 def _written(value: object) -> str:
@@ -240,33 +234,26 @@ def _check_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem("base_model_precision", message, fatal=False)
 
 
-def _check_order(new: Mapping[str, Any], resume: Checkpoint) -> Iterator[Problem]:
-    for key, old in resume.manifest.identity.order.items():
-        if key in new and new[key] != old:
-            message = f"{resume.path.name} was trained with {_written(old)}, not {_written(new[key])}"
-            yield Problem(key, f"{message}; its epoch starts over.", fatal=False)
-
-
 def fingerprint(datasets: Sequence[Dataset]) -> str:
     """A digest of the samples of datasets: their names, contents and repeats."""
     samples = [[each.id, each.repeats, [[one.name, one.content] for one in each.samples]] for each in datasets]
     return digest({"datasets": samples})
 
 
-def has_same_data(
-    config: RunConfig, resume: Checkpoint | None, trained: Sequence[Dataset], seed: int, problems: list[Problem]
-) -> bool:
+def has_same_data(plan: Plan, problems: list[Problem]) -> bool:
     """Whether the sample order can continue where the checkpoint stopped."""
-    if resume is None:
+    if plan.resume is None:
         return True
-    problems.extend(_check_settings(dataset_mathematics(trained), resume))
-    changed = list(_check_order(sample_order(trained, seed, config.launch.num_processes), resume))
-    problems.extend(changed)
-    if changed:
+    identity, name = plan.resume.manifest.identity, plan.resume.path.name
+    problems.extend(_check_settings(dataset_mathematics(plan.trained), plan.resume))
+    if changes := list(_changes(identity.order, sample_order(plan))):
+        problems.extend(
+            Problem(key, f"{name} {change}; its epoch starts over.", fatal=False) for key, change in changes
+        )
         return False
-    if fingerprint(trained) != resume.manifest.identity.datasets:
-        if not config.datasets.override_dataset_config:
-            message = f"the datasets are not those that {resume.path.name} was trained on; its epoch starts over."
+    if fingerprint(plan.trained) != identity.datasets:
+        if not plan.config.datasets.override_dataset_config:
+            message = f"the datasets are not those that {name} was trained on; its epoch starts over."
             problems.append(Problem("data_backend_config", message, fatal=False))
         return False
-    return not any(_check_batch(config, resume))
+    return not any(_check_batch(plan.config, plan.resume))

@@ -11,9 +11,9 @@ from typing import Any
 
 from simpletuner.caching.keys import hash_file
 from simpletuner.config.json_files import read_json
-from simpletuner.config.load import CHOSEN, NOT_SET_BY_USER, Layer, RunConfig, canonical, raise_if_fatal
+from simpletuner.config.load import Layer, RunConfig, canonical, raise_if_fatal
 from simpletuner.config.optimizers import trained_precision
-from simpletuner.config.schema import PLAIN_PRECISIONS, option_names
+from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER, PLAIN_PRECISIONS, option_names
 from simpletuner.config.sources import Arguments, locate
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
@@ -21,8 +21,7 @@ from simpletuner.data.media import probe
 from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.lora_keys import check_lora_file, family_in_header, read_shapes, role_of
-from simpletuner.models.lora_targets import linear_modules
+from simpletuner.models.lora_keys import check_lora_file, family_in_header, linear_modules, read_shapes, role_of
 from simpletuner.models.source import ModelSource, Part, tensor_shapes
 from simpletuner.models.spec import Flavour
 from simpletuner.plan.build import Plan, preview_sizes

@@ -5,22 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 PACKAGES = (
-    "simpletuner",
-    "torch",
-    "diffusers",
-    "transformers",
-    "accelerate",
-    "peft",
-    "huggingface_hub",
-    "safetensors",
-    "numpy",
-    "pillow",
-    "torch-optimi",
-)
+    "simpletuner", "torch", "diffusers", "transformers", "accelerate", "peft", "huggingface_hub", "safetensors",
+    "numpy", "pillow", "torch-optimi",
+)  # fmt: skip
 
 
 def describe_environment(device: str | None = None) -> dict[str, str]:
@@ -43,10 +35,8 @@ def package_versions() -> dict[str, str]:
     """Version of each installed package that affects the result."""
     versions = {}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return versions
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from simpletuner.distributed.requests import Stop
+from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import MediaRecord, Value, shares
 
 RunState = Literal["starting", "running", "stopping", "finished", "failed", "interrupted"]
@@ -258,8 +259,8 @@ class EventStream:
                 subscriber(event)
 
     def say(self, text: str, *, warning: bool = False, urgent: bool = False) -> None:
-        """Publish a line for people; see `Notice`."""
-        self.publish(Notice(text, warning, urgent))
+        """Publish a line for people, without secrets; see `Notice`."""
+        self.publish(Notice(redact(text), warning, urgent))
 
     @contextmanager
     def phase(

@@ -5,19 +5,28 @@ Free of torch.
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache, partial
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from PIL import Image
 
-from simpletuner.reporting.curves import charts_of, hours_of
-from simpletuner.reporting.metrics import Columns, MediaRecord
-from simpletuner.reporting.previews import PreviewGrid, build_grid
+from simpletuner.config.schema import NOISE_LEVELS
+from simpletuner.reporting.events import EVALUATED
+from simpletuner.reporting.metrics import BARS, MIME, VIDEO_MIME, Columns, MediaRecord, Point
+from simpletuner.reporting.pace import RunningMean
 
 FOLDER = Path(__file__).parent
 # A page may show what it contains and video files next to it, and load nothing else.
@@ -73,3 +82,373 @@ def _environment() -> Environment:
     environment.globals["resource"] = lambda name: Markup((FOLDER / name).read_text(encoding="utf-8"))
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return environment
+
+
+POINTS = 1000  # more than a chart has pixels
+# A curve is smoothed over this share of its length, within these bounds in steps.
+SMOOTHING_SHARE, SHORTEST_SPAN, LONGEST_SPAN = 0.05, 5, 200
+# A curve that travels this many times its range is noisy; a schedule goes up and down once or twice.
+NOISY_TRAVEL = 4
+WAITS = {"data_seconds": "for data", "weights_seconds": "for weights"}
+MEASURED = {
+    "grad_norm": ("Gradient norm", "before clipping"),
+    "grad_absmax": ("Largest gradient", "before clipping"),
+    "seconds": ("Seconds per step", ""),
+    "peak_memory_gb": ("Peak memory", "GB, the highest so far"),
+}
+# Columns that have a chart of their own, are no measurements, or would repeat the waits as shares of a step.
+KNOWN = {"train_loss", "learning_rate", "mfu", *WAITS, *MEASURED, "step", "time", "epoch"}
+KNOWN |= {"compute_share", "data_share", "weights_share"}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart.
+
+    Attributes:
+        raw: measured values, thinned out.
+        smooth: running average; empty if the raw line is smooth already.
+    """
+
+    name: str
+    raw: Sequence[Point]
+    smooth: Sequence[Point] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure of the report.
+
+    Attributes:
+        note: how to read it, briefly.
+        log: offer a logarithmic axis.
+        minor: shown only on request.
+        bars: a histogram instead of curves; x is not a step.
+    """
+
+    title: str
+    series: Sequence[Series]
+    note: str = ""
+    log: bool = False
+    minor: bool = False
+    bars: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """What `curves.js` draws."""
+        return {
+            "title": self.title,
+            "bars": self.bars,
+            "series": [
+                {"name": series.name, "raw": _compact(series.raw), "smooth": _compact(series.smooth)}
+                for series in self.series
+            ],
+        }
+
+
+def charts_of(metrics: Columns, *, with_mfu: bool = True) -> list[Chart]:
+    """A chart of every recorded metric, the most important first.
+
+    Args:
+        with_mfu: include model FLOP utilisation, which means little on a CPU.
+    """
+    charts = [*_loss_chart(metrics)]
+    if points := metrics.points("learning_rate"):
+        charts.append(Chart("Learning rate", [Series("learning rate", thin(points))]))
+    for key, (title, note) in MEASURED.items():
+        if points := metrics.points(key):
+            charts.append(Chart(title, [smoothed(title.lower(), points)], note, log=key != "peak_memory_gb"))
+    charts += [*_timestep_chart(metrics), *_waiting_chart(metrics)]
+    if with_mfu and (points := metrics.points("mfu")):
+        note = "model FLOP utilisation: the model's arithmetic as a share of the measured matmul rate"
+        charts.append(Chart("MFU", [smoothed("mfu", points)], note, minor=True))
+    for key in metrics.names:
+        points = [] if key in KNOWN or key.startswith(EVALUATED) else metrics.points(key)
+        if len(points) > 1:
+            charts.append(Chart(key, [smoothed(key, points)], log=all(value > 0 for _, value in points), minor=True))
+    return charts
+
+
+def hours_of(metrics: Columns) -> list[Point]:
+    """(step, hours spent in steps so far), for charts over time; time between sessions does not count."""
+    points = metrics.points("seconds")
+    spent = accumulate(seconds / 3600 for _, seconds in points)
+    return thin([(step, hours) for (step, _), hours in zip(points, spent, strict=True)])
+
+
+def smoothed(name: str, points: Sequence[Point]) -> Series:
+    """The thinned points, and for a noisy curve a running average over a twentieth of it."""
+    if not is_noisy(points):
+        return Series(name, thin(points))
+    mean = RunningMean(1 - 1 / smoothing_span(len(points)))
+    averages = [(step, mean.add(value)) for step, value in points]
+    return Series(name, thin_extremes(points), thin(averages))
+
+
+def is_noisy(points: Sequence[Point]) -> bool:
+    """Whether a running average helps; a clean schedule it would only delay."""
+    values = [value for _, value in points]
+    travelled = sum(abs(after - before) for before, after in pairwise(values))
+    return len(values) > SHORTEST_SPAN and travelled > NOISY_TRAVEL * (max(values) - min(values))
+
+
+def smoothing_span(count: int) -> int:
+    """Number of steps over which a curve of `count` points is averaged."""
+    return round(min(max(count * SMOOTHING_SHARE, SHORTEST_SPAN), LONGEST_SPAN))
+
+
+def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
+    """At most `limit` evenly spaced points, including the first and the last."""
+    if len(points) <= limit:
+        return list(points)
+    last = len(points) - 1
+    return [points[round(index * last / (limit - 1))] for index in range(limit)]
+
+
+def thin_extremes(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
+    """At most `limit` points: the lowest and highest of each stretch, so that no spike is lost."""
+    if len(points) <= limit:
+        return list(points)
+    stretches = limit // 2
+    edges = [index * len(points) // stretches for index in range(stretches + 1)]
+    kept: list[Point] = []
+    for low, high in pairwise(edges):
+        stretch = points[low:high]
+        kept.extend(sorted({min(stretch, key=itemgetter(1)), max(stretch, key=itemgetter(1))}))
+    return kept
+
+
+def _loss_chart(metrics: Columns) -> Iterator[Chart]:
+    if points := metrics.points("train_loss"):
+        loss = smoothed("loss", points)
+        span = smoothing_span(len(points))
+        note = f"faint: each step; line: smoothed over about {span} steps" if loss.smooth else ""
+        evaluations = (
+            Series(key.removeprefix("loss/"), thin(metrics.points(key))) for key in evaluation_names(metrics)
+        )
+        yield Chart("Loss", [loss, *evaluations], note, log=True)
+
+
+def _waiting_chart(metrics: Columns) -> Iterator[Chart]:
+    if series := [smoothed(name, points) for key, name in WAITS.items() if (points := metrics.points(key))]:
+        yield Chart("Seconds of waiting", series, "part of each step", log=True, minor=True)
+
+
+def _timestep_chart(metrics: Columns) -> Iterator[Chart]:
+    """How often each noise level was trained."""
+    if metrics.timesteps:
+        width = NOISE_LEVELS // BARS
+        bars = [(bar * width + width // 2, float(metrics.timesteps[bar])) for bar in range(BARS)]
+        yield Chart("Timesteps", [Series("samples", bars)], "samples by noise level; 1000 is pure noise", bars=True)
+
+
+def evaluation_names(metrics: Columns) -> list[str]:
+    """The names of the evaluation losses in a record."""
+    return [key for key in metrics.names if key.startswith(EVALUATED)]
+
+
+def _compact(points: Sequence[Point]) -> list[list[float]]:
+    return [[step, float(f"{value:.5g}")] for step, value in points]
+
+
+def evaluation_points(metrics: Columns) -> list[Point]:
+    """(step, evaluation loss) where it was measured: of the trained weights if possible, the mean over the datasets."""
+    names = [name for name in sorted(evaluation_names(metrics)) if not name.endswith("/pooled")]
+    plain = [name for name in names if not name.endswith("/ema")] or names
+    curves = [dict(metrics.points(name)) for name in plain]
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    return [(step, sum(curve[step] for curve in curves) / len(curves)) for step in steps]
+
+
+Item = TypeVar("Item")
+
+# Short name of `validation_prompt`.
+MAIN_PROMPT = "validation"
+ROWS = 24
+CELLS = 96
+FEWEST_COLUMNS = 4
+# Bytes of all previews; base64 adds a third.
+BUDGET = 6_000_000
+SIDES = (1024, 768, 512, 384, 256, 128)
+QUALITY = 82
+THUMBNAIL_SIDE = 320
+# What a smooth photograph takes at that quality; larger sides need not be tried for a smaller allowance.
+FEWEST_BYTES_PER_PIXEL = 0.08
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One preview in the page.
+
+    Attributes:
+        source: a data URI; for a video too large to embed, its path relative to the page; empty if the file is gone.
+    """
+
+    record: MediaRecord
+    source: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt over the steps; None at steps where it was not rendered.
+
+    Attributes:
+        plain: rendered with the trained weights.
+        averaged: rendered with the EMA weights at the same steps; empty if there are none.
+    """
+
+    name: str
+    prompt: str
+    plain: Sequence[Cell | None]
+    averaged: Sequence[Cell | None] = ()
+
+
+@dataclass(frozen=True)
+class PreviewGrid:
+    """What the page shows, and how much was left out of it."""
+
+    steps: Sequence[int]
+    rows: Sequence[Row]
+    hidden_steps: int = 0
+    hidden_rows: int = 0
+
+    @property
+    def compares(self) -> bool:
+        """Whether a row has two previews to compare."""
+        return any(sum(bool(cell and cell.source) for cell in cells) > 1 for cells in self._cells)
+
+    @property
+    def has_video(self) -> bool:
+        return any(cell.record.is_video for cells in self._cells for cell in cells if cell)
+
+    @property
+    def _cells(self) -> list[Sequence[Cell | None]]:
+        return [cells for row in self.rows for cells in (row.plain, row.averaged)]
+
+
+@dataclass(frozen=True)
+class TrainingSample:
+    """A picture or clip of the dataset, cropped as it is trained.
+
+    Attributes:
+        source: the picture, or the first frame of a clip, as a data URI.
+        captions: the alternatives.
+        edited_from: the source picture of a pair, as a data URI; empty if there is none.
+    """
+
+    name: str
+    source: str
+    captions: Sequence[str]
+    is_clip: bool = False
+    edited_from: str = ""
+
+
+def build_grid(
+    records: Sequence[MediaRecord], output_dir: Path, link: Callable[[MediaRecord], str] | None = None
+) -> PreviewGrid:
+    """Choose rows and columns and embed their pictures: `validation_prompt` first, the empty prompt last.
+
+    Args:
+        records: all previews of the run.
+        output_dir: their paths are relative to it.
+        link: the address of a preview, for pages that are served and embed none.
+    """
+    by_row: dict[tuple[str, int, int, int], list[MediaRecord]] = {}
+    for record in records:
+        by_row.setdefault(record.row, []).append(record)
+    shown = sorted(by_row.values(), key=lambda row: grid_order(row[0]))[:ROWS]
+    all_steps = sorted({record.step for row in shown for record in row})
+    lines = sum(len({record.ema for record in row}) for row in shown)
+    steps = choose_steps(all_steps, max(FEWEST_COLUMNS, CELLS // max(1, lines)))
+    allowance = _allowance(sum(record.step in steps for row in shown for record in row))
+    source = link or partial(_source, output_dir=output_dir, allowance=allowance)
+    rows = [_build_row(row, steps, source) for row in shown]
+    return PreviewGrid(steps, rows, len(all_steps) - len(steps), len(by_row) - len(shown))
+
+
+def grid_order(record: MediaRecord) -> tuple[bool, bool]:
+    """Sorts `validation_prompt` to the front, at whatever strength, and the empty prompt to the end."""
+    return not record.prompt, record.short_name.partition(" ")[0] != MAIN_PROMPT
+
+
+def _build_row(records: Sequence[MediaRecord], steps: Sequence[int], source: Callable[[MediaRecord], str]) -> Row:
+    def cells(averaged: bool) -> list[Cell | None]:
+        by_step = {record.step: record for record in records if record.ema == averaged}
+        return [Cell(by_step[step], source(by_step[step])) if step in by_step else None for step in steps]
+
+    averaged = cells(True) if any(record.ema for record in records) else ()
+    return Row(records[0].short_name, records[0].prompt, cells(False), averaged)
+
+
+def thumbnail(picture: Image.Image, side: int = THUMBNAIL_SIDE) -> str:
+    """A small copy of a training picture as a data URI."""
+    return _data_uri("image/webp", _webp(picture.convert("RGB"), side))
+
+
+def choose_steps(steps: Sequence[int], limit: int) -> list[int]:
+    """At most `limit` of the sorted steps: the first, the last and evenly spaced ones in between."""
+    if len(steps) <= limit:
+        return list(steps)
+    span = steps[-1] - steps[0]
+    wanted = (steps[0] + index * span / (limit - 1) for index in range(limit))
+    return sorted({min(steps, key=lambda step: (abs(step - target), step)) for target in wanted})
+
+
+def _allowance(count: int) -> int:
+    """Bytes for one of `count` pictures, which changes only when `count` doubles: a change re-encodes all of them."""
+    return BUDGET // (1 << max(0, count - 1).bit_length())
+
+
+def _source(record: MediaRecord, output_dir: Path, allowance: int) -> str:
+    path = output_dir / record.path
+    try:
+        modified = path.stat().st_mtime_ns
+    except OSError:
+        return ""
+    return _pack(path, record.path, modified, allowance)
+
+
+@lru_cache(maxsize=4 * CELLS)
+def _pack(path: Path, relative: str, modified: int, allowance: int) -> str:
+    """The file itself if it is small enough, else the largest reduced copy that is, or the address of a video.
+
+    `modified` is a cache key.
+    """
+    suffix = path.suffix.lower()
+    mime = (MIME | VIDEO_MIME).get(suffix)
+    if mime and path.stat().st_size <= allowance:
+        return _data_uri(mime, path.read_bytes())
+    if suffix in VIDEO_MIME:
+        return quote(relative)
+    try:
+        with Image.open(path) as picture:
+            return _data_uri("image/webp", _smaller_copy(picture.convert("RGB"), allowance))
+    except (OSError, ValueError):
+        return ""
+
+
+def _smaller_copy(picture: Image.Image, allowance: int) -> bytes:
+    """The picture at the largest side length at which it fits; sides that certainly do not fit are skipped."""
+    content = b""
+    for side in [side for side in SIDES if side**2 * FEWEST_BYTES_PER_PIXEL <= allowance] or SIDES[-1:]:
+        content = _webp(picture, side)
+        if len(content) <= allowance:
+            break
+    return content
+
+
+def _webp(picture: Image.Image, side: int) -> bytes:
+    """The picture, reduced in place to a side length at most."""
+    picture.thumbnail((side, side), reducing_gap=2.0)
+    buffer = io.BytesIO()
+    picture.save(buffer, "WEBP", quality=QUALITY, method=2)
+    return buffer.getvalue()
+
+
+def _data_uri(mime: str, content: bytes) -> str:
+    return f"data:{mime};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def evenly_spaced(count: int, items: Sequence[Item]) -> list[Item]:
+    """At most `count` items, evenly spaced."""
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]

@@ -53,19 +53,27 @@ def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = ""
     file_error = None
     if debug_file is not None:
         try:
-            handlers.append(_debug_handler(debug_file, process))
+            handlers.append(DebugFile(debug_file, process))
         except OSError as error:
             file_error = error.strerror
-    _install(handlers)
+    install(handlers)
     if file_error:
         logging.getLogger(__name__).warning("%s cannot be written (%s); there is no debug log.", debug_file, file_error)
 
 
-def adopt_library_loggers() -> None:
-    """Redirect the loggers of libraries that print to the console themselves.
-
-    They set that up when they are imported, so this is called again after the models are loaded.
-    """
+def install(handlers: list[logging.Handler]) -> None:
+    """Let these handlers replace those of an earlier call and of libraries that print to the console themselves."""
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        if isinstance(old.formatter, RedactingFormatter):
+            root.removeHandler(old)
+            old.close()
+    for handler in handlers:
+        root.addHandler(handler)
+    # Other packages write so many DEBUG records that they would slow the run down.
+    root.setLevel(logging.INFO)
+    logging.getLogger(OWN_LOGGER).setLevel(logging.DEBUG)
+    logging.captureWarnings(True)
     for name in STUBBORN_LIBRARIES:
         logger = logging.getLogger(name)
         logger.handlers.clear()
@@ -86,6 +94,11 @@ class ConsoleHandler(logging.StreamHandler):
 class DebugFile(logging.FileHandler):
     """Stops writing when the disk is full, where the standard handler prints a traceback for every record."""
 
+    def __init__(self, path: Path, process: str) -> None:
+        super().__init__(path, mode="a", encoding="utf-8", errors="backslashreplace")
+        self.setLevel(logging.DEBUG)
+        self.setFormatter(RedactingFormatter(f"%(asctime)s {process}%(levelname)-8s %(name)s: %(message)s"))
+
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exc_info()[1], OSError):
             logging.getLogger().removeHandler(self)
@@ -100,8 +113,7 @@ class RedactingFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        text = redact(super().format(record))
-        return text.removeprefix("INFO ")
+        return redact(super().format(record)).removeprefix("INFO ")
 
 
 def belongs_on_console(record: logging.LogRecord) -> bool:
@@ -109,25 +121,3 @@ def belongs_on_console(record: logging.LogRecord) -> bool:
     if record.name == OWN_LOGGER or record.name.startswith(OWN_LOGGER + "."):
         return True
     return record.levelno >= logging.WARNING and record.name != "py.warnings"
-
-
-def _debug_handler(path: Path, process: str) -> logging.Handler:
-    handler = DebugFile(path, mode="a", encoding="utf-8", errors="backslashreplace")
-    handler.setLevel(logging.DEBUG)
-    handler.setFormatter(RedactingFormatter(f"%(asctime)s {process}%(levelname)-8s %(name)s: %(message)s"))
-    return handler
-
-
-def _install(handlers: list[logging.Handler]) -> None:
-    root = logging.getLogger()
-    for old in list(root.handlers):
-        if isinstance(old.formatter, RedactingFormatter):
-            root.removeHandler(old)
-            old.close()
-    for handler in handlers:
-        root.addHandler(handler)
-    # Other packages write so many DEBUG records that they would slow the run down.
-    root.setLevel(logging.INFO)
-    logging.getLogger(OWN_LOGGER).setLevel(logging.DEBUG)
-    logging.captureWarnings(True)
-    adopt_library_loggers()

@@ -28,6 +28,7 @@ from simpletuner.errors import WriteError
 
 METRICS_FILE = "training_metrics.jsonl"
 MEDIA_FILE = "validation_media.jsonl"
+REPORT_FILE = "training_report.html"
 MIME = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 VIDEO_MIME = {".mp4": "video/mp4", ".webm": "video/webm"}
 
@@ -243,12 +244,8 @@ def parse_row(line: bytes, number: str = "step") -> dict[str, Any] | None:
         row = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and is_count(row.get(number)) else None
-
-
-def is_count(value: Any) -> bool:
-    """Whether a value can number steps or events."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    count = row.get(number) if isinstance(row, dict) else None
+    return row if type(count) is int and 0 <= count < 2**63 else None
 
 
 def _finite(value: Any) -> Any:

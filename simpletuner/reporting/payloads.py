@@ -21,8 +21,7 @@ from typing import Any, BinaryIO
 
 from simpletuner.atomic import writing_to
 from simpletuner.redaction import redact_texts
-from simpletuner.reporting import events
-from simpletuner.reporting.metrics import VIDEO_MIME, MediaRecord, parse_row
+from simpletuner.reporting import events, metrics
 from simpletuner.reporting.pace import Pace, ending, line_of
 
 Payload = dict[str, Any]
@@ -133,12 +132,12 @@ def _steps(pace: Pace) -> Payload:
     """The progress of training, with its metrics."""
     if pace.last is None:
         return {**_progress("Training", pace.step, pace.total_steps), "metrics": {}}
-    metrics = {
+    figures = {
         **{"loss": pace.last.loss, "epoch": pace.last.epoch, "smoothed_loss": pace.loss},
         **{"seconds_per_step": pace.seconds_per_step, "memory_bytes": pace.last.memory_bytes},
         **pace.last.metrics,
     }
-    return {**_progress("Training", pace.step, pace.total_steps, pace.remaining_seconds), "metrics": metrics}
+    return {**_progress("Training", pace.step, pace.total_steps, pace.remaining_seconds), "metrics": figures}
 
 
 def _progress(label: str, current: int, total: int | None, eta: float | None = None) -> Payload:
@@ -166,11 +165,11 @@ def _sampled(event: events.PreviewGrew) -> Payload:
     return {"type": "validation.image", "title": message, "message": message, **shown, "data": data}
 
 
-def _shown(media: MediaRecord) -> Payload:
+def _shown(media: metrics.MediaRecord) -> Payload:
     """The fields that both kinds of previews have."""
     suffix = Path(media.path).suffix.lower()
     is_moving = media.is_video or suffix == ".gif"
-    video = {"src": media.path, "mime_type": VIDEO_MIME.get(suffix, "image/gif")}
+    video = {"src": media.path, "mime_type": metrics.VIDEO_MIME.get(suffix, "image/gif")}
     data = {
         "global_step": media.step, "resolution": [media.width, media.height],
         "validation_type": "ema" if media.ema else "trained",
@@ -228,7 +227,7 @@ def _last_id(file: BinaryIO) -> int:
 
 def _rows(file: BinaryIO) -> Iterator[Payload]:
     """The events from here on, without torn lines."""
-    return filter(None, (parse_row(line, "id") for line in file))
+    return filter(None, (metrics.parse_row(line, "id") for line in file))
 
 
 def offset_after(file: BinaryIO, number: int) -> int:
@@ -255,3 +254,53 @@ def read_events(path: Path, after_id: int = 0) -> list[Payload]:
     with path.open("rb") as file:
         file.seek(offset_after(file, after_id))
         return [event for event in _rows(file) if event["id"] > after_id]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the record has of the step that a session resumes from.
+
+    Attributes:
+        evaluated: whether it has its evaluation loss.
+        previews: its previews.
+    """
+
+    evaluated: bool
+    previews: list[metrics.MediaRecord]
+
+
+class RunRecord:
+    """Subscriber that writes both files.
+
+    Args:
+        step: from which the session resumes; records of later steps are dropped.
+
+    Attributes:
+        recorded: what there is of that step.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._metrics, self._media = (
+            metrics.MetricsFile(folder / metrics.METRICS_FILE, step),
+            metrics.MediaFile(folder / metrics.MEDIA_FILE, step),
+        )
+        here = [row for row in metrics.read_rows(folder / metrics.METRICS_FILE) if row["step"] == step]
+        previews = [record for record in metrics.read_media(folder / metrics.MEDIA_FILE) if record.step == step]
+        self.recorded = Recorded(any(name.startswith(events.EVALUATED) for row in here for name in row), previews)
+        self._step = step
+        self._losses: Mapping[str, float] = {}
+
+    def __call__(self, event: events.Event) -> None:
+        match event:
+            case events.Evaluated() if event.step > self._step:
+                self._losses = event.losses
+            case events.Evaluated():  # on resume, for a step that was recorded without its evaluation
+                self._metrics.append(event.step, event.losses)
+            case events.StepReport():
+                self._metrics.append(event.step, {**event.row, **self._losses})
+                self._step, self._losses = event.step, {}
+            case events.MediaRendered():
+                self._media.append(event.media)
+            case events.StateChanged() if event.state in events.ENDED:
+                self._metrics.close()
+                self._media.close()

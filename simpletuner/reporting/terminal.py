@@ -7,19 +7,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TextIO, cast
 
-from rich import box
+from rich import box, progress
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -41,17 +32,17 @@ class LiveDisplay(Display):
 
     def __init__(self, stream: LastingStream) -> None:
         self._console = Console(file=cast(TextIO, stream), highlight=False)
-        self._bars = Progress(
-            SpinnerColumn(finished_text="[green]✓[/]"),
-            TextColumn("{task.description}", style="bold"),
-            BarColumn(bar_width=28),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[unit]}"),
-            TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[note]}", style="dim", markup=False),
+        self._bars = progress.Progress(
+            progress.SpinnerColumn(finished_text="[green]✓[/]"),
+            progress.TextColumn("{task.description}", style="bold"),
+            progress.BarColumn(bar_width=28),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[unit]}"),
+            progress.TimeRemainingColumn(compact=True),
+            progress.TextColumn("{task.fields[note]}", style="dim", markup=False),
             console=self._console,
         )
-        self._tasks: dict[events.PhaseStarted, TaskID] = {}
+        self._tasks: dict[events.PhaseStarted, progress.TaskID] = {}
         self._live: Live | None = None
 
     def show(self, event: events.Event) -> None:

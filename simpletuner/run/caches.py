@@ -247,14 +247,13 @@ def remove_damaged(plan: Plan, listing: Listing, share: Share) -> int:
     removed = 0
     for entry in listing.latents if scanned else ():
         if entry.sample.dataset_id in scanned and share.holds(entry):
-            path = entry_path(entry.folder, entry.key.digest())
             try:
-                read_entry(path, entry.key.digest())
+                read_entry(entry.folder, entry.key.digest())
             except FileNotFoundError:
                 continue
             except DamagedEntryError as error:
                 logger.warning("%s: %s It is encoded again.", entry.source, error)
-                path.unlink(missing_ok=True)
+                entry_path(entry.folder, entry.key.digest()).unlink(missing_ok=True)
                 removed += 1
     return removed
 
@@ -292,7 +291,7 @@ def build_adapter(plan: Plan) -> FamilyAdapter:
 
 def fill_caches(plan: Plan, events: EventStream, share: Share) -> None:
     """Download the model and fill the caches of a plan, or a share of them."""
-    filler = prepare_caches(plan, build_adapter(plan), make_accelerator().device, events, epoch=1, share=share)
+    filler = prepare_caches(Encoding(plan, build_adapter(plan), make_accelerator().device, events), 1, share=share)
     if share.count == 1:
         events.say("The caches are complete.")
         return
@@ -303,15 +302,7 @@ def fill_caches(plan: Plan, events: EventStream, share: Share) -> None:
 
 
 def prepare_caches(
-    plan: Plan,
-    adapter: FamilyAdapter,
-    device: torch.device,
-    events: EventStream,
-    *,
-    epoch: int,
-    listing: Listing | None = None,
-    world: World = World(),
-    share: Share | None = None,
+    encoding: Encoding, epoch: int, listing: Listing | None = None, world: World = World(), share: Share | None = None
 ) -> CacheFiller:
     """Download the model and fill the caches for an epoch; the returned plan lacks damaged files.
 
@@ -320,13 +311,13 @@ def prepare_caches(
         world: the processes that do this together.
         share: what to encode; None for everything, divided among these processes.
     """
-    share = share or Share(world.rank, world.size)
+    plan, share = encoding.plan, share or Share(world.rank, world.size)
     if share.index == 0:
         quarantine(plan.datasets, plan.output_dir)
-    world.leader_first(lambda: fetch(plan, events))
+    world.leader_first(lambda: fetch(plan, encoding.events))
     if listing is None or not listing.holds_for(plan, epoch):
         listing = list_entries(plan, complete_catalogue(plan), epoch)
-    filler = CacheFiller(Encoding(plan, adapter, device, events), listing, world, share)
+    filler = CacheFiller(encoding, listing, world, share)
     world.main_only(lambda: save_indexes(plan.datasets))  # after an interruption, the files need not be read again
     filler.fill()
     return filler

@@ -12,7 +12,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -28,27 +27,14 @@ from simpletuner.training.step import run_micro_step
 from simpletuner.validation.runner import ValidationRunner
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """What was tried, with its expected and measured peak in bytes; the latter is None without a GPU."""
-
-    title: str
-    expected: float
-    peak: float | None
-
-    def __str__(self) -> str:
-        measured = "not measured" if self.peak is None else gigabytes(self.peak)
-        return f"Rehearsed {self.title}: {measured}, planned {gigabytes(self.expected)}"
-
-
 def rehearse(
     assembly: Assembly,
     batches: Sequence[PlannedBatch],
     read: Callable[[PlannedBatch], Batch],
     validation: ValidationRunner,
     budget: Budget,
-) -> Iterator[Rehearsal]:
-    """Try the largest micro-step, then the largest preview.
+) -> Iterator[str]:
+    """Try the largest micro-step, then the largest preview; says what each needed.
 
     Args:
         batches: of the current epoch, whose entries are cached.
@@ -82,7 +68,8 @@ def rehearse_micro_step(assembly: Assembly, batch: Batch, global_step: int = 0, 
     return losses.on_host()[0]
 
 
-def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Callable[[], object]) -> Rehearsal:
+def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Callable[[], object]) -> str:
+    """Try a moment; returns its expected and measured peak, which is not known without a GPU."""
     expected = max((part.device for part in budget.phases if part.name.startswith(phase)), default=0.0)
     on_gpu = assembly.accelerator.device.type == "cuda"
     if on_gpu:
@@ -98,13 +85,13 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
             "Lower the resolution, the frames or train_batch_size, or set offload auto."
         ) from None
     if not on_gpu:
-        return Rehearsal(title, expected, None)
+        return f"Rehearsed {title}: not measured, planned {gigabytes(expected)}"
     peak = float(torch.cuda.max_memory_allocated())
     if phase == "training":  # after the backward pass, with its gradients
         peak = max(peak, torch.cuda.memory_allocated() + budget.model.update_bytes * _numbers(assembly))
     peak += coming_state(assembly, budget)
     torch.cuda.reset_peak_memory_stats()
-    return Rehearsal(title, expected, peak)
+    return f"Rehearsed {title}: {gigabytes(peak)}, planned {gigabytes(expected)}"
 
 
 def coming_state(assembly: Assembly, budget: Budget) -> float:

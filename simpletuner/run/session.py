@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 from accelerate import Accelerator
 from PIL.Image import Image
+from torch import Tensor
 
 from simpletuner.budget.budget import Budget, find_rounds, steps_per_epoch
 from simpletuner.budget.device import DeviceRates
@@ -15,29 +18,34 @@ from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import peak_learning_rate
+from simpletuner.config.precision import transformer_dtype
 from simpletuner.config.values import Size
 from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import Batch, TextEmbeds
 from simpletuner.distributed.world import World
+from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, feature_kinds, preview_sources
-from simpletuner.redaction import redact_settings
+from simpletuner.redaction import redact_settings, redact_texts
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import EventStream
+from simpletuner.reporting.payloads import Recorded
 from simpletuner.run.caches import CacheFiller
 from simpletuner.run.companions import Companion
-from simpletuner.run.publish import weight_note
-from simpletuner.run.records import Recorded
 from simpletuner.training.assemble import assemble
 from simpletuner.training.checkpoints import CheckpointWriter, load_checkpoint
 from simpletuner.training.ema import Ema
+from simpletuner.training.guard import stop_if_result_not_finite
 from simpletuner.training.loop import Callback
-from simpletuner.training.noise import with_noise
+from simpletuner.training.manifest import STEP_NOTE
+from simpletuner.training.noise import add_noise, with_noise
 from simpletuner.training.recorder import EmaUpdater, Recorder, RequestHandler
 from simpletuner.training.state import Assembly, TrainingSpec, TrainState
-from simpletuner.validation.adapters import fetched_runs
+from simpletuner.training.step import predict_now
+from simpletuner.training.trained import Publication
 from simpletuner.validation.eval_loss import EvaluationLoss
+from simpletuner.validation.prompts import fetched_runs
 from simpletuner.validation.runner import Subject, ValidationRunner
 
 
@@ -188,3 +196,55 @@ def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> lis
 def fitted_picture(sample: Sample, size: Size) -> Image:
     """A source picture at the size of a preview."""
     return prepared_picture(sample.fitted(size))
+
+
+def publish_result(
+    plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, str], read: Callable[[], Batch]
+) -> str:
+    """Write the result and check it; returns a message for the user.
+
+    Args:
+        read: loads a training batch, for results that are compared with what was trained on it.
+
+    Raises:
+        NonFiniteError: a weight is NaN or infinite; nothing is written.
+        RuntimeError: the file does not load as it was saved.
+    """
+    if not assembly.world.is_main and assembly.trained.sharers.size == 1:
+        return ""
+    dtype = DTYPES[transformer_dtype(plan.config.precision)]
+    shift, predict = plan.config.sampling_shift, partial(predict_once, assembly, read)
+    publication = Publication(assembly.adapter, plan.source, dtype, shift, note, predict)
+    with assembly.sampling_weights():
+        stop_if_result_not_finite(assembly, ema)
+        return assembly.trained.publish(plan.output_dir, publication, ema)
+
+
+def predict_once(assembly: Assembly, read: Callable[[], Batch]) -> Tensor:
+    """The prediction for a batch with the noise of step 0, as in previews."""
+    assembly.transformer.eval()
+    batch = read().to(assembly.accelerator.device)
+    return predict_now(assembly, assembly.adapter.prepare(add_noise(assembly, batch, 0, 0)))
+
+
+def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
+    """Header entries of weight files: model, run, step and the user's comment."""
+    note = {
+        "modelspec.architecture": f"{plan.spec.name}/{plan.flavour.name}",
+        "modelspec.title": plan.config.tracking.tracker_run_name,
+        STEP_NOTE: str(state.global_step),
+    }
+    if plan.config.publish.trigger:  # Kandinsky's own program puts it before prompts
+        note["trigger"] = plan.config.publish.trigger
+    comment: Any = plan.config.publish.modelspec_comment
+    if comment:
+        text = comment if isinstance(comment, str) else "\n".join(map(str, comment))
+        values = {
+            "{current_step}": str(state.global_step),
+            "{current_epoch}": str(state.epoch),
+            "{timestamp}": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        for placeholder, value in values.items():
+            text = text.replace(placeholder, value)
+        note["modelspec.description"] = text
+    return redact_texts(note)

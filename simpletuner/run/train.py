@@ -21,16 +21,15 @@ from simpletuner.distributed.requests import STOPPING, expect_requests, stop_on_
 from simpletuner.distributed.world import World, usable_cores
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES, check_device
-from simpletuner.models.kernels import KERNELS
+from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import latent_storage, text_folder
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
-from simpletuner.run.caches import build_adapter, prepare_caches
+from simpletuner.reporting.payloads import Recorded, RunRecord
+from simpletuner.run.caches import Encoding, build_adapter, prepare_caches
 from simpletuner.run.companions import Companion, Ledger, strike
-from simpletuner.run.publish import publish_result, weight_note
-from simpletuner.run.records import Recorded, RunRecord
 from simpletuner.run.rehearsal import rehearse
-from simpletuner.run.session import Session, build_callbacks, build_validation
+from simpletuner.run.session import Session, build_callbacks, build_validation, publish_result, weight_note
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.training.loop import train
 from simpletuner.training.manifest import FOLDER_NAME, PIPELINE_FOLDER
@@ -67,7 +66,7 @@ def run_plan(
         world.on_main(lambda: prepare_folder(plan))
         KERNELS.open(plan.output_dir, *([plan.resume.path.parent] if plan.resume else []), world=world)
         epoch = plan.resume.manifest.epoch if plan.resume else 1
-        caches = prepare_caches(plan, adapter, device, events, epoch=epoch, listing=budget.listing, world=world)
+        caches = prepare_caches(Encoding(plan, adapter, device, events), epoch, budget.listing, world)
         # Measured before the transformer is loaded: it needs memory, too.
         dtype = DTYPES[transformer_dtype(plan.config.precision)]
         rates = world.main_only(lambda: device_rates(plan.output_dir, device, dtype))
@@ -84,7 +83,7 @@ def run_plan(
             with events.phase("Rehearsing the largest moments", stage="init_prepare_models"):
                 batches = loader.sampler.batches(loader.epoch)
                 for tried in rehearse(session.assembly, batches, session.reader, validation, budget):
-                    events.say(str(tried))
+                    events.say(tried)
         with ExitStack() as around:
             for companion in companions:
                 around.enter_context(companion.around(session, budget))

@@ -15,8 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simpletuner.config.speed import ATTENTION_PACKAGES, is_installed
 from simpletuner.errors import ConfigError, Problem
-from simpletuner.models.blocks import DEVICE_FAILURES, AttentionKernel, torch_attention
-from simpletuner.models.kernels import KERNELS, KernelChoices
+from simpletuner.models.blocks import DEVICE_FAILURES, KERNELS, AttentionKernel, KernelChoices, torch_attention
 from simpletuner.speed.recomputation import outside_checkpoints
 
 # In torch's own order of preference, unless cuDNN is faster.

@@ -7,7 +7,7 @@ checkpointing and weight streaming stay outside.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -103,7 +103,7 @@ class CheckedForward:
     def _is_right(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
         name = type(self.block).__name__
         try:
-            worst = gradient_error(self.block, self.eager, self.compiled, inputs, named)
+            worst = gradient_error(self.block, (self.eager, self.compiled), inputs, named)
         except TorchDynamoException as error:
             logger.warning("%s is not compiled at this size: %s", name, _reason(error))
             return False
@@ -138,7 +138,7 @@ def compile_blocks(
 
     if fast is not None:
         if recomputing:
-            fast.beyond = outside_checkpoints()
+            fast.outside_checkpoint = outside_checkpoints()
             fast.recomputing = {name: checkpointed(fast.pieces[name]) for name in fast.last}
         for pieces in (fast.pieces, fast.recomputing):
             for name, piece in pieces.items():
@@ -189,17 +189,13 @@ def with_gradient(hidden: Tensor) -> Tensor:
 
 
 def gradient_error(
-    block: nn.Module,
-    eager: Callable[..., Any],
-    compiled: Callable[..., Any],
-    inputs: tuple[Any, ...],
-    named: dict[str, Any],
+    block: nn.Module, forwards: Sequence[Callable[..., Any]], inputs: tuple[Any, ...], named: dict[str, Any]
 ) -> float:
-    """The largest relative error, in norms, of a compiled block's gradients of weights and inputs."""
-    found = [_gradients(block, forward, inputs, named) for forward in (eager, compiled)]
+    """The largest relative error, in norms, of a block's gradients of weights and inputs by the second forward."""
+    right, wrong = (_gradients(block, forward, inputs, named) for forward in forwards)
     errors = [
-        float((wrong - right).float().norm() / right.float().norm().clamp_min(1e-12))
-        for right, wrong in zip(*found, strict=True)
+        float((other - gradient).float().norm() / gradient.float().norm().clamp_min(1e-12))
+        for gradient, other in zip(right, wrong, strict=True)
     ]
     return max((error if error == error else float("inf") for error in errors), default=0.0)
 
@@ -208,7 +204,12 @@ def _gradients(
     block: nn.Module, forward: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any]
 ) -> list[Tensor]:
     """Gradients of half the squared norm of the output."""
-    copies = [_copy(value) for value in inputs]
+    copies = [
+        value.detach().requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for value in inputs
+    ]
     with outside_checkpoints():
         output = forward(*copies, **named)
         wanted = [each for each in (*copies, *block.parameters()) if isinstance(each, Tensor) and each.requires_grad]
@@ -224,12 +225,6 @@ def _reason(error: Exception) -> str:
 def _shape(value: Any) -> object:
     """The guard of compiled code: shape, strides and dtype of a tensor, or the value itself."""
     return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
-
-
-def _copy(value: Any) -> Any:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
 
 
 logger = logging.getLogger(__name__)
@@ -266,7 +261,7 @@ class FirstGradients:
     def _log(self, *inputs: Any, **named: Any) -> None:
         devices = [inputs[0].device] if inputs[0].is_cuda else []
         with torch.random.fork_rng(devices), self._uncompiled():
-            error = gradient_error(self.block, self._plain, self._quantised, inputs, named)
+            error = gradient_error(self.block, (self._plain, self._quantised), inputs, named)
         message = "%s products: on the first batch, gradients of block 0 differ by up to %.1e from unpacked products."
         logger.info(message, self.name, error)
 

@@ -186,4 +186,4 @@ class HiddenStates:
 
     def _keep(self, block: int, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if self._is_open:
-            self._found[block] = self._layout.tokens_of(block, output)
+            self._found[block] = output

@@ -43,9 +43,8 @@ from simpletuner.memory.precision import DTYPES, quantise, use_quantised_product
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.blocks import FastBlocks
-from simpletuner.models.float32 import keep_full_float32
-from simpletuner.models.loading import HollowWeights
-from simpletuner.models.lora_targets import Targets, matching_modules
+from simpletuner.models.loading import DeferredWeights, keep_full_float32
+from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import kernel_chooser
 from simpletuner.speed.compile import FirstGradients, compile_blocks
@@ -107,7 +106,7 @@ def assemble(
     prepared = transformer if sharded and not is_lora else _replicate(transformer, accelerator, sharded=sharded)
     streamer = None if sharded else _stream(transformer, layout, config, device, world, packed)
     if streamer is not None and fast is not None:
-        fast.beyond = RememberedPlaces(streamer)
+        fast.outside_checkpoint = RememberedPlaces(streamer)
     return Assembly(
         adapter, accelerator, prepared, trained, parameters, optimizer,
         # Only float16 gradients underflow without a loss scale.
@@ -180,10 +179,10 @@ def load_frozen(
     """
     dtype = dtype or DTYPES[transformer_dtype(config.precision)]
     stored = quantisation(config.precision.base_model_precision)
-    transformer = adapter.load_transformer(dtype, hollow=True).requires_grad_(False)
+    transformer = adapter.load_transformer(dtype, empty=True).requires_grad_(False)
     layout, images = adapter.block_layout(transformer), []
     in_bf16 = bf16_modulation(config.speed) and _adapts_only(transformer, adapted, adapter.spec.quantised_layers)
-    weights = HollowWeights(transformer, adapter.source["transformer"], dtype)
+    weights = DeferredWeights(transformer, adapter.source["transformer"], dtype)
     moving = blocks_to_stream(layout, config.offload)
     streamed, staying = in_groups(moving, config.offload), [[block] for block in layout.blocks if block not in moving]
     for modules in [*streamed, *staying, [transformer]]:

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import UserError, shorten
-from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE
-from simpletuner.models.lora_targets import Targets
+from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE, Targets
 from simpletuner.training import lora_files
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import refuse_not_finite
@@ -163,7 +162,7 @@ def add_lora(
 
     Args:
         transformer: a diffusers model.
-        targets: see `models.lora_targets`.
+        targets: see `models.lora_keys`.
         seed: of the initial weights.
         dtype: of the trained weights.
     """

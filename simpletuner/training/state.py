@@ -20,7 +20,7 @@ from simpletuner.config.schema import FlowConfig, OptimizerConfig
 from simpletuner.distributed.world import World
 from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.models.lora_targets import Targets
+from simpletuner.models.lora_keys import Targets
 from simpletuner.techniques.base import HiddenStates, Technique
 from simpletuner.training.optimizers import sampling_weights
 from simpletuner.training.release import GradientRelease

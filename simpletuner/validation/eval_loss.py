@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from simpletuner.reporting.events import EVALUATED, EVALUATION, Evaluated, Event
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.runner import Placed, own_share, quiet, weights_to_use
+
+Evaluation = tuple[bool, str, Sample]  # with the moving average, of a dataset
 
 
 @dataclass
@@ -79,7 +82,12 @@ class EvaluationLoss:
         The processes split the samples; the means equal those of one process, bit for bit.
         """
         weights = weights_to_use(self.ema, self.ema_validation)
-        samples = [(use_ema, sample) for use_ema in weights for dataset in self.datasets.values() for sample in dataset]
+        samples: list[Evaluation] = [
+            (use_ema, name, sample)
+            for use_ema in weights
+            for name, dataset in self.datasets.items()
+            for sample in dataset
+        ]
         losses: dict[int, Tensor] = {}
         title, total = f"Evaluating at step {step}", len(samples) * self.config.eval_timesteps
         share_work(
@@ -90,36 +98,29 @@ class EvaluationLoss:
             losses.__setitem__,
             in_lockstep=assembly.is_sharded,
         )
-        return self._means([losses[place].to(assembly.accelerator.device) for place in range(len(samples))])
+        device, groups = assembly.accelerator.device, defaultdict[tuple[bool, str], list[Tensor]](list)
+        for place, (use_ema, name, _) in enumerate(samples):
+            groups[use_ema, name].append(losses[place].to(device))
+        means: dict[str, float] = {}
+        for use_ema in weights:
+            suffix = "/ema" if use_ema and len(weights) > 1 else ""
+            by_dataset = {name: torch.cat(groups[use_ema, name]).mean().item() for name in self.datasets}
+            means |= {f"{EVALUATED}{name}{suffix}": mean for name, mean in by_dataset.items()}
+            if self.config.eval_dataset_pooling:
+                means[f"{EVALUATED}pooled{suffix}"] = fmean(by_dataset.values())
+        return means
 
-    def _measure(
-        self, assembly: Assembly, samples: Placed[tuple[bool, Sample]], bar: ProgressBar, keep: Keep[Tensor]
-    ) -> None:
+    def _measure(self, assembly: Assembly, samples: Placed[Evaluation], bar: ProgressBar, keep: Keep[Tensor]) -> None:
         """Pass on the losses of samples, with the moving average or without."""
         with quiet(assembly):
             for use_ema, group in itertools.groupby(samples, key=lambda item: item[1][0]):
                 with self.ema.applied() if use_ema and self.ema else nullcontext():
-                    for place, (_, sample) in group:
+                    for place, (_, _, sample) in group:
                         losses = []
                         for loss in self._losses(assembly, sample):
                             losses.append(loss)
                             bar.advance(1, sample.name)
                         keep(place, torch.cat(losses).cpu())
-
-    def _means(self, losses: Sequence[Tensor]) -> dict[str, float]:
-        """The means by their metric's name, of the losses of all samples in order."""
-        means: dict[str, float] = {}
-        weights, remaining = weights_to_use(self.ema, self.ema_validation), iter(losses)
-        for use_ema in weights:
-            suffix = "/ema" if use_ema and len(weights) > 1 else ""
-            by_dataset = {
-                name: torch.cat(list(itertools.islice(remaining, len(samples)))).mean().item()
-                for name, samples in self.datasets.items()
-            }
-            means |= {f"{EVALUATED}{name}{suffix}": mean for name, mean in by_dataset.items()}
-            if self.config.eval_dataset_pooling:
-                means[f"{EVALUATED}pooled{suffix}"] = fmean(by_dataset.values())
-        return means
 
     def _losses(self, assembly: Assembly, sample: Sample) -> Iterator[Tensor]:
         """The loss of a sample at each noise level, each of shape `1`."""

@@ -41,9 +41,8 @@ from simpletuner.training.ema import Ema
 from simpletuner.training.guard import stop_if_result_not_finite
 from simpletuner.training.lora_files import Loras, applied_loras
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
-from simpletuner.validation.adapters import AdapterRun
 from simpletuner.validation.clip_writer import write_mp4
-from simpletuner.validation.prompts import ValidationPrompt
+from simpletuner.validation.prompts import AdapterRun, ValidationPrompt
 from simpletuner.validation.sketch import ColourMap, GrowingPreview, discard_unfinished
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.adapters.lycoris_file import check_lycoris, read_lycoris
+from simpletuner.annexes.adapters.kinds import check_lycoris, read_lycoris
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.spec import FamilySpec

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from simpletuner.annexes.trackers.trackers import GuardedTracker, TrackedRun, open_trackers
+from simpletuner.annexes.trackers import GuardedTracker, TrackedRun, open_trackers
 from simpletuner.config.schema import TrackingConfig
 from simpletuner.config.trackers import check_trackers, has_wandb_login
 from simpletuner.reporting.events import MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepReport

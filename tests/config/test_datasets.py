@@ -143,7 +143,7 @@ def test_a_key_twice_in_one_entry(tmp_path: Path) -> None:
     problems: list[Problem] = []
     read_datasets(path, problems, placeholders=PLACEHOLDERS)
     told = "\n".join(map(str, problems))
-    assert "repeats: is given twice: 1 and 2." in told
+    assert "repeats: is given twice: --repeats=1 and repeats=2." in told
     assert "contains 'crop' twice: True and False." in told
 
 

@@ -71,7 +71,7 @@ class Process:
 
     def fill(self) -> CacheFiller:
         plan, _ = ready_plan(*parse_settings([]))
-        filler = prepare_caches(plan, build_adapter(plan), CPU, self.events, epoch=1, world=self.world)
+        filler = prepare_caches(Encoding(plan, build_adapter(plan), CPU, self.events), 1, world=self.world)
         filler.follow(2)
         return filler
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from simpletuner.annexes.adapters.lycoris_file import check_lycoris, read_lycoris
+from simpletuner.annexes.adapters.kinds import check_lycoris, read_lycoris
 from simpletuner.config.datasets import DatasetConfig, VideoConfig, read_datasets
 from simpletuner.config.load import Layer, RunConfig, read_json_layer, resolve
 from simpletuner.config.schema import all_options

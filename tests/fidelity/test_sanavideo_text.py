@@ -17,7 +17,7 @@ from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.spec import SANA_VIDEO, text_fingerprint, with_motion_score
-from simpletuner.models.sanavideo.text import pipeline_instruction
+from simpletuner.models.sanavideo.video import pipeline_instruction
 from tests.closeness import MODEL, assert_close
 from tests.fidelity.family import CPU
 from tests.fidelity.sana import make_sana_adapter, make_sana_config, record_pipeline, stock_pipeline

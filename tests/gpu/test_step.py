@@ -15,7 +15,7 @@ from simpletuner.budget.measure import device_rates
 from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
-from simpletuner.models.float32 import full_linear
+from simpletuner.models.loading import full_linear
 from simpletuner.speed import attention
 from simpletuner.training import step
 from simpletuner.training.assemble import assemble

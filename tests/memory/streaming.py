@@ -17,7 +17,7 @@ from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.schema import OffloadConfig, PrecisionConfig
 from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.block_inputs import BlockInputs
-from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
+from simpletuner.memory.offload.streamer import Lane, RememberedPlaces, Streamer
 from simpletuner.memory.precision import quantise, use_quantised_products
 from simpletuner.models.kandinsky5 import attention, fast
 from simpletuner.models.kandinsky5.image import block_layout, predict_velocity
@@ -33,7 +33,7 @@ TARGETS = ["to_query", "to_key", "to_value"]
 NAN_BYTE = 0xFF  # four of them are a float32 NaN, two a bfloat16 one
 
 
-class AdversarialLane:
+class AdversarialLane(Lane):
     """The worst that a lane may do: a slot is overwritten when its copy is submitted, and filled when waited for.
 
     Attributes:
@@ -41,6 +41,7 @@ class AdversarialLane:
     """
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.submitted: list[int] = []
         self.seconds = 0.0
 
@@ -124,7 +125,7 @@ class Trained:
         streamer = attach.attach_offload(self.model, blocks, config, device, keeps_saved=self.keeps_saved, slots=slots)
         assert streamer is not None
         if self.fast is not None:
-            self.fast.beyond = RememberedPlaces(streamer)
+            self.fast.outside_checkpoint = RememberedPlaces(streamer)
         return streamer
 
     def _move_inputs(self, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from simpletuner.memory.precision import QuantisedLinear, QuantisedProducts, lin
 from simpletuner.models.cost import Adapters, BatchShape, TransformerCost
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
-from simpletuner.models.lora_targets import linear_modules, matching_modules
+from simpletuner.models.lora_keys import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease

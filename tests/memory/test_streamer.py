@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_the_adversary_notices_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_adversary_notices_weights_saved_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attach, "_remember_places", lambda transformer, streamer: None)
+    monkeypatch.setattr(attach, "RememberedPlaces", lambda streamer: nullcontext())
     plain, streamed = Trained(**KEPT), Trained(**KEPT)
     streamed.offloaded()
     ours, theirs = streamed.step(), plain.step()

@@ -50,7 +50,7 @@ class FourthAdapter:
     def __init__(self, setup: CheckpointSetup) -> None:
         self.source, self.dtype = setup.source, torch.float32
 
-    def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
+    def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         self.dtype = dtype
         part = self.source["transformer"]
         transformer: nn.Module = load_whole(SanaTransformer2DModel, part, torch_dtype=dtype)

@@ -111,15 +111,15 @@ def test_positions_of_each_sample_may_differ() -> None:
 
 
 def test_tables_are_made_once_and_go_with_their_tensor() -> None:
-    cache = fast.RotaryCache()
+    cache = fast.FastForward(fast.FastBlocks({}), attention.TextPadding())
     rope = torch.randn(1, 5, 1, 8, 2, 2)
-    tables = cache.of(rope, 2)
-    assert cache.of(rope, 2) is tables
+    tables = cache.tables(rope, 2)
+    assert cache.tables(rope, 2) is tables
     assert torch.equal(tables.cos, rope[..., 0, 0].expand(2, -1, -1, -1))
     assert torch.equal(tables.sin, rope[..., 1, 0].expand(2, -1, -1, -1))
     assert all(table.is_contiguous() and table._base is None for table in tables)
     del rope
-    assert len(cache._known) == 0
+    assert len(cache._tables) == 0
 
 
 @pytest.mark.parametrize("kept", [False, True])

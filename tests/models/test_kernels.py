@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from simpletuner.distributed.world import World
-from simpletuner.models import kernels
-from simpletuner.models.kernels import CHOICES_FILE, KernelChoices
+from simpletuner.models import blocks
+from simpletuner.models.blocks import CHOICES_FILE, KernelChoices
 
 CPU, CALL, AMONG = torch.device("cpu"), "attention", ("flash", "cuDNN")
 
 
 def on(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    monkeypatch.setattr(kernels, "describe_place", lambda device: place)
+    monkeypatch.setattr(blocks, "describe_platform", lambda device: place)
 
 
 def opened(folder: Path | None, *earlier: Path, world: World = World()) -> KernelChoices:
@@ -110,7 +110,7 @@ def test_processes_choose_alike_and_lose_no_choice(tmp_path: Path) -> None:
 
 def test_a_place_names_the_device_and_what_computes_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(kernels, "version", lambda package: "4.0")
-    place = kernels.describe_place.__wrapped__(torch.device("cuda:1"))
+    monkeypatch.setattr(blocks, "version", lambda package: "4.0")
+    place = blocks.describe_platform.__wrapped__(torch.device("cuda:1"))
     assert place.startswith(f"NVIDIA H200, torch {torch.__version__}, cuDNN ")
     assert "flash-attn-4 4.0" in place

@@ -10,7 +10,7 @@ import pytest
 
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.spec import ALL_LINEAR, KANDINSKY5_IMAGE
-from simpletuner.models.lora_targets import check_targets, linear_modules, matching_modules, resolve_targets
+from simpletuner.models.lora_keys import check_targets, linear_modules, matching_modules, resolve_targets
 from simpletuner.models.source import tensor_shapes
 
 DEFAULT = ["to_query", "to_key", "to_value"]

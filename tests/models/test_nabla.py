@@ -15,9 +15,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simpletuner.models.blocks import KernelChoices
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.nabla import TileAttention, tile_mask
-from simpletuner.models.kernels import KernelChoices
 from simpletuner.speed.compile import settle_compiler
 from tests.closeness import MODEL, assert_close
 

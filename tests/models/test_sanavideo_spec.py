@@ -15,6 +15,7 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.sanavideo.spec import SANA_VIDEO, SIZES_480, TRAINING_SIGMAS
 from simpletuner.models.source import ModelSource
+from simpletuner.plan.checks import check_weights
 from simpletuner.plan.settings import settle_task
 
 FLAVOUR = SANA_VIDEO.flavours[0]
@@ -154,7 +155,7 @@ class TestCheckpoint:
         (folder / part / "config.json").write_text(json.dumps(config))
         damaged = ModelSource.from_config(SANA_VIDEO, FLAVOUR, settle(pretrained_model_name_or_path=str(folder))[0])
         assert not damaged.problems()
-        return [*SANA_VIDEO.checks.checkpoint(FLAVOUR, damaged)]
+        return [*SANA_VIDEO.checks.checkpoint(FLAVOUR, damaged), *check_weights(SANA_VIDEO, FLAVOUR, damaged)]
 
     def test_a_whole_one(self, sana_checkpoint: Path, tmp_path: Path) -> None:
         assert not self.problems(sana_checkpoint, tmp_path, "vae")
@@ -162,11 +163,11 @@ class TestCheckpoint:
     @pytest.mark.parametrize(
         ("part", "changes", "words"),
         [
-            ("transformer", {"_class_name": "SanaTransformer2DModel"}, "not a SanaVideoTransformer3DModel"),
+            ("transformer", {"_class_name": "SanaTransformer2DModel"}, "has a 'SanaVideoTransformer3DModel'"),
             ("transformer", {"in_channels": 32}, "16 channels, the transformer 32"),
             ("transformer", {"out_channels": 32}, "returns 32"),
             ("transformer", {"caption_channels": 2304}, "reads 2304"),
-            ("vae", {"_class_name": "AutoencoderKLLTX2Video"}, "not an AutoencoderKLWan"),
+            ("vae", {"_class_name": "AutoencoderKLLTX2Video"}, "has a 'AutoencoderKLWan'"),
             ("vae", {"z_dim": 48}, "48 channels"),
             ("vae", {"latents_std": [1.0]}, "1 values of latents_std"),
             ("vae", {"latents_mean": None}, "0 values of latents_mean"),

@@ -11,8 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from simpletuner.config.load import FamilyOptions
-from simpletuner.config.schema import family_groups
+from simpletuner.config.schema import FamilyOptions, family_groups
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.spec import Task
 from simpletuner.models.usage import Usage

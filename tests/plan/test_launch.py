@@ -12,7 +12,7 @@ from simpletuner.plan.launch import may_shard
 
 SHARDED = {"num_processes": 4, "fsdp_enable": True}
 EXCLUDED: list[tuple[dict[str, Any], str]] = [
-    ({"base_model_precision": "int8-quanto"}, "base_model_precision 'int8-quanto'"),
+    ({"base_model_precision": "int8-quanto"}, "base_model_precision int8-quanto"),
     ({"enable_model_cpu_offload": True}, "enable_model_cpu_offload"),
     ({"lora_type": "lokr"}, "lora_type lokr"),
     *(
@@ -20,7 +20,7 @@ EXCLUDED: list[tuple[dict[str, Any], str]] = [
         for name in ("prodigy", "muon", "soap", "optimi-stableadamw", "ao-adamw8bit", "bnb-adamw8bit", "bnb-adamw")
     ),
     ({"model_type": "full", "mixed_precision": "fp16", "optimizer": "adamw"}, "mixed_precision fp16"),
-    ({"use_dora": True, "lora_format": "comfyui"}, "lora_format comfyui of a DoRA"),
+    ({"use_dora": True, "lora_format": "comfyui"}, "lora_format comfyui"),
 ]
 
 
@@ -77,8 +77,8 @@ def test_where_fsdp_may_be_used() -> None:
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"fsdp_enable": True}, "fsdp_enable: has no effect with one process"),
-        ({**SHARDED, "fsdp_version": 1}, "fsdp_version: 1 is deprecated"),
+        ({"fsdp_enable": True}, "fsdp_enable: has no effect: one process has nobody to share with."),
+        ({**SHARDED, "fsdp_version": 1}, "fsdp_version: '1' is deprecated"),
         ({**SHARDED, "fsdp_auto_wrap_policy": "NO_WRAP"}, "fsdp_auto_wrap_policy: 'NO_WRAP' is treated as"),
     ],
 )

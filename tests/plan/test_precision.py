@@ -100,7 +100,7 @@ def test_an_absent_package_is_told_last(
         ),
         (
             {"fsdp_enable": True},
-            "fsdp_enable: and base_model_precision 'int8' exclude each other: quantised weights cannot be split.",
+            "fsdp_enable: and base_model_precision int8 exclude each other: quantised weights cannot be split.",
         ),
     ],
 )
@@ -128,7 +128,7 @@ def test_what_a_quantised_base_excludes(
 )
 def test_bases_that_cannot_be_multiplied(base: str, reason: str) -> None:
     config = PrecisionConfig(base_model_precision=base, quantized_matmul=True)
-    (problem,) = check_products(config, "lora")
+    (problem,) = check_products(config)
     assert str(problem) == (
         f"quantized_matmul: multiplies weights stored as int8-quanto, fp8-quanto, not '{base}': {reason}."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ def off(option: Option, values: tuple[object, ...]) -> Any:
 
 def state(condition: When, *, holds: bool) -> dict[str, Any]:
     """Settings with which a condition holds or not."""
+    if condition.also is not None:
+        return {**state(replace(condition, also=None), holds=holds), **state(condition.also, holds=True)}
     if holds != condition.negated:
         key, values = next(iter(condition.keys.items()))
         return {key: values[0] if values else OPTIONS[key].is_flag or on(OPTIONS[key])}
@@ -109,10 +112,12 @@ def test_what_an_option_excludes(key: str, other: When) -> None:
     both = {**alone, **state(other, holds=True)}
     (told,) = [each for each in exclusions(config(both)) if each.where == key]
     assert told.fatal
-    assert (told.message.startswith(f"and {next(iter(other.keys))}"), other.because in told.message) == (True, True)
+    value = f"{both[key]!r} " if option.choices else ""
+    begin = f"{value}and {next(iter(other.keys))}"
+    assert (told.message.startswith(begin), other.because in told.message) == (True, True)
     assert told in check_config(config(both))
     assert not [each for each in exclusions(config(alone)) if each.where == key]
-    assert str(other) in " ".join(" ".join(explain_key(option)).split())
+    assert other.stated in " ".join(" ".join(explain_key(option)).split())
 
 
 def test_conditions_name_keys_and_their_words() -> None:

@@ -123,7 +123,7 @@ SMALL = {"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges
         (SCHEDULER, {}, "the scheduler in "),
         (SCHEDULER, {"_class_name": "DDIMScheduler"}, " is a 'DDIMScheduler'; "),
         ("text_encoder/config.json", {}, "the text_encoder in "),
-        ("vae/config.json", {}, "the VAE in "),
+        ("vae/config.json", {}, "the vae in "),
         ("transformer/config.json", {}, "the transformer in "),
     ],
 )

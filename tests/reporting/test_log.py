@@ -170,7 +170,7 @@ def test_settings_are_hidden_by_name_and_by_content() -> None:
 
 
 def test_reporting_imports_without_torch() -> None:
-    names = "curves environment events html log metrics pace previews progress report terminal"
+    names = "environment events html log metrics pace payloads progress terminal"
     modules = ["simpletuner.config.trackers", *(f"simpletuner.reporting.{name}" for name in names.split())]
     code = (
         "import importlib, sys\n"

@@ -15,24 +15,31 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from simpletuner.annexes.publishing.card import Result
+from simpletuner.annexes.publishing.report import (
+    LEDGER_ROWS,
+    settings_of,
+    write_report,
+)
 from simpletuner.config.load import Layer, resolve
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.errors import Problem
-from simpletuner.reporting import previews
-from simpletuner.reporting.curves import charts_of, is_noisy, smoothed, thin, thin_extremes
+from simpletuner.reporting import html
 from simpletuner.reporting.environment import describe_environment
-from simpletuner.reporting.html import breakable
-from simpletuner.reporting.metrics import Columns, MediaRecord
-from simpletuner.reporting.previews import TrainingSample, build_grid, choose_steps, thumbnail
-from simpletuner.reporting.report import (
-    LEDGER_ROWS,
-    ReportData,
-    Result,
-    render_page,
-    settings_of,
-    write_report,
+from simpletuner.reporting.html import (
+    TrainingSample,
+    breakable,
+    build_grid,
+    charts_of,
+    choose_steps,
+    is_noisy,
+    smoothed,
+    thin,
+    thin_extremes,
+    thumbnail,
 )
+from simpletuner.reporting.metrics import Columns, MediaRecord
 
 VOID = {"br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"}
 NASTY = "</script><script>alert(1)</script> & \"quotes\" 'too' <img src=x onerror=alert(2)> चमक"
@@ -84,19 +91,21 @@ def rows(count: int) -> list[dict[str, float]]:
     ]
 
 
-def render(data: ReportData) -> Page:
-    path = data.output_dir / "training_report.html"
+def render(data: dict[str, Any]) -> Page:
+    path = data["output_dir"] / "training_report.html"
     write_report(path, data)
     return Page(path)
 
 
-def data_of(folder: Path, metrics: Sequence[Mapping[str, Any]] = (), **changes: object) -> ReportData:
-    base = ReportData("demo", "running", 40, 300, folder, metrics=Columns.of(metrics or rows(40)))
-    return replace(base, **changes)
+def data_of(folder: Path, metrics: Sequence[Mapping[str, Any]] | None = None, **changes: object) -> dict[str, Any]:
+    columns, lists = Columns.of(rows(40) if metrics is None else metrics), ("settings", "datasets", "ledger", "samples")
+    base = {"title": "demo", "subtitle": "", "state": "running", "step": 40, "total_steps": 300, "output_dir": folder}
+    base |= {"metrics": columns, "previews": [], "environment": {}, "message": "", "notes": [], "result": None}
+    return {**base, **{name: [] for name in lists}, **changes}
 
 
 def test_an_empty_run_has_a_report(tmp_path: Path) -> None:
-    page = render(ReportData("demo", "running", 0, 300, tmp_path))
+    page = render(data_of(tmp_path, [], step=0))
     assert "demo · running, step 0" in page.text
     assert page.tags.count("section") == 0
 
@@ -187,14 +196,14 @@ def test_big_runs_stay_small(tmp_path: Path) -> None:
 def test_large_pictures_are_packed_as_smaller_copies_and_only_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(previews, "BUDGET", 100_000)
+    monkeypatch.setattr(html, "BUDGET", 100_000)
     records = [picture(tmp_path, step, side=400, noise=True) for step in (0, 10)]
-    previews._pack.cache_clear()
+    html._pack.cache_clear()
     for _ in range(2):
         grid = build_grid(records, tmp_path)
     sources = [cell.source for cell in grid.rows[0].plain if cell]
     assert all(source.startswith("data:image/webp") and len(source) < 70_000 for source in sources)
-    assert previews._pack.cache_info().misses == 2
+    assert html._pack.cache_info().misses == 2
 
 
 def test_files_that_are_gone_or_broken_leave_a_hole(tmp_path: Path) -> None:
@@ -209,7 +218,7 @@ def test_files_that_are_gone_or_broken_leave_a_hole(tmp_path: Path) -> None:
 
 
 def test_a_large_video_is_referred_to_beside_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(previews, "BUDGET", 1000)
+    monkeypatch.setattr(html, "BUDGET", 1000)
     for name, size in (("small.mp4", 100), ("large one.mp4", 5000)):
         (tmp_path / name).write_bytes(b"\0" * size)
     records = [MediaRecord(0, "a", "", "small.mp4", 8, 8), MediaRecord(10, "a", "", "large one.mp4", 8, 8)]
@@ -291,7 +300,7 @@ def test_only_noise_is_smoothed() -> None:
     assert smoothed("x", noise).smooth[-1][1] == pytest.approx(0.5, abs=0.15)
 
 
-def test_charts_follow_what_was_recorded() -> None:
+def test_charts_follow_what_was_recorded(tmp_path: Path) -> None:
     extra = {"grad_norm": 1.0, "crepa_loss": 0.1, "note": "text", "flag": True, "peak_memory_gb": 2.5}
     recorded = [{**row, **extra, "timesteps": [10.0, 999.9]} for row in rows(20)]
     recorded[10] = {**recorded[10], "loss/val/pooled": 0.4, "train_loss": None}
@@ -309,8 +318,8 @@ def test_charts_follow_what_was_recorded() -> None:
     assert len(charts[0].series[0].raw) == 19
     [bars] = [chart.series[0].raw for chart in charts if chart.bars]
     assert {place: count for place, count in bars if count} == {25: 20.0, 975: 20.0}
-    page = render_page(ReportData("demo", "running", 1, 1, Path(), metrics=Columns.of(recorded)))
-    assert '"hours":[[1,' in page
+    page = render(data_of(tmp_path, recorded, step=1, total_steps=1))
+    assert '"hours":[[1,' in page.source
 
 
 def test_settings_know_what_changed_and_hide_secrets() -> None:
@@ -319,13 +328,13 @@ def test_settings_know_what_changed_and_hide_secrets() -> None:
     values = [("model_family", "kandinsky5-image"), ("model_type", "lora"), ("webhook_config", hook)]
     config = resolve([Layer("family default", [("validation_guidance", 5.0)]), Layer("my.json", values)], problems)
     assert config is not None
-    settings = {setting.key: setting for setting in settings_of(config)}
-    assert settings["model_type"].changed
-    assert settings["model_type"].origin == "my.json"
-    assert settings["validation_guidance"].origin == "family default"
-    assert not settings["output_dir"].changed
-    assert settings["gradient_checkpointing"].value == "true"
-    assert "geheim" not in settings["webhook_config"].value
+    settings = {setting["key"]: setting for setting in settings_of(config)}
+    assert settings["model_type"]["changed"]
+    assert settings["model_type"]["origin"] == "my.json"
+    assert settings["validation_guidance"]["origin"] == "family default"
+    assert not settings["output_dir"]["changed"]
+    assert settings["gradient_checkpointing"]["value"] == "true"
+    assert "geheim" not in settings["webhook_config"]["value"]
 
 
 def test_the_files_of_the_page_are_shipped() -> None:

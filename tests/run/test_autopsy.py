@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from simpletuner.annexes import replay
 from simpletuner.annexes.fitting.ready import weigh_plan
-from simpletuner.annexes.replay import autopsy
 from simpletuner.caching.fill import write_entry
 from simpletuner.caching.read import CacheStore
 from simpletuner.config.sources import parse_settings
@@ -175,8 +175,8 @@ def test_a_gpu_that_does_not_answer_hides_no_error_of_a_phase(monkeypatch: pytes
     def refuse() -> int:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(autopsy, "peak_memory", refuse)
-    with pytest.raises(ValueError, match="the cause"), EventStream(autopsy.Autopsy()).phase("Rendering"):
+    monkeypatch.setattr(replay, "peak_memory", refuse)
+    with pytest.raises(ValueError, match="the cause"), EventStream(replay.Autopsy()).phase("Rendering"):
         raise ValueError("the cause")
 
 
@@ -283,7 +283,7 @@ def test_no_folder_without_a_failure_and_its_own_failure_hides_nothing(
     failing(act)
     assert workspace.train("learning_rte=1") == 2
     assert workspace.train() == 130
-    monkeypatch.setattr(autopsy, "describe_environment", lambda: 1 / 0)
+    monkeypatch.setattr(replay, "describe_environment", lambda: 1 / 0)
     assert workspace.train() == 1
     assert "ValueError: the first" in capsys.readouterr().err
     assert not workspace.path("output/failures").exists()

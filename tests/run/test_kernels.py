@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from simpletuner.models import kernels
+from simpletuner.models import blocks
 from simpletuner.speed import attention
 from simpletuner.speed.attention import MeasuredChoice
 from simpletuner.training import assemble
@@ -40,13 +40,13 @@ def test_nothing_is_timed_twice(
     )
     assert workspace.train() == 0
     assert set(timed) == {True, False}, "steps and previews"
-    (known,) = json.loads(workspace.path(f"output/{kernels.CHOICES_FILE}").read_text()).values()
+    (known,) = json.loads(workspace.path(f"output/{blocks.CHOICES_FILE}").read_text()).values()
     assert set(known.values()) == {"flash", "cuDNN"}
     timed.clear()
     assert workspace.train("max_train_steps=3") == 0
     assert workspace.run("sample", "output", "--prompt", "a red square", "--output", "samples") == 0
     assert not timed
 
-    monkeypatch.setattr(kernels, "describe_place", lambda device: "another device")
+    monkeypatch.setattr(blocks, "describe_platform", lambda device: "another device")
     assert workspace.train("max_train_steps=4") == 0
     assert set(timed) == {True, False}

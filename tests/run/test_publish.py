@@ -20,7 +20,7 @@ from simpletuner.errors import NonFiniteError
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
-from simpletuner.run.publish import publish_result
+from simpletuner.run.session import publish_result
 from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, STEP_NOTE
 from simpletuner.training.trained import FullModel, Publication

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from simpletuner.annexes.sweep import Sheet
 from simpletuner.reporting.metrics import Columns, MediaRecord
-from simpletuner.reporting.sheet import Sheet
 from tests.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from simpletuner.annexes.publishing.upload import Upload
-from simpletuner.annexes.publishing.uploads import Uploads
+from simpletuner.annexes.publishing.uploads import Upload, Uploads
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.headers import METADATA, read_header
 from simpletuner.reporting.events import CheckpointSaved, EventStream, PhaseStarted, Uploaded
@@ -311,7 +310,7 @@ def test_a_run_without_uploads_says_nothing_of_them(
         raise OSError("no card today")
 
     with monkeypatch.context() as patch:
-        patch.setattr("simpletuner.annexes.publishing.model_card.describe_run", fail)
+        patch.setattr("simpletuner.annexes.publishing.uploads.describe_run", fail)
         assert workspace.train("max_train_steps=1") == 0
     shown = capsys.readouterr().out
     assert "warning: Writing the model card failed (OSError: no card today)." in shown

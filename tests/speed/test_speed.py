@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import ConfigError
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
-from simpletuner.models.kernels import KernelChoices
+from simpletuner.models.blocks import KernelChoices
 from simpletuner.speed import attention
 from simpletuner.speed.attention import MeasuredChoice, kernel_chooser
 from simpletuner.speed.recomputation import LeftToRecomputation, Recomputed

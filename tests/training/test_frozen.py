@@ -19,7 +19,7 @@ from simpletuner.memory.offload.attach import attach_offload, pack_group, stream
 from simpletuner.memory.offload.image import WeightImage, leaves
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import CheckpointSetup
-from simpletuner.models.loading import HollowWeights
+from simpletuner.models.loading import DeferredWeights
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource
 from simpletuner.training import assemble as assembling
@@ -127,15 +127,15 @@ def test_a_block_is_on_the_device_before_the_next_is_read(
 ) -> None:
     """The device is `meta`, so whatever has values is in host memory."""
     config, adapter = parts(t2i_checkpoint, base_model_precision=precision)
-    read, on_host, blocks = HollowWeights.fill, list[int](), list[nn.Module]()
+    read, on_host, blocks = DeferredWeights.fill, list[int](), list[nn.Module]()
 
-    def fill(weights: HollowWeights, modules: Sequence[nn.Module]) -> None:
+    def fill(weights: DeferredWeights, modules: Sequence[nn.Module]) -> None:
         tensors = [each for block in blocks for each in (*block.parameters(), *block.buffers())]
         on_host.append(sum(not each.is_meta for each in tensors))
         blocks.extend(modules)
         read(weights, modules)
 
-    monkeypatch.setattr(HollowWeights, "fill", fill)
+    monkeypatch.setattr(DeferredWeights, "fill", fill)
     transformer, _ = load_frozen(config, adapter, torch.device("meta"))
     assert len(on_host) == len(adapter.block_layout(transformer).blocks) + 1
     assert not any(on_host)
@@ -227,11 +227,11 @@ def test_large_tensors_are_given_back_at_once() -> None:
 
 def test_files_that_do_not_fit(checkpoints: dict[str, Path]) -> None:
     _, adapter = parts(checkpoints["bf16"])
-    model: Any = adapter.load_transformer(torch.bfloat16, hollow=True)
+    model: Any = adapter.load_transformer(torch.bfloat16, empty=True)
     model.add_module("more", nn.Linear(4, 4, device="meta"))
     with pytest.raises(UserError, match=r"is incomplete: more.bias, more.weight not in its files"):
-        HollowWeights(model, adapter.source["transformer"], torch.bfloat16)
-    wrong: Any = adapter.load_transformer(torch.bfloat16, hollow=True)
+        DeferredWeights(model, adapter.source["transformer"], torch.bfloat16)
+    wrong: Any = adapter.load_transformer(torch.bfloat16, empty=True)
     wrong.visual_embeddings.in_layer = nn.Linear(4, 4, device="meta")
     with pytest.raises(UserError, match=r"visual_embeddings\.in_layer\.\w+ is .* in its files and .* in its config"):
-        HollowWeights(wrong, adapter.source["transformer"], torch.bfloat16).fill([wrong])
+        DeferredWeights(wrong, adapter.source["transformer"], torch.bfloat16).fill([wrong])

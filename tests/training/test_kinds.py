@@ -21,7 +21,7 @@ from simpletuner.config.tread import Route
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.adapter_kinds import planned_adapters
 from simpletuner.models.kandinsky5.loading import load_processor
-from simpletuner.models.lora_targets import weights_of
+from simpletuner.models.lora_keys import weights_of
 from simpletuner.run.rehearsal import rehearse_micro_step
 from simpletuner.techniques.tread import Tread
 from simpletuner.training.assemble import assemble, make_accelerator

@@ -13,7 +13,7 @@ from simpletuner.distributed.requests import Request, expect_requests, make_requ
 from simpletuner.distributed.world import World
 from simpletuner.reporting.events import Event, EventStream, Notice, StateChanged, StepReport
 from simpletuner.reporting.pace import ENOUGH, RECENT, SlowSteps
-from simpletuner.run.records import RunRecord
+from simpletuner.reporting.payloads import RunRecord
 from simpletuner.training.recorder import Recorder, RequestHandler, utilisation
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import optimizer_step

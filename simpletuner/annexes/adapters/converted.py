@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
-from simpletuner.models.lora_targets import Targets
+from simpletuner.models.lora_keys import Targets
 from simpletuner.models.spec import FamilySpec
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora import ADAPTER, inject, without_adapters

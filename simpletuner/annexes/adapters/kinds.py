@@ -1,22 +1,218 @@
 """LoKr, LoHa and LyCORIS as the plan and the budget know them: their layers, and the numbers that they train per layer.
 Free of torch.
+
+The settings file of LyCORIS is read, checked, and resolved to the layers it adapts. Layers are chosen among the
+family's linear layers (`all-linear`) by the rules of the library's presets. A class name stands for every layer inside
+modules of that class.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Mapping
-from functools import partial
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
-from simpletuner.annexes.adapters.lycoris_file import check_lycoris, read_lycoris
+from simpletuner.config.json_files import read_json
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.option import LYCORIS, check_installed
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.adapter_kinds import AdapterKind, Shapes
 from simpletuner.models.cost import Shape
-from simpletuner.models.lora_targets import Targets, matching_modules
+from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
+
+KEY = "lycoris_config"
+CONFIG_FILE = "lycoris_config.json"
+ALGOS = ("lora", "locon", "loha", "lokr")
+MULTIPLIES = "its update multiplies the weight, and a LoRA cannot hold that"
+REFUSED_ALGOS = {
+    **dict.fromkeys(("glora", "diag-oft", "boft", "ia3"), MULTIPLIES),
+    "tlora": "its files need pipelines of their own; stock pipelines spoil the picture",
+    "full": "it trains whole weights; use model_type full",
+    "dylora": "each call draws another rank, which recomputed blocks and resumed runs cannot repeat",
+}
+REFUSED_KEYS = {
+    "train_norm": "a LoRA cannot hold norms",
+    **dict.fromkeys(("rank_dropout", "module_dropout"), "its random numbers would not be repeated after a resume"),
+}
+# Settings of convolutions with a kernel and of refused algorithms, which linear layers ignore.
+UNUSED = ("conv_dim", "conv_alpha", "use_tucker", "block_size", "constraint", "rescaled")
+# Settings of a layer, with the library's defaults.
+DEFAULTS = {"linear_dim": 4, "linear_alpha": 1, "factor": -1, "dropout": 0.0, "full_matrix": False,
+            "decompose_both": False, "unbalanced_factorization": False, "use_scalar": False, "dora_wd": False,
+            "wd_on_output": True}  # fmt: skip
+# The range of every number; some are integers, some are never 0.
+RANGES = {"linear_dim": (0, 1e6), "dim": (1, 1e6), "factor": (-1, 1e6), "linear_alpha": (0, 1e6), "alpha": (0, 1e6),
+          "dropout": (0, 0.999), "multiplier": (-1e3, 1e3)}  # fmt: skip
+WHOLE_NUMBERS, NEVER_ZERO = ("linear_dim", "dim", "factor"), ("factor", "multiplier")
+OF_LAYERS = ("algo", "bypass_mode", "dim", "alpha", *DEFAULTS)
+WHOLE = ("algo", "bypass_mode", "multiplier", "apply_preset", *DEFAULTS)
+MAPS = ("module_algo_map", "name_algo_map")
+OF_PRESETS = ("enable_conv", "target_module", "target_name", "exclude_name", *MAPS, "use_fnmatch", "lora_prefix")
+
+
+@dataclass(frozen=True)
+class LycorisFile:
+    """The content of a settings file, for the layers of a family."""
+
+    content: Mapping[str, Any]
+    spec: FamilySpec
+
+    @cached_property
+    def preset(self) -> Mapping[str, Any]:
+        return dict(self.content.get("apply_preset") or {})
+
+    def layers(self, shapes: Mapping[str, Shape]) -> dict[str, dict[str, Any]]:
+        """The adapted layers, each with its settings.
+
+        Args:
+            shapes: of the weights of a transformer's layers, by layer.
+        """
+        names = matching_modules(shapes, self.spec.lora_presets["all-linear"])
+        found = {name: self._settings(name) for name in names}
+        return {name: settings for name, settings in found.items() if settings is not None}
+
+    def matches(self, target: str, layer: str) -> bool:
+        """Whether a name pattern of the file matches a layer."""
+        if self.preset.get("use_fnmatch", False):
+            return fnmatch.fnmatch(layer, target)
+        return layer == target or re.match(target, layer) is not None
+
+    def depth(self, word: str, layer: str) -> int:
+        """The length of the part of a layer's path that is a module of a class; 0 if there is none."""
+        found = re.match(rf"(?:{self.classes[word]})(?=\.|$)", layer)
+        return found.end() if found else 0
+
+    @property
+    def classes(self) -> Mapping[str, str]:
+        """Class names that the file may use, as regular expressions of module paths."""
+        return {**self.spec.adapter_classes, "Linear": ".+"}
+
+    def _settings(self, layer: str) -> dict[str, Any] | None:
+        preset = self.preset
+        by_class: Mapping[str, Any] = preset.get("module_algo_map", {})
+        by_name: Mapping[str, Any] = preset.get("name_algo_map", {})
+        words = {word: self.depth(word, layer) for word in (*preset.get("target_module", ["Linear"]), *by_class)}
+        names = [each for each in (*by_name, *preset.get("target_name", [])) if self.matches(each, layer)]
+        if any(self.matches(each, layer) for each in preset.get("exclude_name", [])) or not (
+            any(words.values()) or names
+        ):
+            return None
+        inside = sorted((depth, word) for word, depth in words.items() if depth and word in by_class)
+        own = [by_name[name] for name in names if name in by_name] or [by_class[word] for _, word in reversed(inside)]
+        settings = {**DEFAULTS, **self.content, **(own[0] if own else {})}
+        alias = {"dim": settings["linear_dim"] or 4, "alpha": settings["linear_alpha"]}
+        return {**alias, "bypass_mode": not settings["dora_wd"], **settings}
+
+
+def read_lycoris(path: str | None, spec: FamilySpec, problems: list[Problem]) -> LycorisFile | None:
+    """The settings file, or None with the reason added to the problems."""
+    if path is None:
+        problems.append(Problem(KEY, "is required by lora_type lycoris."))
+        return None
+    content = read_json(Path(path).expanduser(), problems)
+    wrong = _malformed(content)
+    if wrong and content is not None:  # otherwise read_json has reported the reason
+        problems.append(Problem(KEY, f"{path!r}: {wrong}."))
+    return None if wrong else LycorisFile(content, spec)
+
+
+def _malformed(content: Any) -> str:
+    """The fault that makes the content of a file unreadable; empty if there is none."""
+    preset = (content.get("apply_preset") or {}) if isinstance(content, dict) else None
+    if not isinstance(preset, dict):
+        return "it holds no JSON object with the settings, or apply_preset is none"
+    lists = [preset.get(key, []) for key in ("target_module", "target_name", "exclude_name")]
+    if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
+        return "target_module, target_name and exclude_name must be lists of names"
+    maps = [preset.get(key, {}) for key in MAPS]
+    if not all(isinstance(table, dict) and all(isinstance(entry, dict) for entry in table.values()) for table in maps):
+        return "module_algo_map and name_algo_map must map names to settings"
+    for pattern in (*preset.get("target_name", []), *preset.get("exclude_name", []), *preset.get("name_algo_map", {})):
+        try:
+            re.compile(fnmatch.translate(pattern) if preset.get("use_fnmatch", False) else pattern)
+        except re.error as error:
+            return f"{pattern!r} is no regular expression ({error}); with use_fnmatch true * matches anything"
+    return ""
+
+
+def check_lycoris(file: LycorisFile, shapes: Mapping[str, Shape], *, quantised: bool) -> Iterator[Problem]:
+    """Problems of a settings file.
+
+    Args:
+        shapes: as for `LycorisFile.layers`; empty if the transformer is not on this machine.
+        quantised: the base model is.
+    """
+    content, preset = file.content, file.preset
+    yield from _unknown(content, (*WHOLE, *UNUSED, *REFUSED_KEYS), "key")
+    yield from _unknown(preset, OF_PRESETS, "key of apply_preset")
+    for key in ("algo", "multiplier"):
+        if key not in content:
+            yield Problem(KEY, f"{key} is missing.")
+    if not content.get("linear_dim") and not content.get("full_matrix"):
+        yield Problem(KEY, "linear_dim or full_matrix is missing.")
+    yield from _check_settings(content, quantised)
+    for entry in (value for key in MAPS for value in preset.get(key, {}).values()):
+        yield from _unknown(entry, (*OF_LAYERS, *UNUSED, *REFUSED_KEYS), "setting of an algo map")
+        yield from _check_settings({**content, **entry}, quantised)
+    known = f"The classes are: {', '.join(file.classes)}."
+    named = dict.fromkeys((*preset.get("target_module", []), *preset.get("module_algo_map", {})))
+    strange = [word for word in named if word not in file.classes]
+    for word in strange:
+        hint = did_you_mean(word, file.classes)
+        yield Problem(KEY, f"{word!r} is not a class with linear layers in {file.spec.title}.{hint} {known}")
+    if shapes and not strange and not file.layers(shapes):
+        yield Problem(KEY, f"apply_preset matches no linear layer of {file.spec.title}. {known}")
+
+
+def _check_settings(settings: Mapping[str, Any], quantised: bool) -> Iterator[Problem]:
+    algo = settings.get("algo")
+    if algo in REFUSED_ALGOS:
+        yield Problem(KEY, f"algo {algo!r} is not supported: {REFUSED_ALGOS[algo]}. Use one of {', '.join(ALGOS)}.")
+    elif algo is not None and algo not in ALGOS:
+        yield Problem(KEY, f"algo {algo!r} is not one of {', '.join(ALGOS)}.{did_you_mean(str(algo), ALGOS)}")
+    for key, reason in REFUSED_KEYS.items():
+        if settings.get(key):
+            yield Problem(KEY, f"{key} is not supported: {reason}.")
+    for key in filter(settings.get, UNUSED):
+        yield Problem(
+            KEY, f"{key} has no effect: only linear layers and pointwise convolutions are adapted.", fatal=False
+        )
+    for key, value in settings.items():
+        if value is not None and (allowed := _why_not(key, value)):
+            yield Problem(KEY, f"{key} {value!r} is not {allowed}.")
+    bypass, dora = settings.get("bypass_mode"), settings.get("dora_wd", False)
+    if bypass and dora:
+        yield Problem(KEY, "dora_wd and bypass_mode exclude each other: bypassing skips the decomposition.")
+    elif quantised and (dora or bypass is False):
+        reason = "a quantised base model needs bypass_mode true and no dora_wd: its weights are not read"
+        yield Problem(KEY, f"{reason}. Or set base_model_precision no_change.")
+
+
+def _why_not(key: str, value: Any) -> str:
+    """The allowed values of a setting; empty if the value is allowed."""
+    if key in ("bypass_mode", *(name for name, usual in DEFAULTS.items() if isinstance(usual, bool))):
+        return "" if isinstance(value, bool) else "true or false"
+    if key not in RANGES:
+        return ""
+    (lowest, highest), whole, never_zero = RANGES[key], key in WHOLE_NUMBERS, key in NEVER_ZERO
+    is_inside = type(value) in (int, float) and lowest <= value <= highest
+    if is_inside and not (whole and value % 1) and not (never_zero and value == 0):
+        return ""
+    return f"a {'whole ' * whole}number from {lowest:g} to {highest:g}{', but not 0' * never_zero}"
+
+
+def _unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str) -> Iterator[Problem]:
+    for key in given:
+        if key not in known:
+            hint = did_you_mean(key, known) or f" There are: {', '.join(known)}."
+            yield Problem(KEY, f"{key!r} is not a {what} of LyCORIS.{hint}")
+
 
 Pair = tuple[int, int]
 

@@ -19,12 +19,12 @@ from lycoris.wrapper import network_module_dict
 from torch import Tensor, nn
 
 from simpletuner.annexes.adapters.converted import ConvertedAdapter
-from simpletuner.annexes.adapters.lycoris_file import CONFIG_FILE, LycorisFile, read_lycoris
+from simpletuner.annexes.adapters.kinds import CONFIG_FILE, LycorisFile, read_lycoris
 from simpletuner.atomic import write_json
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import ConfigError, Problem
-from simpletuner.models.lora_targets import Targets, weights_of
+from simpletuner.models.lora_keys import Targets, weights_of
 from simpletuner.models.spec import FamilySpec
 from simpletuner.training.lora_files import write_weights
 from simpletuner.training.meter import weight_shapes

@@ -92,10 +92,13 @@ class QwenCaptioner:
     def describe(self, requests: Sequence[DescriptionRequest], most: int) -> list[Description]:
         """Describe each request by greedy decoding, in at most `most` tokens."""
         tokenizer = self.processor.tokenizer
+        ends = [tokenizer.convert_tokens_to_ids(END), tokenizer.eos_token_id]
         rows = [self._prepare(request) for request in requests]
         start = int(rows[0]["input_ids"][0])  # in every prompt: transformers 5.17 counts padding as repetition
         fillers = {"input_ids": start, "attention_mask": 0, "mm_token_type_ids": 0}
-        inputs = {name: _left_padded([row[name] for row in rows], filler) for name, filler in fillers.items()}
+        inputs = {  # padded on the left; the attention mask hides the padding
+            name: pad_sequence([row[name] for row in rows], True, filler, "left") for name, filler in fillers.items()
+        }
         visual = {name: [row[name] for row in rows if name in row] for row in rows for name in row.keys() - inputs}
         inputs |= {name: torch.cat(tensors) for name, tensors in visual.items()}
         written = self.qwen.generate(
@@ -104,19 +107,14 @@ class QwenCaptioner:
                 do_sample=False,
                 max_new_tokens=most,
                 repetition_penalty=REPETITION_PENALTY,
-                eos_token_id=self._ends,
+                eos_token_id=ends,
                 pad_token_id=tokenizer.eos_token_id,
             ),
         )
         new = written[:, inputs["input_ids"].shape[1] :].cpu()
         texts = tokenizer.batch_decode(new, skip_special_tokens=True)
-        ended = torch.isin(new, torch.tensor(self._ends)).any(1).tolist()
+        ended = torch.isin(new, torch.tensor(ends)).any(1).tolist()
         return [Description(" ".join(text.split()), whole) for text, whole in zip(texts, ended, strict=True)]
-
-    @property
-    def _ends(self) -> list[int]:
-        tokenizer = self.processor.tokenizer
-        return [tokenizer.convert_tokens_to_ids(END), tokenizer.eos_token_id]
 
     def _prepare(self, request: DescriptionRequest) -> dict[str, Tensor]:
         """The model's inputs for one request."""
@@ -147,11 +145,6 @@ class QwenCaptioner:
         side = self.processor.image_processor.patch_size
         single = patches.unflatten(1, (3, depth, side, side)).unflatten(0, (frames // 2, 2, -1))[:, :, :, :, 0]
         return single.permute(0, 2, 3, 1, 4, 5).flatten(0, 1).flatten(1)
-
-
-def _left_padded(rows: list[Tensor], filler: int) -> Tensor:
-    """Rows padded on the left to one length; the attention mask hides the padding."""
-    return pad_sequence(rows, batch_first=True, padding_value=filler, padding_side="left")
 
 
 def _shrunk(picture: Image, most: int) -> Image:

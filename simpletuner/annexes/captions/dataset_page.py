@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +23,7 @@ from simpletuner.data.sample import LedgerEntry
 from simpletuner.distributed.world import usable_cores
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream
-from simpletuner.reporting.html import render
-from simpletuner.reporting.previews import thumbnail
+from simpletuner.reporting.html import render, thumbnail
 
 TOKENIZER = "tokenizer.json"
 FRAMES = 8  # of a clip, whose changes are its motion
@@ -54,7 +53,7 @@ class Words:
     tokens: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class FileCard:
     """One file on the page.
 
@@ -69,20 +68,16 @@ class FileCard:
     """
 
     name: str
-    kinds: Mapping[str, str]
+    kinds: dict[str, str]
+    words: Sequence[Words] = ()
     source: str = ""
     ratio: float = 1.0
     size: str = ""
     trained: str = ""
     box: Sequence[float] | None = None
-    words: Sequence[Words] = ()
     sharpness: float | None = None
     motion: float | None = None
     print: NDArray[np.int16] | None = None
-
-    def marked(self, kind: str, text: str) -> FileCard:
-        """The card with one more thing that deserves a look."""
-        return replace(self, kinds={**self.kinds, kind: text})
 
 
 CaptionReader = Callable[[Dataset, str], Words]
@@ -94,13 +89,16 @@ def write_page(survey: Plan, path: Path, events: EventStream) -> None:
     Raises:
         WriteError: it cannot be written.
     """
-    cards = {name: mark_blurred(own) for name, own in look_at_all(survey, events).items()}
-    shown = mark_twins(cards, survey.datasets)
+    cards = look_at_all(survey, events)
+    for shown in cards.values():
+        mark_blurred(shown)
+    # Near-duplicates are sought across datasets; partners and masks are not compared.
+    mark_twins([card for each in survey.datasets if not each.config.is_conditioning for card in cards[each.id]])
     page = render(
         "dataset.html.jinja",
         survey=survey,
-        cards=shown,
-        found=Counter(kind for own in shown.values() for each in own for kind in each.kinds),
+        cards=cards,
+        found=Counter(kind for shown in cards.values() for card in shown for kind in card.kinds),
         kinds=KINDS,
         room=survey.spec.words.room(survey.config.text),
         counted=tokenizer_file(survey) is not None,
@@ -167,56 +165,46 @@ def caption_reader(survey: Plan) -> CaptionReader:
 def look_at(dataset: Dataset, entry: LedgerEntry, words: Sequence[Words], side: int) -> FileCard:
     """Decode a file once, and measure it."""
     facts = dataset.facts.get(entry.name)
-    card = FileCard(entry.name, {"unused": entry.use} if entry.use else {}, words=words)
+    card = FileCard(entry.name, {"unused": entry.use} if entry.use else {}, words)
     if facts is None or facts.problem is not None:
         return card
     try:
         frames = DatasetFile(dataset, entry.name).frames(FRAMES)
     except MediaError as error:
-        return card.marked("unused", str(error))
-    geometry, size = entry.geometry, "{}x{}".format(*facts.picture_size)
-    source, ratio = thumbnail(frames[0], side), facts.width / facts.height
-    card = replace(card, source=source, ratio=ratio, size=size, print=colour_grid(frames[0]))
-    if geometry is not None:
-        box, enlarged = box_of(geometry), geometry.resized[0] / facts.width
-        card = replace(card, box=box, trained=entry.trained_size, sharpness=sharpness(frames[0], geometry))
-        if enlarged > NOTICEABLE_ENLARGEMENT:
-            card = card.marked("small", f"enlarged {enlarged:.1f} times")
-    if any(each.cut for each in words):
-        card = card.marked("cut", "caption cut off")
-    if len(frames) == 1:
+        card.kinds["unused"] = str(error)
         return card
-    moved = motion(frames)
-    card = replace(card, motion=moved)
-    return card.marked("still", "hardly moves") if moved < STILL else card
+    geometry, card.size, card.ratio = entry.geometry, f"{facts.width}x{facts.height}", facts.width / facts.height
+    card.source, card.print = thumbnail(frames[0], side), colour_grid(frames[0])
+    if geometry is not None:
+        card.trained, card.sharpness = entry.trained_size, sharpness(frames[0], geometry)
+        sizes = (*geometry.crop, *geometry.size)
+        card.box = [100 * part / whole for part, whole in zip(sizes, geometry.resized * 2, strict=True)]
+        if (enlarged := geometry.resized[0] / facts.width) > NOTICEABLE_ENLARGEMENT:
+            card.kinds["small"] = f"enlarged {enlarged:.1f} times"
+    if any(part.cut for part in words):
+        card.kinds["cut"] = "caption cut off"
+    if len(frames) > 1:
+        card.motion = motion(frames)
+        if card.motion < STILL:
+            card.kinds["still"] = "hardly moves"
+    return card
 
 
-def box_of(geometry: Geometry) -> list[float]:
-    """Left, top, width and height of a crop in percent of the whole picture."""
-    sizes = (*geometry.crop, *geometry.size)
-    return [100 * part / whole for part, whole in zip(sizes, geometry.resized * 2, strict=True)]
-
-
-def mark_blurred(cards: Sequence[FileCard]) -> list[FileCard]:
+def mark_blurred(cards: Sequence[FileCard]) -> None:
     """Mark what is much less sharp than most of its dataset; a soft style is not blurred."""
-    known = [each.sharpness for each in cards if each.sharpness is not None]
-    least = BLURRED * median(known) if known else 0
-    return [
-        each.marked("blurred", "blurred") if each.sharpness is not None and each.sharpness < least else each
-        for each in cards
-    ]
+    known = [(card, card.sharpness) for card in cards if card.sharpness is not None]
+    least = BLURRED * median(value for _, value in known) if known else 0
+    for card, value in known:
+        if value < least:
+            card.kinds["blurred"] = "blurred"
 
 
-def mark_twins(cards: Mapping[str, Sequence[FileCard]], datasets: Iterable[Dataset]) -> dict[str, list[FileCard]]:
-    """Mark near-duplicates with the number of their group, across datasets; partners and masks are not compared."""
-    ids = [dataset.id for dataset in datasets if not dataset.config.is_conditioning]
-    places = [(name, index) for name in ids for index, each in enumerate(cards[name]) if each.print is not None]
-    marked = {name: list(own) for name, own in cards.items()}
-    prints = [each for name, index in places if (each := cards[name][index].print) is not None]
-    for number, group in enumerate(near_duplicates(prints), 1):
-        for name, index in (places[member] for member in group):
-            marked[name][index] = cards[name][index].marked("twin", f"near-duplicate {number}")
-    return marked
+def mark_twins(cards: Iterable[FileCard]) -> None:
+    """Mark near-duplicates with the number of their group."""
+    printed = [(card, card.print) for card in cards if card.print is not None]
+    for number, group in enumerate(near_duplicates([grid for _, grid in printed]), 1):
+        for member in group:
+            printed[member][0].kinds["twin"] = f"near-duplicate {number}"
 
 
 def colour_grid(picture: Image.Image) -> NDArray[np.int16]:

@@ -25,12 +25,19 @@ from simpletuner.atomic import writing_to
 from simpletuner.errors import UserError, WriteError
 from simpletuner.redaction import redact
 from simpletuner.reporting import html
-from simpletuner.reporting.curves import hours_of, thin_extremes
-from simpletuner.reporting.metrics import MEDIA_FILE, MIME, VIDEO_MIME, Columns, is_number, parse_row, read_media
+from simpletuner.reporting.html import build_grid, hours_of, thin_extremes
+from simpletuner.reporting.metrics import (
+    MEDIA_FILE,
+    MIME,
+    REPORT_FILE,
+    VIDEO_MIME,
+    Columns,
+    is_number,
+    parse_row,
+    read_media,
+)
 from simpletuner.reporting.pace import clock, pace_text
 from simpletuner.reporting.payloads import EVENTS_FILE, last_id, offset_after
-from simpletuner.reporting.previews import build_grid
-from simpletuner.reporting.report import REPORT_FILE
 
 POLL, HEARTBEAT = 0.5, 15.0  # seconds
 POINTS, MAX_POINTS = 2000, 20_000  # of a curve in an answer, usually and at most

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from simpletuner.annexes.publishing.upload import Hub, prepared_destinations
-from simpletuner.annexes.publishing.uploads import Uploads
+from simpletuner.annexes.publishing.uploads import Hub, Uploads, prepared_destinations
 from simpletuner.config.json_files import check_unset, read_json
 from simpletuner.config.load import build_group, canonical, raise_if_fatal
 from simpletuner.config.publishing import PUBLISHING_CONFIG, PublishConfig, check_publishing, without_hidden

@@ -14,8 +14,9 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,62 +25,65 @@ from PIL import Image, ImageDraw, ImageFont
 
 from simpletuner.atomic import build_folder, write_json
 from simpletuner.config.json_files import read_json
+from simpletuner.config.optimizers import learning_rate, optimizer_name
+from simpletuner.config.precision import transformer_dtype
+from simpletuner.headers import METADATA, read_header
+from simpletuner.models.registry import load_adapter
+from simpletuner.models.usage import Usage
+from simpletuner.plan.build import Plan
 from simpletuner.redaction import HIDDEN, redact, redact_settings
-from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.html import evaluation_points
+from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, Columns, MediaRecord, read_media, read_rows
+from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, describe_errors, result_step
 
 CARD_FOLDER, README, SETTINGS_FILE, ASSETS = "model_card", "README.md", "simpletuner_config.json", "assets"
-CURVE = "evaluation_loss.png"
 MOST_MEDIA = 32  # previews in a gallery
 UNPROMPTED = "unconditional (blank prompt)"  # the hub shows no gallery entry without a text
 # Whoever has not named a repository is known by this.
 NOBODY = "your-name"
 PATH = re.compile(r"""(?:^|[\s"'=(\[,])(?:~|[A-Za-z]:|\\)?[/\\][^\s/\\]+[/\\]""")
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|])")
+PIPELINE_TAGS = {"t2i": "text-to-image", "i2i": "image-to-image", "t2v": "text-to-video", "i2v": "image-to-video"}
+# Settings for one machine.
+PRIVATE = ("webhook_config", "publishing_config", "post_checkpoint_script", "post_upload_script")
+# Names that optimum-quanto has for the precisions of a base model.
+QUANTO_TYPES = {"int8": "qint8", "int4": "qint4", "int2": "qint2", "fp8": "qfloat8", "fp8uz": "qfloat8_e4m3fnuz"}
+DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "fp8": "bfloat16"}
 
 
-def write_card(
-    output_dir: Path,
-    front: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    media: Sequence[MediaRecord],
-) -> None:
-    """Replace the card of a run.
+def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
+    """Replace the model card of a run as of a step: of its result if that is of this step, else of a checkpoint.
 
     Args:
-        front: the front matter, except for the gallery.
-        facts: what the templates show, `repository` and `step` among it.
-        settings: public ones, see `public_settings`.
+        repository: `owner/name` on the hub.
 
     Raises:
         DiskFullError: there was no space; the old card is kept.
     """
-    recipe = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    values = {"front": front, "curve": CURVE, "gallery": bool(media), "recipe": recipe, **facts}
-    negative = facts["config"].validation.validation_negative_prompt or ""
-    with build_folder(output_dir / CARD_FOLDER) as folder:
-        (folder / ASSETS).mkdir()
-        widget = []
-        for media_file, name in _named(media):
-            shutil.copyfile(output_dir / media_file.path, folder / ASSETS / name)
-            text = media_file.prompt.strip() or UNPROMPTED
-            shown = {"parameters": {"negative_prompt": negative}, "output": {"url": f"./{ASSETS}/{name}"}}
-            widget.append({"text": text, **shown})
-        if len(facts["evaluation"]) > 1:
-            draw_curve(facts["evaluation"]).save(folder / ASSETS / CURVE)
-        text = front_matter({**front, "widget": widget or None}) + redact(_render("card.md.jinja", values))
-        (folder / README).write_text(text, encoding="utf-8")
-        notes = {key: facts[key] for key in ("repository", "step")}
-        notes["summary"] = redact(_render("commit.txt.jinja", values))
-        write_json(folder / SETTINGS_FILE, {"_metadata": notes, "config": dict(settings)})
-
-
-def front_matter(data: Mapping[str, Any]) -> str:
-    """Front matter by a YAML writer, whatever texts there are in it; secrets are hidden."""
     # Imported late: it takes as long as the whole command line.
     from huggingface_hub.repocard_data import ModelCardData
 
-    return f"---\n{ModelCardData(**redact_settings(data)).to_yaml()}\n---\n\n"
+    config, negative = plan.config, plan.config.validation.validation_negative_prompt or ""
+    facts, media = card_facts(plan, repository, step, epoch), _named(read_media(plan.output_dir / MEDIA_FILE), step)
+    chosen = {key: value for key, value in config.flat().items() if config.is_explicit(key) and key not in PRIVATE}
+    settings = public_settings(chosen)
+    recipe = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    values = {**facts, "gallery": bool(media), "recipe": recipe}
+    with build_folder(plan.output_dir / CARD_FOLDER) as folder:
+        (folder / ASSETS).mkdir()
+        widget = []
+        for name, preview in media.items():
+            shutil.copyfile(plan.output_dir / preview.path, folder / ASSETS / name)
+            shown = {"parameters": {"negative_prompt": negative}, "output": {"url": f"./{ASSETS}/{name}"}}
+            widget.append({"text": preview.prompt.strip() or UNPROMPTED, **shown})
+        if len(facts["evaluation"]) > 1:
+            draw_curve(facts["evaluation"]).save(folder / ASSETS / "evaluation_loss.png")
+        # By a YAML writer, whatever texts there are.
+        front = ModelCardData(**redact_settings({**front_matter(plan, facts["base"]), "widget": widget or None}))
+        text = f"---\n{front.to_yaml()}\n---\n\n{redact(_render('card.md.jinja', values))}"
+        (folder / README).write_text(text, encoding="utf-8")
+        notes = {"repository": repository, "step": step, "summary": redact(_render("commit.txt.jinja", values))}
+        write_json(folder / SETTINGS_FILE, {"_metadata": notes, "config": settings})
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
@@ -96,13 +100,16 @@ def move_card(output_dir: Path, repository: str) -> None:
         path.write_text(path.read_text(encoding="utf-8").replace(f'"{old}"', f'"{repository}"'), encoding="utf-8")
 
 
-def _named(media: Sequence[MediaRecord]) -> Iterator[tuple[MediaRecord, str]]:
-    """Previews with their names in `assets/`: image_<prompt>_<number>."""
-    prompts = list(dict.fromkeys(each.short_name for each in media))
-    counts = Counter[str]()
-    for each in media[:MOST_MEDIA]:
-        yield each, f"image_{prompts.index(each.short_name)}_{counts[each.short_name]}{Path(each.path).suffix}"
-        counts[each.short_name] += 1
+def _named(media: Sequence[MediaRecord], step: int) -> dict[str, MediaRecord]:
+    """Previews of a step by their names in `assets/`: image_<prompt>_<number>."""
+    here = [record for record in media if record.step == step]
+    prompts, counts = list(dict.fromkeys(record.short_name for record in here)), Counter[str]()
+    named = {}
+    for record in here[:MOST_MEDIA]:
+        number, suffix = counts[record.short_name], Path(record.path).suffix
+        named[f"image_{prompts.index(record.short_name)}_{number}{suffix}"] = record
+        counts[record.short_name] += 1
+    return named
 
 
 def public_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,3 +166,106 @@ def _render(template: str, values: Mapping[str, Any]) -> str:
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(plain=plain, fenced=fenced)
     return environment.get_template(template).render(values)
+
+
+def card_facts(plan: Plan, repository: str, step: int, epoch: int) -> dict[str, Any]:
+    """What the templates show."""
+    config, base = plan.config, plan.source["transformer"]
+    base_name = plan.flavour.repository if base.is_local else base.location
+    rows = (row for row in read_rows(plan.output_dir / METRICS_FILE) if row["step"] <= step)
+    return {
+        **{"plan": plan, "config": config, "repository": repository, "step": step, "epoch": epoch, "base": base_name},
+        "is_lora": config.model.model_type == "lora",
+        "learning_rate": learning_rate(config.optimizer, config.model.model_type),
+        "optimizer": optimizer_name(config.optimizer, config.precision.mixed_precision),
+        "precision": transformer_dtype(config.precision),
+        "options": public_settings(config.family.of(plan.spec.options).model_dump()),
+        "result": published_result(plan, step),
+        "snippet": example_program(plan, base_name, repository),
+        "quanto": QUANTO_TYPES.get(config.precision.base_model_precision.removesuffix("-quanto")),
+        "evaluation": evaluation_points(Columns.of(rows)),
+    }
+
+
+def front_matter(plan: Plan, base: str) -> dict[str, Any]:
+    """The front matter, except for the gallery."""
+    publish, kind, family = plan.config.publish, plan.config.model.model_type, plan.spec.name
+    pipeline = PIPELINE_TAGS[plan.flavour.task]
+    safety = "safe-for-work" if publish.model_card_safe_for_work else "not-for-all-audiences"
+    # The template tag makes the hub show the gallery of a LoRA.
+    adapter = ["template:sd-lora", plan.config.lora.kind.lower()] if kind == "lora" else []
+    tags = [family, f"{family}-diffusers", pipeline, "diffusers", "simpletuner", safety, kind, *adapter]
+    return {
+        "license": plan.spec.license,
+        "base_model": base,
+        "base_model_relation": "adapter" if kind == "lora" else "finetune",
+        "library_name": "diffusers",
+        "pipeline_tag": pipeline,
+        "tags": list(dict.fromkeys(tags)),
+        "instance_prompt": publish.trigger or None,
+    }
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run published.
+
+    Attributes:
+        path: relative to the output folder.
+        size: in bytes.
+        snippet: Python that loads it and samples with it.
+        errors: of a LoRA that was converted from another adapter, in words.
+    """
+
+    path: str
+    size: int
+    snippet: str
+    errors: str = ""
+
+    @property
+    def size_text(self) -> str:
+        return f"{self.size / 1e6:,.1f} MB" if self.size < 1e9 else f"{self.size / 1e9:,.1f} GB"
+
+
+def published_result(plan: Plan, step: int) -> Result | None:
+    """The published file or folder with a program that uses it; None unless its own note says that it is of `step`."""
+    model_type = plan.config.model.model_type
+    if result_step(plan.output_dir, model_type) != step:
+        return None
+    path = plan.output_dir / (LORA_FILE if model_type == "lora" else PIPELINE_FOLDER)
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    notes = read_header(path).get(METADATA, {}) if path.is_file() else {}
+    result = str(plan.output_dir if path.is_file() else path)
+    snippet = example_program(plan, plan.source["transformer"].location, result)
+    return Result(path.name, sum(file.stat().st_size for file in files), snippet, describe_errors(notes))
+
+
+def example_program(plan: Plan, base: str, result: str) -> str:
+    """A program that samples the newest preview of the main prompt; empty for LoRA files in ComfyUI's form.
+
+    Args:
+        base: hub id or folder of the base model, for a LoRA.
+        result: hub id or folder of the LoRA, or of the fine-tuned pipeline.
+    """
+    config, is_lora = plan.config, plan.config.model.model_type == "lora"
+    if is_lora and config.lora.lora_format == "comfyui":
+        return ""
+    validation = config.validation
+    usage = Usage(
+        model=base if is_lora else result,
+        lora=result if is_lora else None,
+        task=plan.flavour.task,
+        dtype=DTYPE_NAMES[config.precision.mixed_precision],
+        prompt=plan.prompts[-1].prompt if plan.prompts else "",
+        negative_prompt=validation.validation_negative_prompt or "",
+        size=plan.sizes[0],
+        frames=validation.validation_num_video_frames or 1,
+        frame_rate=validation.framerate or plan.spec.frame_rate or 1,
+        steps=validation.validation_num_inference_steps or 30,
+        guidance=validation.validation_guidance or 1.0,
+        seed=plan.seed if validation.validation_seed is None else validation.validation_seed,
+        options=config.family,
+        shift=config.flow.flow_schedule_shift if config.is_explicit("flow_schedule_shift") else None,
+        solver=validation.validation_noise_scheduler,
+    )
+    return load_adapter(plan.spec).usage_snippet(usage)

@@ -1,43 +1,125 @@
-"""The report of a run, and what it says about the result."""
+"""`training_report.html`: one file that shows a run on any machine, offline.
+
+It mirrors `training_metrics.jsonl`, `validation_media.jsonl` and the plan, and is rewritten as a whole whenever there
+is something new to show. Its ledger lists every input file as used, or with the reason why not.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
 
+from simpletuner.annexes.publishing.card import published_result
+from simpletuner.atomic import write_atomically
 from simpletuner.caching.fill import prepared_picture
+from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import all_options
 from simpletuner.data.dataset import ledger_rows
 from simpletuner.data.files import DeviceError, MediaError
 from simpletuner.data.sample import Sample
 from simpletuner.errors import UserError
-from simpletuner.headers import METADATA, read_header
-from simpletuner.models.registry import load_adapter
-from simpletuner.models.usage import Usage
 from simpletuner.plan.build import Plan
-from simpletuner.redaction import redact
+from simpletuner.redaction import redact, redact_settings
+from simpletuner.reporting import events as happened
 from simpletuner.reporting.environment import describe_environment
-from simpletuner.reporting.events import (
-    ENDED,
-    PREVIEWS,
-    Event,
-    EventStream,
-    PhaseEnded,
-    PhaseStarted,
-    StateChanged,
-    StepReport,
-)
-from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, Columns, read_media, read_rows
-from simpletuner.reporting.previews import TrainingSample, evenly_spaced, thumbnail
-from simpletuner.reporting.report import LEDGER_ROWS, REPORT_FILE, ReportData, Result, State, settings_of, write_report
+from simpletuner.reporting.events import ENDED, PREVIEWS, Event, EventStream
+from simpletuner.reporting.html import TrainingSample, evenly_spaced, gallery, render, thumbnail
+from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, REPORT_FILE, Columns, read_media, read_rows, shares
+from simpletuner.reporting.pace import clock, pace_text, shares_text
 from simpletuner.run.companions import Companion, Ledger
-from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, describe_errors, result_step
 
 logger = logging.getLogger(__name__)
 
 SAMPLES = 24  # training pictures in the report
-DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "fp8": "bfloat16"}
+# Seconds after which the page of a running session reloads; a finished report does not.
+REFRESH = 30
+# More rows would make the page slow; the plan (`--dry-run`) lists them all.
+LEDGER_ROWS = 500
+OPEN_UP_TO = 24  # files; a longer list starts folded
+
+State = Literal["running", "finished", "stopped"]
+
+
+def write_report(path: Path, data: Mapping[str, Any]) -> None:
+    """Replace the report, to show what `RunReport.data` says.
+
+    Raises:
+        DiskFullError: there was no space; the old report is kept.
+    """
+    shown = gallery(data["metrics"], data["previews"], data["output_dir"], with_mfu=has_accelerator(data))
+    page = render(
+        "report.html.jinja",
+        data=data,
+        files=sum(whole for _, whole, _, _ in data["datasets"]),
+        used=sum(used for _, _, used, _ in data["datasets"]),
+        share=min(1.0, data["step"] / data["total_steps"]) if data["total_steps"] else 1.0,
+        facts=list(facts(data)),
+        open_up_to=OPEN_UP_TO,
+        refresh=REFRESH if data["state"] == "running" else None,
+        **shown,
+    )
+    write_atomically(path, page, durable=False)
+
+
+def facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The key figures of a run, as (name, text)."""
+    metrics: Columns = data["metrics"]
+    yield "Step", f"{data['step']:,} of {data['total_steps']:,}"
+    losses = [value for _, value in metrics.points("train_loss")]
+    if losses:
+        tenth = max(1, len(losses) // 10)
+        first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
+        yield "Loss, first to last tenth", f"{first:.3g} → {last:.3g}"
+    seconds = [value for _, value in metrics.points("seconds")]
+    if seconds:
+        yield "Pace", pace_text(sum(seconds) / len(seconds))
+        yield "Time in steps", clock(sum(seconds))
+        waited, streamed = ([value for _, value in metrics.points(key)] for key in ("data_seconds", "weights_seconds"))
+        parts = shares(sum(seconds), sum(waited), sum(streamed) if streamed else None)
+        yield "Time spent on", shares_text(parts)
+    if memory := metrics.points("peak_memory_gb"):
+        yield "Peak memory", f"{max(value for _, value in memory):.1f} GB"
+    utilisation = [value for _, value in metrics.points("mfu")]
+    if utilisation and has_accelerator(data):
+        yield "Median MFU", f"{median(utilisation) * 100:.0f} % of the measured matmul rate"
+    if data["datasets"]:
+        _, whole, used, _ = zip(*data["datasets"], strict=True)
+        yield "Files used", f"{sum(used):,} of {sum(whole):,}"
+    if device := data["environment"].get("device"):
+        yield "Device", device.partition(",")[0]
+
+
+def has_accelerator(data: Mapping[str, Any]) -> bool:
+    """Whether the run is on a GPU; on a CPU the share of the matmul rate says little."""
+    return data["environment"].get("device", "unknown") not in ("cpu", "unknown")
+
+
+def settings_of(config: RunConfig) -> list[dict[str, Any]]:
+    """All options of a run in the order of the reference page, with secrets hidden: what set each (`default`, `family
+    default`, a file, the command line), and whether it differs from the global default."""
+    values = redact_settings(config.flat())
+    return [
+        {
+            "key": name,
+            "value": _worded(values[name]),
+            "default": option.default_note.replace("`", "") or ("" if option.required else _worded(option.default)),
+            "section": option.section,
+            "origin": config.origins.get(name, "default"),
+            "changed": values[name] != option.default,
+        }
+        for name, option in all_options().items()
+    ]
+
+
+def _worded(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass
@@ -77,57 +159,60 @@ class RunReport(Companion):
 
     def __call__(self, event: Event) -> None:
         match event:
-            case StepReport():
+            case happened.StepReport():
                 self._step = event.step
                 # Every rewrite renders the whole page, so there are about 20 of them in a long run.
                 if event.step % max(50, self.plan.length.total_steps // 20) == 0:
                     self.write()
-            case PhaseEnded() if event.phase.kind == PREVIEWS:
+            case happened.PhaseEnded() if event.phase.kind == PREVIEWS:
                 self.write()
-            case PhaseStarted(kind="uploading") if self._step == self.plan.length.total_steps:
+            case happened.PhaseStarted(kind="uploading") if self._step == self.plan.length.total_steps:
                 self.write("finished")  # so that a copy of the output folder has the whole report
-            case StateChanged(state="running"):
+            case happened.StateChanged(state="running"):
                 self._step = event.step
                 self.write()
-            case StateChanged(state="finished"):
+            case happened.StateChanged(state="finished"):
                 self._step = event.step
                 self.write("finished")
-            case StateChanged() if event.state in ENDED:
+            case happened.StateChanged() if event.state in ENDED:
                 self.write("stopped", event.message)
 
     def write(self, state: State = "running", message: str = "") -> None:
         """Rewrite the report as of the last step."""
         try:
-            write_report(self.plan.output_dir / REPORT_FILE, self._data(state, message))
+            write_report(self.plan.output_dir / REPORT_FILE, self.data(state, message))
         except (OSError, UserError) as error:
             if not self._failed:
                 logger.warning("The report cannot be written, and the run goes on without it. %s", error)
             self._failed = True
 
-    def _data(self, state: State, message: str) -> ReportData:
+    def data(self, state: State, message: str) -> dict[str, Any]:
+        """What the page shows.
+
+        Args:
+            message: why the run stopped.
+        """
         plan, folder = self.plan, self.plan.output_dir
         kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
-        return ReportData(
-            title=redact(plan.config.tracking.tracker_run_name),
-            subtitle=f"{kind} on {plan.spec.name} {plan.flavour.name}",
-            state=state,
-            step=self._step,
-            total_steps=plan.length.total_steps,
-            output_dir=folder,
-            metrics=Columns.of(read_rows(folder / METRICS_FILE)),
-            previews=read_media(folder / MEDIA_FILE),
-            settings=settings_of(plan.config),
-            datasets=[
-                (each.id, len(each.samples) + len(each.rejected), len(each.samples), sorted(each.sizes()))
-                for each in plan.datasets
+        return {
+            "title": redact(plan.config.tracking.tracker_run_name),
+            "subtitle": f"{kind} on {plan.spec.name} {plan.flavour.name}",
+            **{"state": state, "step": self._step, "total_steps": plan.length.total_steps, "output_dir": folder},
+            "metrics": Columns.of(read_rows(folder / METRICS_FILE)),
+            "previews": read_media(folder / MEDIA_FILE),
+            "settings": settings_of(plan.config),
+            # Id, number of files, number of those in use, and the sizes that they are trained at.
+            "datasets": [
+                (data.id, len(data.samples) + len(data.rejected), len(data.samples), sorted(data.sizes()))
+                for data in plan.datasets
             ],
-            ledger=ledger_rows(plan.datasets, LEDGER_ROWS),
-            samples=self.samples,
-            environment=self._environment,
-            message=redact(message),
-            notes=[redact(str(warning)) for warning in plan.warnings],
-            result=published_result(plan, self._step) if state == "finished" else None,
-        )
+            "ledger": ledger_rows(plan.datasets, LEDGER_ROWS),
+            "samples": self.samples,
+            "environment": self._environment,
+            "message": redact(message),
+            "notes": [redact(str(warning)) for warning in plan.warnings],
+            "result": published_result(plan, self._step) if state == "finished" else None,
+        }
 
 
 def _thumbnail(sample: Sample) -> str:
@@ -135,47 +220,3 @@ def _thumbnail(sample: Sample) -> str:
         return thumbnail(prepared_picture(sample))
     except (MediaError, DeviceError, OSError):
         return ""
-
-
-def published_result(plan: Plan, step: int) -> Result | None:
-    """The published file or folder with a program that uses it; None unless its own note says that it is of `step`."""
-    model_type = plan.config.model.model_type
-    if result_step(plan.output_dir, model_type) != step:
-        return None
-    path = plan.output_dir / (LORA_FILE if model_type == "lora" else PIPELINE_FOLDER)
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    notes = read_header(path).get(METADATA, {}) if path.is_file() else {}
-    result = str(plan.output_dir if path.is_file() else path)
-    snippet = example_program(plan, plan.source["transformer"].location, result)
-    return Result(path.name, sum(file.stat().st_size for file in files), snippet, describe_errors(notes))
-
-
-def example_program(plan: Plan, base: str, result: str) -> str:
-    """A program that samples the newest preview of the main prompt; empty for LoRA files in ComfyUI's form.
-
-    Args:
-        base: hub id or folder of the base model, for a LoRA.
-        result: hub id or folder of the LoRA, or of the fine-tuned pipeline.
-    """
-    config, is_lora = plan.config, plan.config.model.model_type == "lora"
-    if is_lora and config.lora.lora_format == "comfyui":
-        return ""
-    validation = config.validation
-    usage = Usage(
-        model=base if is_lora else result,
-        lora=result if is_lora else None,
-        task=plan.flavour.task,
-        dtype=DTYPE_NAMES[config.precision.mixed_precision],
-        prompt=plan.prompts[-1].prompt if plan.prompts else "",
-        negative_prompt=validation.validation_negative_prompt or "",
-        size=plan.sizes[0],
-        frames=validation.validation_num_video_frames or 1,
-        frame_rate=validation.framerate or plan.spec.frame_rate or 1,
-        steps=validation.validation_num_inference_steps or 30,
-        guidance=validation.validation_guidance or 1.0,
-        seed=plan.seed if validation.validation_seed is None else validation.validation_seed,
-        options=config.family,
-        shift=config.flow.flow_schedule_shift if config.is_explicit("flow_schedule_shift") else None,
-        solver=validation.validation_noise_scheduler,
-    )
-    return load_adapter(plan.spec).usage_snippet(usage)

@@ -8,18 +8,18 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from simpletuner.annexes.publishing.card import CARD_FOLDER, move_card
-from simpletuner.annexes.publishing.upload import BucketCopy, Destination, Upload, make_upload
-from simpletuner.atomic import sweep_folders
-from simpletuner.config.publishing import PLACEHOLDERS, PublishConfig
+from simpletuner.annexes.publishing.card import CARD_FOLDER, NOBODY, describe_run, move_card, read_notes
+from simpletuner.atomic import TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX, sweep_folders
+from simpletuner.config.publishing import PLACEHOLDERS, BucketConfig, PublishConfig, repository_name
+from simpletuner.distributed.requests import FOLDER as REQUESTS
 from simpletuner.errors import Interrupted, UserError
-from simpletuner.redaction import redact
 from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
 from simpletuner.run.companions import Companion, Ledger, Task, strike
 from simpletuner.training.manifest import Checkpoint, find_checkpoints, result_step
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
     from simpletuner.reporting.events import StepReport
     from simpletuner.training.state import Assembly, TrainState
+
 
 # Seconds to wait after the first and after the second attempt; the third is the last one.
 WAITS = (5.0, 20.0)
@@ -84,18 +85,16 @@ class Uploads(Companion):
         if isinstance(event, CheckpointSaved):
             self._saved = self._due = event
             if script := self.publish.post_checkpoint_script:
-                self._add(
-                    lambda: self._run_script("post_checkpoint_script", script, event.path, event.step), event.path
-                )
+                job = partial(self._run_script, "post_checkpoint_script", script, event.path, event.step)
+                self._add(job, event.path)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         """Upload the checkpoint that was completed last; that of the last step goes with the result."""
         due, self._due = self._due, None
-        folders = self._checkpoints(due.step) if due is not None else []
-        if due is not None and folders and due.step < assembly.settings.total_steps:
-            step, epoch = due.step, state.epoch
+        if due is not None and self._is_pushed(due) and due.step < assembly.settings.total_steps:
+            saved, epoch = due, state.epoch
             hubs = [place for place in self.destinations if not isinstance(place, BucketCopy)]
-            self._add(lambda: self._send(folders[0], step, epoch, folders, hubs), folders[0])
+            self._add(lambda: self._send(saved.path, saved.step, epoch, [saved.path], hubs), saved.path)
             if not self.publish.push_to_hub_background:
                 self.join()
 
@@ -112,8 +111,11 @@ class Uploads(Companion):
         """
         if "card" not in ledger.tasks:
             return ()
-        # A session that has saved nothing makes up for one that was killed.
-        folders = self._checkpoints(ledger.step) if self._saved else self._pushed(self._regular())
+        saved = self._saved
+        if saved is None:  # a session that has saved nothing makes up for one that was killed
+            folders = self._pushed(self._regular())
+        else:
+            folders = [saved.path] if saved.step == ledger.step and self._is_pushed(saved) else []
         places = self.destinations if "uploads" in ledger.tasks else ()
         self._add(lambda: self._send(self.output_dir, ledger.step, ledger.epoch, folders, places))
         self.join()
@@ -155,16 +157,15 @@ class Uploads(Companion):
             raise
 
     def _regular(self) -> list[Checkpoint]:
-        return [each for each in find_checkpoints(self.output_dir)[0] if not each.rolling]
+        return [checkpoint for checkpoint in find_checkpoints(self.output_dir)[0] if not checkpoint.rolling]
 
     def _pushed(self, checkpoints: Sequence[Checkpoint]) -> list[Path]:
-        return [each.path for each in checkpoints] if self.publish.push_checkpoints_to_hub else []
+        return [checkpoint.path for checkpoint in checkpoints] if self.publish.push_checkpoints_to_hub else []
 
-    def _checkpoints(self, step: int) -> list[Path]:
-        """The checkpoint of a step, if it is to be uploaded; rolling ones are for resuming only."""
-        saved, publish = self._saved, self.publish
-        is_due = publish.push_to_hub and publish.push_checkpoints_to_hub and saved is not None and saved.step == step
-        return [saved.path] if is_due and saved and not saved.path.name.endswith("-rolling") else []
+    def _is_pushed(self, saved: CheckpointSaved) -> bool:
+        """Whether a checkpoint is to be uploaded; rolling ones are for resuming only."""
+        wanted = self.publish.push_to_hub and self.publish.push_checkpoints_to_hub
+        return wanted and not saved.path.name.endswith("-rolling")
 
     def _add(self, job: Callable[[], None], folder: Path | None = None) -> None:
         """Do something after what was added before; `folder` may not be deleted until then."""
@@ -211,31 +212,243 @@ class Uploads(Companion):
             except Exception as error:  # noqa: BLE001 - whatever a library raises, the run goes on
                 reason = f"Uploading {name} failed ({type(error).__name__}: {error})"
             if wait is not None:
-                self.events.say(redact(f"{reason}; next attempt in {wait:g} s."), warning=True)
+                self.events.say(f"{reason}; next attempt in {wait:g} s.", warning=True)
                 time.sleep(wait)
         self._fail(f"{reason}.")
         raise UploadError(reason)
 
     def _fail(self, reason: str) -> None:
-        self.failed.append(redact(reason))
-        self.events.say(redact(reason), warning=True)
+        self.failed.append(reason)
+        self.events.say(reason, warning=True)
 
     def _run_script(self, key: str, script: str, folder: Path, step: int, url: str = "") -> None:
         """Run a program without a shell; a failure is a warning."""
         values = dict(zip(PLACEHOLDERS, (str(folder.resolve()), url, str(step), self.run_name), strict=True))
-        command, said = [expand(word, values) for word in shlex.split(script)], ""
+        names = re.compile("|".join(rf"\{{{name}\}}" for name in values))
+        # Each value stays one word of the command.
+        command = [names.sub(lambda match: values[match[0][1:-1]], word) for word in shlex.split(script)]
         try:
             subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LONGEST, check=True)
         except subprocess.CalledProcessError as error:
-            said = f" ended with code {error.returncode}: {(error.stderr or error.stdout).strip()[-500:]}"
+            said = (error.stderr or error.stdout).strip()[-500:]
+            self.events.say(f"{key} ended with code {error.returncode}: {said}", warning=True)
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            said = f" failed: {error}"
-        if said:
-            self.events.say(redact(key + said), warning=True)
+            self.events.say(f"{key} failed: {error}", warning=True)
 
 
-def expand(word: str, values: Mapping[str, str]) -> str:
-    """A word of a command with its placeholders replaced; each value stays one word."""
-    for name, value in values.items():
-        word = word.replace(f"{{{name}}}", value)
-    return word
+PIPELINE_FOLDER = "pipeline"
+# What users load from a checkpoint or an output folder, besides the LoRA.
+LOADED = ("*_weights.safetensors", "lycoris_config.json", "ema/*", "transformer/*", "transformer_ema/*")
+# Not part of a copy of the output folder: caches that can be made again, and what is for this machine only.
+LEFT_OUT = ("cache", REQUESTS, "run.lock", "unfinished.json")
+FORBIDDEN = {
+    401: "the hub does not accept the token (log in with `hf auth login`, or set HF_TOKEN), so it cannot write",
+    403: "the token of the hub has no permission to write",
+}
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One state of a run that is uploaded as a whole.
+
+    Attributes:
+        name: for people (`step 300`, `checkpoint-100`).
+        folder: the output folder or a checkpoint.
+        files: local files by their path in the repository.
+        message: of the commit; its first line is the title.
+    """
+
+    name: str
+    step: int
+    folder: Path
+    files: Mapping[str, Path]
+    message: str
+
+
+def loaded_files(folder: Path) -> dict[str, Path]:
+    """What users load from an output folder or a checkpoint, by its path in a repository."""
+    pipeline = folder / PIPELINE_FOLDER
+    if pipeline.is_dir():
+        return _relative(pipeline, pipeline.rglob("*"))
+    return _relative(folder, (path for pattern in LOADED for path in folder.glob(pattern)))
+
+
+def _relative(root: Path, paths: Iterable[Path]) -> dict[str, Path]:
+    return {path.relative_to(root).as_posix(): path for path in sorted(paths) if path.is_file()}
+
+
+def make_upload(output_dir: Path, folder: Path, step: int, checkpoints: Iterable[Path] = ()) -> Upload:
+    """The upload of the weights in a folder at the root, with the model card, and of checkpoints in their folders."""
+    card = output_dir / CARD_FOLDER
+    files = loaded_files(folder) | _relative(card, card.rglob("*"))
+    for checkpoint in checkpoints:
+        files |= {f"{checkpoint.name}/{path}": local for path, local in loaded_files(checkpoint).items()}
+    name = f"step {step}" if folder == output_dir else folder.name
+    return Upload(name, step, folder, files, read_notes(card).get("summary", f"Trained for {step} steps."))
+
+
+@dataclass
+class Hub:
+    """A repository on the Hugging Face hub; `HF_ENDPOINT` may name another server.
+
+    Attributes:
+        repository: `owner/name`; the owner is that of the login unless given.
+    """
+
+    repository: str
+    private: bool
+
+    @property
+    def title(self) -> str:
+        return f"the hub as {self.repository}"
+
+    @cached_property
+    def _api(self) -> Any:
+        from huggingface_hub import HfApi
+
+        return HfApi()
+
+    def prepare(self) -> str:
+        """Check the login and the permission to write, and create the repository; returns a warning, or nothing.
+
+        Raises:
+            UserError: nothing can be uploaded there.
+        """
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            login = self._api.whoami()
+            if (login.get("auth", {}).get("accessToken") or {}).get("role") == "read":
+                raise UserError("push_to_hub: the token of the hub can only read; log in with one that can write.")
+            if "/" not in self.repository:
+                self.repository = f"{login['name']}/{self.repository}"
+            self._api.create_repo(self.repository, private=self.private, exist_ok=True)
+            # Says nothing about an existing repository that only others may write to.
+            if self._get("/auth-check/write").status_code in (401, 403):
+                raise UserError(f"push_to_hub: {FORBIDDEN[403]} to {self.repository}.")
+            found = self._get()
+        except UserError:
+            raise
+        except HfHubHTTPError as error:
+            reason = FORBIDDEN.get(error.response.status_code, str(error))
+            raise UserError(f"push_to_hub: {reason} to {self.repository}.") from None
+        except Exception as error:  # noqa: BLE001 - of the HTTP library, which depends on the hub's version
+            message = f"push_to_hub: {self._api.endpoint} cannot be reached ({type(error).__name__}: {error})."
+            raise UserError(message) from None
+        is_public = found.status_code == 200 and found.json().get("private") is False
+        there = f"model_card_private has no effect: {self.repository} exists on the hub and is public."
+        return there if self.private and is_public else ""
+
+    def _get(self, path: str = "") -> Any:
+        from huggingface_hub import get_session, get_token
+
+        headers = {"authorization": f"Bearer {get_token()}"}
+        return get_session().get(f"{self._api.endpoint}/api/models/{self.repository}{path}", headers=headers)
+
+    def upload(self, upload: Upload) -> str:
+        """Upload in one commit, without large files that were already uploaded. Returns the address."""
+        from huggingface_hub import CommitOperationAdd
+
+        added = [CommitOperationAdd(path, local) for path, local in upload.files.items()]
+        title, _, description = upload.message.partition("\n")
+        self._api.create_commit(self.repository, added, commit_message=title, commit_description=description.strip())
+        return f"{self._api.endpoint}/{self.repository}"
+
+
+@dataclass
+class BucketCopy:
+    """A bucket of S3 or of a store that speaks its protocol; it gets a copy of the output folder."""
+
+    store: BucketConfig
+    output_dir: Path
+
+    @property
+    def title(self) -> str:
+        return f"s3://{self.store.bucket}/{self.prefix}"
+
+    @property
+    def prefix(self) -> str:
+        """What the keys begin with, without a slash at the end."""
+        return "/".join(filter(None, (self.store.base_path.strip("/"), self.output_dir.resolve().name)))
+
+    @cached_property
+    def _client(self) -> Any:
+        return self.store.client()
+
+    def prepare(self) -> str:
+        """Check that the bucket can be written to.
+
+        Raises:
+            UserError: it cannot.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            # Only writing shows that writing is allowed.
+            self._client.put_object(Bucket=self.store.bucket, Key=f"{self.prefix}/.simpletuner", Body=b"")
+        except (BotoCoreError, ClientError, ValueError) as error:
+            raise UserError(f"publishing_config: {self.title} cannot be written: {error}") from None
+        return ""
+
+    def upload(self, upload: Upload) -> str:
+        """Upload what is not there yet in the same size since it was written; returns the address."""
+        from boto3.s3.transfer import TransferConfig
+
+        whole = {"multipart_threshold": 5 * 2**30} if self.store.force_single_part else {}
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.store.bucket, Prefix=f"{self.prefix}/"
+        )
+        uploaded = {entry["Key"]: entry for page in pages for entry in page.get("Contents", ())}
+        for path, local in copied_files(self.output_dir).items():
+            key, facts = f"{self.prefix}/{path}", local.stat()
+            copy = uploaded.get(key)
+            if not copy or copy["Size"] != facts.st_size or copy["LastModified"].timestamp() < facts.st_mtime:
+                self._client.upload_file(str(local), self.store.bucket, key, Config=TransferConfig(**whole))
+        public = self.store.public_base_url
+        return f"{public.rstrip('/')}/{self.prefix}" if public else self.title
+
+
+def copied_files(folder: Path) -> dict[str, Path]:
+    """The files of an output folder without caches and unfinished ones."""
+    unfinished = (TEMPORARY_SUFFIX, UNFINISHED_FOLDER_SUFFIX)
+    return {
+        path: local
+        for path, local in _relative(folder, folder.rglob("*")).items()
+        if not any(name in LEFT_OUT or name.endswith(unfinished) for name in path.split("/"))
+    }
+
+
+Destination = Hub | BucketCopy
+
+
+def prepared_destinations(
+    publish: PublishConfig, project: str, output_dir: Path, events: EventStream
+) -> list[Destination]:
+    """Where a run is uploaded to, the hub first; each is known to be writable.
+
+    Args:
+        project: value of `tracker_project_name`.
+
+    Raises:
+        UserError: nothing can be uploaded to one of them.
+    """
+    name = repository_name(publish.hub_model_id or project)
+    hubs = [Hub(name, publish.model_card_private)] if publish.push_to_hub else []
+    places: list[Destination] = [*hubs, *(BucketCopy(store, output_dir) for store in publish.stores)]
+    for warning in filter(None, [place.prepare() for place in places]):
+        events.say(warning, warning=True)
+    return places
+
+
+def open_uploads(plan: Plan, destinations: Sequence[Destination], events: EventStream) -> Uploads:
+    """What uploads checkpoints and the result of a run with its model card, and runs the user's scripts.
+
+    Args:
+        destinations: they are prepared.
+    """
+    publish, tracking = plan.config.publish, plan.config.tracking
+    name = repository_name(publish.hub_model_id or tracking.tracker_project_name)
+    hubs = [place.repository for place in destinations if isinstance(place, Hub)]
+    repository = hubs[0] if hubs else name if "/" in name else f"{NOBODY}/{name}"
+    describe = partial(describe_run, repository)
+    return Uploads(publish, plan.output_dir, tracking.tracker_run_name, destinations, events, describe)

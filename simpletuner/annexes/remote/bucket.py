@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
@@ -48,7 +48,12 @@ def list_bucket(config: DatasetConfig, store: Store, problems: list[Problem]) ->
         names.remove(name)
         ignored[name] = ("unusable name", "is below a name that is an object, and a file cannot be a folder too")
     read = partial(_read, client, (BotoCoreError, ClientError), config.aws_bucket_name)
-    return Offer([_item(config, objects[name], name, read) for name in sorted(names)], ignored=ignored)
+    items = []
+    for name in sorted(names):
+        key = objects[name]["Key"]
+        address = f"s3://{config.aws_bucket_name}/{key}"
+        items.append(Item(address, name, partial(read, key), objects[name]["ETag"], objects[name]["Size"]))
+    return Offer(items, ignored=ignored)
 
 
 def _login(config: DatasetConfig) -> S3Login:
@@ -78,9 +83,9 @@ def _objects(client: Any, config: DatasetConfig) -> Iterator[tuple[str, dict[str
     prefix = _prefix(config)
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=config.aws_bucket_name, Prefix=prefix)
     for page in pages:
-        for each in page.get("Contents", ()):
-            if not each["Key"].endswith("/"):
-                yield each["Key"].removeprefix(prefix), each
+        for facts in page.get("Contents", ()):
+            if not facts["Key"].endswith("/"):
+                yield facts["Key"].removeprefix(prefix), facts
 
 
 def _problem(name: str) -> tuple[str, str] | None:
@@ -89,11 +94,6 @@ def _problem(name: str) -> tuple[str, str] | None:
     if any(not part or "\0" in part or "\\" in part or len(part.encode()) > LONGEST_NAME for part in parts):
         return "unusable name", "has a name that cannot be a path"
     return next((problem for part in parts if (problem := name_problem(part))), None)
-
-
-def _item(config: DatasetConfig, facts: dict[str, Any], name: str, read: Callable[[str], Iterator[bytes]]) -> Item:
-    key = facts["Key"]
-    return Item(f"s3://{config.aws_bucket_name}/{key}", name, partial(read, key), facts["ETag"], facts["Size"])
 
 
 def _read(client: Any, failures: tuple[type[Exception], ...], bucket: str | None, key: str) -> Iterator[bytes]:

@@ -10,6 +10,7 @@ import io
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -62,10 +63,10 @@ def list_rows(config: DatasetConfig, store: Store, problems: list[Problem]) -> O
         return Offer([])
     commit = _commit(config, asks=store.fetches)
     identity = _digest(commit, config.model_dump(include=set(HubKeys.model_fields), mode="json"))
-    rows = _saved(store.root / SAVED)
-    if rows is not None and rows.identity == identity:
+    with suppress(OSError, ValidationError):
+        rows = _ROWS.validate_json((store.root / SAVED).read_bytes())
         offer = _offer(rows, config, commit, None)
-        if not (store.fetches and store.missing(offer.items)):
+        if rows.identity == identity and not (store.fetches and store.missing(offer.items)):
             return offer
     if not store.fetches:
         raise UnfetchedError("its rows are")
@@ -73,13 +74,6 @@ def list_rows(config: DatasetConfig, store: Store, problems: list[Problem]) -> O
     rows = _choose(table, config, identity, problems)
     write_json(store.root / SAVED, asdict(rows))
     return _offer(rows, config, commit, table)
-
-
-def _saved(path: Path) -> Rows | None:
-    try:
-        return _ROWS.validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        return None
 
 
 def _digest(*values: object) -> str:
@@ -101,10 +95,10 @@ def _commit(config: DatasetConfig, *, asks: bool) -> str:
         files = [(str(path), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
         return _digest([(path, status.st_size, status.st_mtime_ns) for path, status in files])
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             name, repo_type="dataset", revision=config.revision, allow_patterns="README.md", local_files_only=not asks
         )
-        return Path(found).name
+        return Path(snapshot).name
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise (UserError(_refusal(name, error)) if asks else UnfetchedError("its rows are")) from error
 
@@ -132,14 +126,13 @@ def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:
     import datasets
     from datasets.exceptions import DatasetsError
 
-    name = str(config.dataset_name)
-    revision = None if Path(name).expanduser().is_dir() else commit
-    processes = min(config.num_proc, os.cpu_count() or 1)
+    name, processes = str(config.dataset_name), min(config.num_proc, os.cpu_count() or 1)
+    folder = Path(name).expanduser()
+    place = {"path": str(folder)} if folder.is_dir() else {"path": name, "revision": commit}
     try:
         table = datasets.load_dataset(
-            str(Path(name).expanduser()) if revision is None else name,
+            **place,
             split=config.split,
-            revision=revision,
             cache_dir=str(cache / "datasets"),
             num_proc=processes if processes > 1 else None,
         )
@@ -214,14 +207,10 @@ def _offer(rows: Rows, config: DatasetConfig, commit: str, table: Any) -> Offer:
     source = f"{config.dataset_name}@{commit}, split {config.split}, row"
     read = partial(_read, table, column, config)
     items = [Item(f"{source} {number}", str(number), partial(read, number), version) for number in rows.captions]
-    return Offer(
-        items,
-        {item.key: captions for item, captions in zip(items, rows.captions.values(), strict=True)},
-        {
-            f"{source} {number}": ("not chosen", f"is left out by filter_func: {why}")
-            for number, why in rows.left_out.items()
-        },
-    )
+    captions = {f"{source} {number}": captions for number, captions in rows.captions.items()}
+    detail = "is left out by filter_func"
+    ignored = {f"{source} {number}": ("not chosen", f"{detail}: {why}") for number, why in rows.left_out.items()}
+    return Offer(items, captions, ignored)
 
 
 def _read(table: Any, column: str, config: DatasetConfig, number: int) -> Iterable[bytes]:

@@ -94,30 +94,28 @@ class Record:
 _RECORD = TypeAdapter(Record)
 
 
+@dataclass
 class Store:
     """A folder of downloads.
 
-    Args:
+    Attributes:
         wanted: suffixes of files that the dataset takes.
         retry_failed: try again what failed in an earlier run.
         forgiven: try again what failed for a reason with these words, since a setting has changed.
         fetches: whether missing files are downloaded.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        wanted: frozenset[str],
-        *,
-        retry_failed: bool = False,
-        forgiven: str = "",
-        fetches: bool = True,
-    ) -> None:
-        self.root, self.wanted, self.fetches = root, wanted, fetches
+    root: Path
+    wanted: frozenset[str]
+    retry_failed: bool = False
+    forgiven: str = ""
+    fetches: bool = True
+
+    def __post_init__(self) -> None:
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._done = {record.key: record for record in _read_records(root / DOWNLOADS)}
-        failed = [] if retry_failed else _read_records(root / FAILED)
-        self.failed = {record.key: record for record in failed if not (forgiven and forgiven in record.reason)}
+        self._done = {record.key: record for record in _read_records(self.root / DOWNLOADS)}
+        failed = [] if self.retry_failed else _read_records(self.root / FAILED)
+        self.failed = {one.key: one for one in failed if not (self.forgiven and self.forgiven in one.reason)}
 
     def name_of(self, item: Item) -> str | None:
         """The local file of an item, or None if that version is not there or not whole."""
@@ -138,7 +136,7 @@ class Store:
         failed = {(record.key, record.version) for record in self.failed.values()}
         return [item for item in items if (item.key, item.version) not in failed and self.name_of(item) is None]
 
-    def fetch(self, items: Sequence[Item], bar: ProgressBar | None) -> None:
+    def fetch(self, items: Sequence[Item], bar: ProgressBar) -> None:
         """Download items, several at a time.
 
         Raises:
@@ -155,8 +153,7 @@ class Store:
         pool = ThreadPoolExecutor(WORKERS)
         try:
             for future in as_completed([pool.submit(self._fetch, item, errors) for item in items]):
-                if bar is not None:
-                    bar.advance(1, future.result())
+                bar.advance(1, future.result())
         finally:
             self._stop.set()
             pool.shutdown(cancel_futures=True)
@@ -170,11 +167,11 @@ class Store:
         for pause in (*PAUSES, None):
             try:
                 self._save(item)
-                break
             except DownloadError as error:
-                if not isinstance(error, UnreachableError) or pause is None or self._stop.wait(pause):
-                    errors[item] = error
-                    break
+                if isinstance(error, UnreachableError) and pause is not None and not self._stop.wait(pause):
+                    continue
+                errors[item] = error
+            break
         return item.key
 
     def _save(self, item: Item) -> None:

@@ -23,14 +23,14 @@ SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # of two letters or
 
 def list_table(config: DatasetConfig, store: Store, problems: list[Problem]) -> Offer:
     """The rows of a table; of several with one address, the last."""
-    found = read_table(config, problems)
-    rows = {address: caption for address, caption in found if address}
-    where, repeated = f"{config.id}.csv_file", sum(bool(address) for address, _ in found) - len(rows)
+    table = read_table(config, problems)
+    rows = {address: caption for address, caption in table if address}
+    where, repeated = f"{config.id}.csv_file", sum(bool(address) for address, _ in table) - len(rows)
     if repeated:
         message = f"{repeated} rows repeat the address of another; the last of them is used."
         problems.append(Problem(where, message, fatal=False))
-    if len(rows) + repeated < len(found):
-        empty = [str(number) for number, (address, _) in enumerate(found, 1) if not address]
+    if len(rows) + repeated < len(table):
+        empty = [str(number) for number, (address, _) in enumerate(table, 1) if not address]
         problems.append(Problem(where, f"rows without an address: {shorten(empty)}.", fatal=False))
     base = Path(config.csv_file or "").parent
     items = [web_item(address, name_of(address), config, base) for address in rows]

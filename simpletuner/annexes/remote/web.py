@@ -113,8 +113,8 @@ def connect_publicly(host: str, port: int, timeout: float | None) -> socket.sock
         DownloadError: one of them is.
         OSError: there is no such host, or none of its addresses answers.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = list(dict.fromkeys(str(each[4][0]).partition("%")[0] for each in found))
+    answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = list(dict.fromkeys(str(answer[4][0]).partition("%")[0] for answer in answers))
     for address in addresses:
         if not is_public(ipaddress.ip_address(address)):
             raise DownloadError(f"leads to {address}, {PRIVATE}; allow_private_urls accepts such ones")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,7 +82,7 @@ def attach_offload(
         logger.warning(message, wanted, len(blocks))
     streamer = stream(blocks, device, config, slots, world, packed)
     if keeps_saved:
-        _remember_places(transformer, streamer)
+        _wrap_forward(transformer, partial(RememberedPlaces, streamer))
     where = "in host memory" if config.group_offload_to_disk_path is None else "on disk"
     total = sum(image.nbytes for image in streamer.images)
     logger.info(
@@ -133,7 +134,11 @@ def stream(
         UserError: the folder for images on disk cannot be created.
     """
     groups = in_groups(blocks, config)
-    images = [_again(packed.pop(0) if packed else None, group, config, device, world) for group in groups]
+    images = []
+    for group in groups:
+        image = packed.pop(0) if packed else None
+        still_holds = image is not None and image.holds(group)
+        images.append(image if image and still_holds else pack_group(group, config, device, world))
     if config.group_offload_use_stream and device.type != "cuda":
         _warn_once("group_offload_use_stream has no effect: the compute device is no CUDA device.")
     to_disk = config.group_offload_to_disk_path is not None
@@ -142,7 +147,7 @@ def stream(
     streamer = Streamer(images, lane, slots)
     for index, (group, image) in enumerate(zip(groups, images, strict=True)):
         for block in group:
-            _enter_before_forward(block, streamer, index)
+            _wrap_forward(block, partial(_entering, streamer, index))
             _stay_put(block, frozenset(id(tensor) for tensor in image.tensors))
     return streamer
 
@@ -164,23 +169,23 @@ def pack_group(
     return WeightImage(group, _settle(config, device, world))
 
 
-def _again(
-    image: WeightImage | None, group: Sequence[nn.Module], config: OffloadConfig, device: torch.device, world: World
-) -> WeightImage:
-    """The image of a group if it still holds, else a new one."""
-    return image if image is not None and image.holds(group) else pack_group(group, config, device, world)
-
-
-def _enter_before_forward(block: nn.Module, streamer: Streamer, group: int) -> None:
-    """Wrap the current `forward`, which may be compiled: the streamer stays outside of compiled code."""
-    inner = block.forward
+def _wrap_forward(module: nn.Module, around: Callable[[], AbstractContextManager[object]]) -> None:
+    """Enter a context around the current `forward`, which may be compiled: the streamer stays outside of compiled code,
+    and the hooks of activation checkpointing are nested inside and so take precedence."""
+    inner = module.forward
 
     @functools.wraps(inner)
     def forward(*inputs: Any, **settings: Any) -> Any:
-        streamer.enter(group)
-        return inner(*inputs, **settings)
+        with around():
+            return inner(*inputs, **settings)
 
-    block.forward = forward
+    module.forward = forward
+
+
+@contextmanager
+def _entering(streamer: Streamer, group: int) -> Iterator[None]:
+    streamer.enter(group)
+    yield
 
 
 def _stay_put(block: nn.Module, tensors: frozenset[int]) -> None:
@@ -192,18 +197,6 @@ def _stay_put(block: nn.Module, tensors: frozenset[int]) -> None:
             return apply(fn, recurse)
 
     block._apply = apply_to_others  # type: ignore[method-assign]
-
-
-def _remember_places(transformer: nn.Module, streamer: Streamer) -> None:
-    """Wrap the whole forward pass: the hooks of activation checkpointing are nested inside and so take precedence."""
-    inner = transformer.forward
-
-    @functools.wraps(inner)
-    def forward(*inputs: Any, **settings: Any) -> Any:
-        with RememberedPlaces(streamer):
-            return inner(*inputs, **settings)
-
-    transformer.forward = forward
 
 
 def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:

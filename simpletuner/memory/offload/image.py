@@ -231,8 +231,11 @@ class WeightImage:
         found = {id(tensor): tensor for module in modules for tensor in frozen_tensors(module)}
         self.tensors = list(found.values())
         self._leaves = [leaf for tensor in self.tensors for leaf in leaves(tensor)]
-        self._places, nbytes = _lay_out(self._leaves)
-        packed = whole_pages(nbytes)
+        self._places, end = list[Span](), 0
+        for leaf in self._leaves:
+            self._places.append(Span.of(leaf, end))
+            end += -(-leaf.nbytes // ALIGNMENT) * ALIGNMENT
+        packed = whole_pages(end)
         for leaf, place in zip(self._leaves, self._places, strict=True):
             place.view(packed).copy_(leaf.detach())
         self.flat = settle(self, packed)
@@ -311,15 +314,6 @@ def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]
             after = {name: value if id(value) in tensors else table[name] for name, value in before.items()}
             table.clear()
             table.update(after)  # in the original order, which is that of the state dict
-
-
-def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[Span], int]:
-    """A place for each tensor, and the total bytes."""
-    places, end = [], 0
-    for tensor in tensors:
-        places.append(Span.of(tensor, end))
-        end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-    return places, end
 
 
 def rebuild(tensor: Any, contents: Iterator[Tensor]) -> Tensor:

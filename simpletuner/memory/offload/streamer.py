@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,22 +30,6 @@ from simpletuner.memory.offload.image import Span, WeightImage
 
 # Waits that an unread clock keeps at most, so that its memory stays bounded.
 UNREAD = 4096
-
-
-class Lane(Protocol):
-    """Copies images into slots."""
-
-    def make_slot(self, nbytes: int) -> Tensor:
-        """Allocate device memory for one group."""
-
-    def submit(self, slot: Tensor, flat: Tensor) -> Any:
-        """Start to copy an image into a slot; returns a ticket to wait for."""
-
-    def wait(self, ticket: Any) -> None:
-        """Make the compute wait until a copy is complete."""
-
-    def waited(self) -> float:
-        """Seconds that the compute waited for copies since the last call."""
 
 
 class HostClock:
@@ -92,37 +76,39 @@ class StreamClock:
         return milliseconds / 1000
 
 
-class InlineLane:
-    """Copies in line with the compute: on a CPU, on MPS, or on CUDA's current stream."""
+class Lane:
+    """Copies images into slots, in line with the compute: on a CPU, on MPS, or on CUDA's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.clock = StreamClock() if device.type == "cuda" else HostClock()
 
     def make_slot(self, nbytes: int) -> Tensor:
+        """Allocate device memory for one group."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def submit(self, slot: Tensor, flat: Tensor) -> None:
+    def submit(self, slot: Tensor, flat: Tensor) -> Any:
+        """Start to copy an image into a slot; returns a ticket to wait for."""
         with self.clock.running():
             slot[: flat.numel()].copy_(flat, non_blocking=True)
 
-    def wait(self, ticket: None) -> None:
-        """Nothing to wait for: the copy precedes all later compute."""
+    def wait(self, ticket: Any) -> None:
+        """Make the compute wait until a copy is complete; here the copy precedes all later compute."""
 
     def waited(self) -> float:
+        """Seconds that the compute waited for copies since the last call."""
         return self.clock.read()
 
 
-class CudaLane:
+class CudaLane(Lane):
     """Copies on a side stream, ordered with the compute by events."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self.side = torch.cuda.Stream(device)
-        self.clock = StreamClock()
 
     def make_slot(self, nbytes: int) -> Tensor:
-        slot = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        slot = super().make_slot(nbytes)
         slot.record_stream(self.side)  # the allocator must not reuse it while a copy writes to it
         return slot
 
@@ -132,9 +118,6 @@ class CudaLane:
     def wait(self, ticket: Any) -> None:
         with self.clock.running():
             torch.cuda.current_stream(self.device).wait_event(ticket)
-
-    def waited(self) -> float:
-        return self.clock.read()
 
     def _copy(self, slot: Tensor, flat: Tensor, free: torch.cuda.Event) -> torch.cuda.Event:
         self.side.wait_event(free)
@@ -180,7 +163,7 @@ class DiskLane(CudaLane):
 def choose_lane(device: torch.device, nbytes: int, *, use_stream: bool, on_disk: bool) -> Lane:
     """The lane for a device; `nbytes` is the size of the largest image."""
     if device.type != "cuda" or not use_stream:
-        return InlineLane(device)
+        return Lane(device)
     return DiskLane(device, nbytes) if on_disk else CudaLane(device)
 
 

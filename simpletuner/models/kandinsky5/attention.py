@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ class RotaryTables(NamedTuple):
 
 # The rotation matrices `B S 1 D/2 2 2` that the stock transformer passes to its blocks, or tables of their entries.
 Rope = Tensor | RotaryTables
+Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]  # of `B S H D` tensors
 
 
 class TextPadding:
@@ -48,16 +50,24 @@ class TextPadding:
         """The mask, if it applies: sampling pipelines run without gradients and without padding."""
         return self._mask if self._predicting or torch.is_grad_enabled() else None
 
+    def kernel(self, sparse_params: None) -> Kernel | None:
+        """Attention with padding keys masked out, if there are any."""
+        mask = self.mask
+        return None if mask is None else partial(dispatch_attention_fn, attn_mask=mask[:, None, None, :])
 
-class PaddingAwareProcessor:
-    """diffusers' `Kandinsky5AttnProcessor` with padding keys masked out."""
+
+class ReplacedAttention:
+    """diffusers' `Kandinsky5AttnProcessor`, with another kernel where there is one.
+
+    Args:
+        kernel: (parameters of block-sparse attention) -> the kernel of a call; None for that of diffusers.
+    """
 
     _attention_backend = None
     _parallel_config = None
 
-    def __init__(self, padding: TextPadding, fallback: Callable[..., Tensor]) -> None:
-        self.padding = padding
-        self.fallback = fallback
+    def __init__(self, kernel: Callable[[Any], Kernel | None], fallback: Callable[..., Tensor]) -> None:
+        self.kernel, self.fallback = kernel, fallback
 
     def __call__(
         self,
@@ -65,17 +75,23 @@ class PaddingAwareProcessor:
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         rotary_emb: Rope | None = None,
-        sparse_params: dict[str, object] | None = None,
+        sparse_params: dict[str, Any] | None = None,
     ) -> Tensor:
-        mask = self.padding.mask
-        if mask is None:
+        kernel = self.kernel(sparse_params)
+        if kernel is None:
             return self.fallback(attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params)
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        query, key, value = project(attn, hidden_states, context, rotary_emb)
-        out = dispatch_attention_fn(
-            query, key, value, attn_mask=mask[:, None, None, :], backend=self._attention_backend
-        )
-        return attn.out_layer(out.flatten(-2, -1))
+        attended = kernel(*project(attn, hidden_states, context, rotary_emb))
+        return attn.out_layer(attended.flatten(-2, -1))
+
+
+def replace_attention(
+    transformer: nn.Module, kernel: Callable[[Any], Kernel | None], chosen: Callable[[str], bool]
+) -> None:
+    """Replace the kernel of a transformer's attentions with chosen names."""
+    for name, module in transformer.named_modules():
+        if isinstance(module, Kandinsky5Attention) and chosen(name):
+            module.set_processor(ReplacedAttention(kernel, module.processor))
 
 
 def project(
@@ -123,9 +139,7 @@ class Rotation(torch.autograd.Function):
 
 
 def install(transformer: nn.Module) -> TextPadding:
-    """Give every attention that reads text a padding-aware processor; returns the mask that they share."""
+    """Mask padding in every attention that reads text; returns the mask that they share."""
     padding = TextPadding()
-    for name, module in transformer.named_modules():
-        if isinstance(module, Kandinsky5Attention) and ("text_" in name or name.endswith("cross_attention")):
-            module.set_processor(PaddingAwareProcessor(padding, module.processor))
+    replace_attention(transformer, padding.kernel, lambda name: "text_" in name or name.endswith("cross_attention"))
     return padding

@@ -8,9 +8,9 @@ multiply-add would change bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers.models.transformers.transformer_kandinsky import (
@@ -27,82 +27,53 @@ from simpletuner.models.blocks import FastBlocks, torch_attention
 from simpletuner.models.kandinsky5.attention import RotaryTables, TextPadding, project
 
 
-class RotaryCache:
-    """Rotary tables by position tensor; an entry lives as long as its tensor."""
+class FastForward:
+    """`forward` of the blocks of a transformer."""
 
-    def __init__(self) -> None:
-        self._known: Any = WeakTensorKeyDictionary()
+    def __init__(self, fast: FastBlocks, padding: TextPadding) -> None:
+        self.fast, self.padding = fast, padding
+        self._tables: Any = WeakTensorKeyDictionary()  # by position tensor; an entry lives as long as its tensor
 
-    def of(self, rope: Tensor, samples: int) -> RotaryTables:
+    def text(self, block: Kandinsky5TransformerEncoderBlock, x: Tensor, time_embed: Tensor, rope: Tensor) -> Tensor:
+        tables = self.tables(rope, len(x))
+        out: Tensor = self.fast.finish("text", block, x, time_embed, *tables, self.padding.mask)
+        return out
+
+    def visual(
+        self, block: Kandinsky5TransformerDecoderBlock, visual: Tensor, text: Tensor, time_embed: Tensor, rope: Tensor,
+        sparse_params: dict[str, Any] | None,
+    ) -> Tensor:  # fmt: skip
+        tables, attention = self.tables(rope, len(visual)), block.self_attention
+        params, query, key, value = self.fast.pieces["before_attention"](block, visual, time_embed, *tables)
+        # Without these parameters attention is dense; with them the processor has the kernel for its tiles.
+        tiled = None if sparse_params is None else attention.processor.kernel(sparse_params)
+        attended = self.fast.self_attention(query, key, value, tiled)
+        out: Tensor = self.fast.finish("after_attention", block, visual, attended, params, text, self.padding.mask)
+        return out
+
+    def tables(self, rope: Tensor, samples: int) -> RotaryTables:
         """Cosines and sines of the matrices `B S 1 D/2 2 2` (B may be 1), each `samples S 1 D/2`."""
-        tables: RotaryTables | None = self._known.get(rope)
+        tables: RotaryTables | None = self._tables.get(rope)
         if tables is None:
             # Copies, not views: torch.compile would recompile for every layout of a view's base. Rows for all samples
             # let TREAD, whose tokens differ by sample, share the graphs.
-            cos, sin = (rope[..., place, 0].expand(samples, -1, -1, -1) for place in (0, 1))
+            cos, sin = (rope[..., column, 0].expand(samples, -1, -1, -1) for column in (0, 1))
             tables = RotaryTables(*(each.clone(memory_format=torch.contiguous_format) for each in (cos, sin)))
-            self._known[rope] = tables
+            self._tables[rope] = tables
         return tables
-
-
-@dataclass
-class TextForward:
-    """`forward` of a text block."""
-
-    block: Kandinsky5TransformerEncoderBlock
-    fast: FastBlocks
-    padding: TextPadding
-    cache: RotaryCache
-
-    def __call__(self, x: Tensor, time_embed: Tensor, rope: Tensor) -> Tensor:
-        cos, sin = self.cache.of(rope, len(x))
-        out: Tensor = self.fast.finish("text", self.block, x, time_embed, cos, sin, self.padding.mask)
-        return out
-
-
-@dataclass
-class VisualForward:
-    """`forward` of a visual block."""
-
-    block: Kandinsky5TransformerDecoderBlock
-    fast: FastBlocks
-    padding: TextPadding
-    cache: RotaryCache
-
-    def __call__(
-        self,
-        visual_embed: Tensor,
-        text_embed: Tensor,
-        time_embed: Tensor,
-        rope: Tensor,
-        sparse_params: dict[str, Any] | None,
-    ) -> Tensor:
-        tables, attention = self.cache.of(rope, len(visual_embed)), self.block.self_attention
-        params, query, key, value = self.fast.pieces["before_attention"](self.block, visual_embed, time_embed, *tables)
-        # Without these parameters attention is dense; with them the processor has the kernel for its tiles.
-        tiled = None if sparse_params is None else attention.processor.attention.kernel(sparse_params)
-        attended = self.fast.self_attention(query, key, value, tiled)
-        rest = (text_embed, self.padding.mask)
-        out: Tensor = self.fast.finish("after_attention", self.block, visual_embed, attended, params, *rest)
-        return out
 
 
 def install(transformer: nn.Module, padding: TextPadding) -> FastBlocks:
     """Replace the forward of every block; the transformer's modules and weights are unchanged."""
     fast = FastBlocks(
-        {
-            "text": text_block,
-            "before_attention": before_attention,
-            "after_attention": after_attention,
-        },
+        {"text": text_block, "before_attention": before_attention, "after_attention": after_attention},
         last=("text", "after_attention"),
     )
-    cache = RotaryCache()
-    model: Any = transformer
+    forward, model = FastForward(fast, padding), cast(Any, transformer)
     for block in model.text_transformer_blocks:
-        block.forward = TextForward(block, fast, padding, cache)
+        block.forward = partial(forward.text, block)
     for block in model.visual_transformer_blocks:
-        block.forward = VisualForward(block, fast, padding, cache)
+        block.forward = partial(forward.visual, block)
     return fast
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import diffusers
 import torch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Transformer3DModel
 from PIL.Image import Image
 from torch import Tensor, nn
@@ -200,15 +199,13 @@ class Kandinsky5Adapter:
     """One Kandinsky 5 checkpoint.
 
     Attributes:
-        vae_class: diffusers class of its VAE.
-        encoder_class: wraps that VAE.
+        encoder_class: wraps its VAE.
         takes_picture: the task starts from a picture (i2i, i2v).
         dtype: dtype that the transformer was loaded in.
     """
 
     spec: FamilySpec
     rope_scale: RopeScale = (1.0, 1.0, 1.0)  # of pictures: their pipelines never scale positions
-    vae_class: Any
     encoder_class: Callable[[Any, torch.device, torch.dtype], LatentEncoder]
 
     def __init__(self, setup: CheckpointSetup) -> None:
@@ -229,9 +226,9 @@ class Kandinsky5Adapter:
         length, sees = self.spec.words.length(self.text), self.task in self.spec.words.hold_picture
         return Kandinsky5TextEncoder(self.source, template, length, device, dtype, quantise, sees_pictures=sees)
 
-    def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
+    def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         part = self.source["transformer"]
-        transformer: nn.Module = load_denoiser(Kandinsky5Transformer3DModel, part, dtype, hollow=hollow)
+        transformer: nn.Module = load_denoiser(Kandinsky5Transformer3DModel, part, dtype, empty=empty)
         move_with_the_model(transformer)
         self.dtype, self._padding = dtype, attention.install(transformer)
         return transformer
@@ -276,7 +273,7 @@ class Kandinsky5Adapter:
         return self._padding
 
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
-        return load_vae(self.vae_class, self.source["vae"], self.caching, device, dtype)
+        return load_vae(self.spec, self.source, self.caching, device, dtype)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
         return self.encoder_class(self.load_vae(device, dtype), device, dtype)
@@ -349,7 +346,7 @@ class FluxLatentEncoder(SampledLatents):
 class Kandinsky5ImageAdapter(Kandinsky5Adapter):
     """One Kandinsky 5 Image checkpoint."""
 
-    spec, vae_class, encoder_class = KANDINSKY5_IMAGE, AutoencoderKL, FluxLatentEncoder
+    spec, encoder_class = KANDINSKY5_IMAGE, FluxLatentEncoder
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
         return noisy

@@ -17,16 +17,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_kandinsky import Kandinsky5Attention
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention, noop_mask
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from simpletuner.config.speed import is_installed
-from simpletuner.models.blocks import DEVICE_FAILURES, AttentionKernel
-from simpletuner.models.kandinsky5.attention import project
+from simpletuner.models.blocks import DEVICE_FAILURES, KERNELS, torch_attention
+from simpletuner.models.kandinsky5.attention import Kernel, replace_attention
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE
-from simpletuner.models.kernels import KERNELS
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +38,13 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
     """Works on every device, with gradients. The queries of a tile share one row of the mask: memory stays linear."""
     rows = zip(query.split(TILE, dim=1), tiles.unbind(dim=2), strict=True)
-    return torch.cat([_attend(part, key, value, row.repeat_interleave(TILE, -1)[:, :, None]) for part, row in rows], 1)
+    masked = [torch_attention(part, key, value, row.repeat_interleave(TILE, -1)[:, :, None]) for part, row in rows]
+    return torch.cat(masked, dim=1)
 
 
 def attend_dense(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
     """Dense attention, ignoring the tiles."""
-    return _attend(query, key, value, None)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # B H S D
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+    return torch_attention(query, key, value)
 
 
 def tile_blocks(tiles: Tensor) -> BlockMask:
@@ -302,16 +296,11 @@ def window_mask(
         device: where the mask is created; copying it there would synchronise with the device.
     """
     sides = ((frames, config["attention_wT"]), (rows, config["attention_wH"]), (columns, config["attention_wW"]))
-    places = [torch.arange(count, device=device) for count, _ in sides]
-    near = [
-        (place[:, None] - place[None]).abs() <= window // 2 for place, (_, window) in zip(places, sides, strict=True)
-    ]
-    time = near[0][:, None, None, :, None, None]
-    height = near[1][None, :, None, None, :, None]
-    width = near[2][None, None, :, None, None, :]
-    mask = time & height & width
-    count = frames * rows * columns
-    return mask.reshape(count, count)[None, None]
+    mask = torch.ones((1, 1), dtype=torch.bool, device=device)
+    for count, window in sides:  # each tile of the axes before, then of this one
+        place = torch.arange(count, device=device)
+        mask = torch.kron(mask, (place[:, None] - place).abs() <= window // 2)
+    return mask[None, None]
 
 
 def sparse_params(latents_shape: tuple[int, ...], config: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -366,39 +355,13 @@ class TileAttention:
         out: Tensor = attend(query, key, value, tiles)
         return out
 
-    def kernel(self, params: dict[str, Any]) -> AttentionKernel:
-        """The attention of a step with these `sparse_params`."""
-        return functools.partial(self, params=params)
-
-
-class SparseProcessor:
-    """Self-attention over NABLA's tiles; dense calls go to the stock processor."""
-
-    _attention_backend = None
-    _parallel_config = None
-
-    def __init__(self, attention: TileAttention, fallback: Callable[..., Tensor]) -> None:
-        self.attention, self.fallback = attention, fallback
-
-    def __call__(
-        self,
-        attn: Kandinsky5Attention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        rotary_emb: Tensor | None = None,
-        sparse_params: dict[str, Any] | None = None,
-    ) -> Tensor:
-        if sparse_params is None or rotary_emb is None:
-            return self.fallback(attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params)
-        query, key, value = project(attn, hidden_states, hidden_states, rotary_emb)
-        out = self.attention(query, key, value, sparse_params)
-        return attn.out_layer(out.flatten(-2, -1))
+    def kernel(self, params: dict[str, Any] | None) -> Kernel | None:
+        """The attention of a step with these `sparse_params`; None without, where it is dense."""
+        return None if params is None else functools.partial(self, params=params)
 
 
 def install(transformer: nn.Module) -> TileAttention:
-    """Give the visual self-attentions sparse processors; returns the attention that they share."""
+    """Let the visual self-attentions attend to NABLA's tiles; returns the attention that they share."""
     attention = TileAttention()
-    for name, module in transformer.named_modules():
-        if isinstance(module, Kandinsky5Attention) and name.endswith("self_attention") and "visual" in name:
-            module.set_processor(SparseProcessor(attention, module.processor))
+    replace_attention(transformer, attention.kernel, lambda name: name.endswith("self_attention") and "visual" in name)
     return attention

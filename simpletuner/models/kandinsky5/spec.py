@@ -6,7 +6,8 @@ import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from simpletuner.config.load import FamilyOptions, RunConfig
+from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import FamilyOptions
 from simpletuner.config.values import Size
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, TRANSFORMER_CLASS, VIDEO_COST
@@ -19,7 +20,7 @@ from simpletuner.models.kandinsky5.options import (
     write_rope_scale,
 )
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, clean_caption
-from simpletuner.models.source import ModelSource, check_classes
+from simpletuner.models.source import ModelSource, check_channels
 from simpletuner.models.spec import Component, FamilyChecks, FamilySpec, FamilyWords, Flavour, Task
 
 # A regular expression, because the bare name out_layer would also match the transformer's final layer.
@@ -41,8 +42,8 @@ ADAPTER_CLASSES = {
 }
 
 COMPONENTS = {
-    "transformer": Component("transformer", "pretrained_transformer_model_name_or_path"),
-    "vae": Component("vae", "pretrained_vae_model_name_or_path"),
+    "transformer": Component("transformer", "pretrained_transformer_model_name_or_path", (TRANSFORMER_CLASS,)),
+    "vae": Component("vae", "pretrained_vae_model_name_or_path", ("AutoencoderKL",)),
     "text_encoder": Component("text_encoder", "qwen_text_encoder_model_name_or_path", ("qwen2_5_vl",)),
     "tokenizer": Component("tokenizer", "qwen_text_encoder_model_name_or_path"),
     "text_encoder_2": Component("text_encoder_2", kinds=("clip_text_model",)),
@@ -164,9 +165,8 @@ def _sizes(sizes: Sequence[Size]) -> str:
 
 
 def check_checkpoint(flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
-    """Problems of the parts on this machine: wrong classes, or parts that do not fit together."""
-    vae_class = "AutoencoderKL" if flavour.task in ("t2i", "i2i") else "AutoencoderKLHunyuanVideo"
-    yield from check_classes(source, flavour, TRANSFORMER_CLASS, vae_class, ("in_visual_dim", "latent_channels"))
+    """Problems of parts on this machine that do not fit together."""
+    yield from check_channels(source, "in_visual_dim", "latent_channels")
     transformer, wanted = source.read_config("transformer"), flavour.task in ("i2i", "i2v")
     has = bool(transformer and transformer.get("visual_cond"))
     if transformer is None or wanted == has or flavour.task == "t2v":  # t2v samples with either
@@ -251,6 +251,7 @@ KANDINSKY5_VIDEO = replace(
         "validation_resolution": "512x768",
         "validation_num_video_frames": 61,
     },
+    components={**COMPONENTS, "vae": replace(COMPONENTS["vae"], kinds=("AutoencoderKLHunyuanVideo",))},
     native_sizes={512: SIZES_512, 1024: IMAGE_SIZES},
     checks=FamilyChecks(check_video, check_checkpoint, check_video_sizes),
     words=replace(KANDINSKY5_IMAGE.words, longest=256),

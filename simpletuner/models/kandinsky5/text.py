@@ -85,16 +85,16 @@ class Kandinsky5TextEncoder:
             self.clip_tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(source["tokenizer_2"].fetch())
         start = self.processor.tokenizer(template.text.partition("{}")[0])["input_ids"]
         self.start = PromptStart(start, template.crop + max_length)
-        self.qwen = _load(Qwen2_5_VLForConditionalGeneration, source, "text_encoder", dtype)
+        self.qwen = load_whole(Qwen2_5_VLForConditionalGeneration, source["text_encoder"], dtype=dtype)
         self.qwen.lm_head = nn.Identity()
         if not sees_pictures:
             self.qwen.model.visual = None
-        self.clip = _load(CLIPTextModel, source, "text_encoder_2", dtype)
+        self.clip = load_whole(CLIPTextModel, source["text_encoder_2"], dtype=dtype)
         if quantise is not None:
             quantise(self.qwen, QWEN_LAYERS, encoder=1)
             quantise(self.clip, CLIP_LAYERS, encoder=2)
-        self.qwen.to(device)
-        self.clip.to(device)
+        for model in self.models:
+            model.requires_grad_(False).eval().to(device)
 
     @property
     def models(self) -> Sequence[nn.Module]:
@@ -141,25 +141,30 @@ class Kandinsky5TextEncoder:
         if picture is not None:
             width, height = picture.size
             half = [picture.resize((width // PROMPT_PICTURE_SCALE, height // PROMPT_PICTURE_SCALE))]
-        inputs = self.processor(text=[self.template.format(caption)], images=half, return_tensors="pt")
+        inputs = dict(self.processor(text=[self.template.format(caption)], images=half, return_tensors="pt"))
         length = inputs["input_ids"].shape[1] - self.template.crop
         if length > POSITIONS:
-            raise ValueError(
-                f"a prompt with its picture takes {length} tokens; the model has positions for {POSITIONS}"
-            )
-        return dict(inputs)
+            raise ValueError(f"a prompt with its picture takes {length} tokens; the model has {POSITIONS} positions")
+        return inputs
 
     def _encode_qwen(self, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
         """Qwen's hidden states of each prompt after the template's crop, (L, D)."""
         lengths = [one["input_ids"].shape[1] for one in inputs]
         inputs = [self._padded(one) for one in inputs]
         hidden: dict[int, Tensor] = {}
-        for members in _batches(inputs):
+        groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)  # of one shape, which are encoded together
+        for index, one in enumerate(inputs):
+            groups[tuple((name, tuple(tensor.shape)) for name, tensor in one.items())].append(index)
+        for members in groups.values():
             batch = {
                 name: torch.cat([inputs[index][name] for index in members]).to(self.device)
                 for name in inputs[members[0]]
             }
-            rows = self._encode_pictured(batch) if "pixel_values" in batch else self._encode_words(batch["input_ids"])
+            if "pixel_values" in batch:
+                # Without `prompt_start`: of these prompts the tokens before the caption are only a tenth.
+                rows = self.qwen.model(**batch, use_cache=False).last_hidden_state
+            else:
+                rows = self.start.read(self.qwen.model.language_model, batch["input_ids"])
             for index, row in zip(members, rows[:, self.template.crop :].cpu(), strict=True):
                 hidden[index] = row[: lengths[index] - self.template.crop].clone()
         return [hidden[index] for index in range(len(inputs))]
@@ -175,35 +180,9 @@ class Kandinsky5TextEncoder:
         step = CPU_STEP if self.device.type == "cpu" else STEP
         return math.ceil(tokens / step) * step
 
-    def _encode_words(self, ids: Tensor) -> Tensor:
-        """Hidden states `B L D` of prompts without pictures."""
-        return self.start.read(self.qwen.model.language_model, ids)
-
-    def _encode_pictured(self, batch: dict[str, Tensor]) -> Tensor:
-        """Hidden states `B L D` of prompts with pictures.
-
-        Encoded without `prompt_start`: the tokens before the caption are only a tenth; the picture takes most of the
-            rest.
-        """
-        hidden: Tensor = self.qwen.model(**batch, use_cache=False).last_hidden_state
-        return hidden
-
     def _encode_clip(self, captions: list[str]) -> Tensor:
         inputs = self.clip_tokenizer(
             captions, max_length=CLIP_LENGTH, truncation=True, padding="max_length", return_tensors="pt"
         ).to(self.device)
         pooled: Tensor = self.clip(**inputs).pooler_output
         return pooled.cpu()
-
-
-def _load(model_class: Any, source: ModelSource, role: str, dtype: torch.dtype) -> Any:
-    part = source[role]
-    return load_whole(model_class, part, dtype=dtype).requires_grad_(False).eval()
-
-
-def _batches(inputs: list[dict[str, Tensor]]) -> list[list[int]]:
-    """Indices of prompts to encode together, grouped by shape."""
-    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for index, one in enumerate(inputs):
-        groups[tuple((name, tuple(tensor.shape)) for name, tensor in one.items())].append(index)
-    return list(groups.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
 from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
@@ -34,7 +33,7 @@ class HunyuanLatentEncoder(SampledLatents):
 class Kandinsky5VideoAdapter(Kandinsky5Adapter):
     """One Kandinsky 5 Video checkpoint; the size that the result will be sampled at decides the RoPE scale."""
 
-    spec, vae_class, encoder_class = KANDINSKY5_VIDEO, AutoencoderKLHunyuanVideo, HunyuanLatentEncoder
+    spec, encoder_class = KANDINSKY5_VIDEO, HunyuanLatentEncoder
 
     def __init__(self, setup: CheckpointSetup) -> None:
         super().__init__(setup)
@@ -50,8 +49,8 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
             encoder.use_less_memory()
         return encoder
 
-    def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
-        transformer: Any = super().load_transformer(dtype, hollow=hollow)
+    def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
+        transformer: Any = super().load_transformer(dtype, empty=empty)
         self._settings = dict(transformer.config)
         self._tiles = nabla.install(transformer) if is_sparse(self._settings) else None
         return transformer

@@ -12,11 +12,12 @@ import re
 from collections.abc import Iterator
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.load import FamilyOptions, RunConfig
+from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import FamilyOptions
 from simpletuner.errors import Problem
 from simpletuner.models.sanavideo.cost import COST, COST_720, TEXT_LENGTH, TRANSFORMER_CLASS
 from simpletuner.models.sanavideo.options import SanaOptions
-from simpletuner.models.source import MODEL_KEY, VAE_KEY, ModelSource, check_classes
+from simpletuner.models.source import MODEL_KEY, VAE_KEY, ModelSource, check_channels
 from simpletuner.models.spec import Component, FamilyChecks, FamilySpec, FamilyWords, Flavour
 
 WAN, LTX2 = "AutoencoderKLWan", "AutoencoderKLLTX2Video"  # classes of the VAE
@@ -117,24 +118,15 @@ def check_video(config: RunConfig, flavour: Flavour) -> Iterator[Problem]:
         yield Problem("vae_dtype", message, fatal=False)
 
 
-def vae_class(flavour: Flavour) -> str:
-    """The class of a flavour's VAE."""
-    return LTX2 if flavour.name == "2b-720p" else WAN
-
-
 def check_checkpoint(flavour: Flavour, source: ModelSource) -> Iterator[Problem]:
-    """Problems of the parts on this machine: wrong classes, or parts that do not fit together."""
-    is_wan = vae_class(flavour) == WAN
-    channel_keys = "in_channels", "z_dim" if is_wan else "latent_channels"
-    problems = [*check_classes(source, flavour, TRANSFORMER_CLASS, vae_class(flavour), channel_keys)]
-    yield from problems
-    if problems:
-        return
+    """Problems of parts on this machine that do not fit together."""
     vae, transformer = source.read_config("vae") or {}, source.read_config("transformer")
+    is_wan = vae.get("_class_name") == WAN
+    yield from check_channels(source, "in_channels", "z_dim" if is_wan else "latent_channels")
     # Every channel of the latents must be normalised; the other VAE has its statistics among its weights.
     for name in ("latents_mean", "latents_std") if is_wan else ():
         count = len(vae.get(name) or ())
-        if count != vae.get("z_dim", 0):
+        if count != vae.get("z_dim"):
             message = f"{count} values of {name} for {vae.get('z_dim')} channels."
             yield Problem(VAE_KEY, f"the VAE in {source['vae'].location!r} has {message}")
     if transformer is None:
@@ -149,6 +141,13 @@ def check_checkpoint(flavour: Flavour, source: ModelSource) -> Iterator[Problem]
         yield Problem("pretrained_gemma_model_name_or_path", message)
 
 
+COMPONENTS = {
+    "transformer": Component("transformer", "pretrained_transformer_model_name_or_path", (TRANSFORMER_CLASS,)),
+    "vae": Component("vae", VAE_KEY, (WAN,)),
+    "text_encoder": Component("text_encoder", "pretrained_gemma_model_name_or_path", ("gemma2",)),
+    "tokenizer": Component("tokenizer", "pretrained_gemma_model_name_or_path"),
+    "scheduler": Component("scheduler", kinds=SCHEDULERS),
+}
 SANA_VIDEO = FamilySpec(
     name="sanavideo",
     title="Sana Video",
@@ -167,6 +166,7 @@ SANA_VIDEO = FamilySpec(
                 "frame_stride": 8,
                 "largest_side": POSITIONS * 32,
                 "native_sizes": {720: SIZES_720},
+                "components": {**COMPONENTS, "vae": Component("vae", VAE_KEY, (LTX2,))},
                 "cost": COST_720,
                 "decodes_in_strips": True,
             },
@@ -189,13 +189,7 @@ SANA_VIDEO = FamilySpec(
         "crepa_block_index": 10,
     },
     fixed=TRAINING_SIGMAS,
-    components={
-        "transformer": Component("transformer", "pretrained_transformer_model_name_or_path"),
-        "vae": Component("vae", VAE_KEY),
-        "text_encoder": Component("text_encoder", "pretrained_gemma_model_name_or_path", ("gemma2",)),
-        "tokenizer": Component("tokenizer", "pretrained_gemma_model_name_or_path"),
-        "scheduler": Component("scheduler", kinds=SCHEDULERS),
-    },
+    components=COMPONENTS,
     size_multiple=32,
     vae_stride=8,
     patch_size=2,

@@ -1,11 +1,13 @@
 """Sana Video: text to clip, and picture to clip with the same checkpoint.
 
-Conversions between the common batch layout and `SanaVideoTransformer3DModel` come first, then its latents and previews,
-then the adapter.
+Gemma encodes instruction and caption, padded on the right to a fixed length; the transformer gets token 0 and the last
+`max_length - 1` tokens with their mask. Padding is not stored: masked tokens have a weight of exactly zero, so zeros
+can replace them. The instruction is encoded once for all captions (`prompt_start`).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from diffusers.models.transformers.transformer_sana_video import SanaVideoTransf
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import Gemma2Model, GemmaTokenizer, PreTrainedTokenizerBase
 
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds, upload
 from simpletuner.diffusion.flow import hold_first_frame
@@ -28,6 +31,7 @@ from simpletuner.models.adapter import (
     Forward,
     LatentEncoder,
     PreviewRequest,
+    TextRequest,
 )
 from simpletuner.models.blocks import FreeSizes
 from simpletuner.models.loading import (
@@ -36,15 +40,115 @@ from simpletuner.models.loading import (
     load_denoiser,
     load_scheduler,
     load_vae,
+    load_whole,
     stock_pipeline,
+    told_plainly,
     with_solver,
 )
+from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.sanavideo.cost import TEXT_LENGTH
 from simpletuner.models.sanavideo.options import SanaOptions
-from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO, vae_class
-from simpletuner.models.sanavideo.text import SanaTextEncoder
+from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO, clean_caption, with_motion_score
 from simpletuner.models.source import ModelSource
 from simpletuner.models.usage import Usage, snippet, solver_code, text
+
+# Linear layers that can be quantised.
+GEMMA_LAYERS = r"layers\.\d+\..+"
+
+
+def pipeline_instruction() -> list[str]:
+    """The default instruction of the installed pipeline."""
+    from diffusers import SanaVideoPipeline
+
+    parameters = inspect.signature(SanaVideoPipeline.__call__).parameters
+    lines: list[str] = parameters["complex_human_instruction"].default
+    return lines
+
+
+class SanaTextEncoder:
+    """Gemma 2 with the instruction.
+
+    Args:
+        source: the checkpoint's components.
+        options: instruction and motion score.
+        max_length: tokens that the transformer gets.
+        device, dtype: where and in which precision the encoder runs.
+        quantise: quantises Gemma's weights.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        options: SanaOptions,
+        max_length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantise: EncoderQuantiser | None = None,
+    ) -> None:
+        self.max_length, self.device = max_length, device
+        self.motion_score = options.sana_motion_score
+        instruction = options.sana_complex_human_instruction
+        self.instruction = "\n".join(pipeline_instruction() if instruction is True else instruction)
+        with told_plainly(source["tokenizer"]):
+            self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(source["tokenizer"].fetch())
+        self.tokenizer.padding_side = "right"
+        self.start = PromptStart(self.tokenizer.encode(self.instruction), self._length(bare=False))
+        gemma: Any = load_whole(Gemma2Model, source["text_encoder"], dtype=dtype)
+        if quantise is not None:
+            quantise(gemma, GEMMA_LAYERS, encoder=1)
+        self.gemma = gemma.requires_grad_(False).eval().to(device)
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        return [self.gemma]
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
+        """`prompt_embeds` (L, D) of each caption, L up to `max_length`, on the CPU.
+
+        Bare requests are encoded without instruction and motion score.
+        """
+        embeds: list[TextEmbeds] = [{} for _ in requests]
+        for bare in (False, True):
+            members = [index for index, request in enumerate(requests) if request.bare is bare]
+            texts = [self._compose(requests[index]) for index in members]
+            for index, hidden in zip(members, self._encode(texts, bare) if texts else [], strict=True):
+                embeds[index] = {"prompt_embeds": hidden}
+        return embeds
+
+    def padded_length(self, request: TextRequest) -> int:
+        """Gemma's input is padded, so all captions have one length."""
+        return self._length(request.bare)
+
+    def truncated(self, caption: str) -> str | None:
+        """The end of a caption that does not fit, or None."""
+        cut = self.tokenizer(self._compose(TextRequest(caption)))["input_ids"][self._length(bare=False) :]
+        return str(self.tokenizer.decode(cut)) if cut else None
+
+    def _compose(self, request: TextRequest) -> str:
+        """The full prompt of a request."""
+        caption = clean_caption(request.caption)
+        return caption if request.bare else self.instruction + with_motion_score(caption, self.motion_score)
+
+    def _length(self, bare: bool) -> int:
+        """Length of Gemma's input in tokens. The pipeline adds the instruction's tokens, less two, to `max_length`."""
+        if bare or not self.instruction:
+            return self.max_length
+        return len(self.tokenizer.encode(self.instruction)) + self.max_length - 2
+
+    def _encode(self, texts: list[str], bare: bool) -> list[Tensor]:
+        inputs = self.tokenizer(
+            texts, padding="max_length", max_length=self._length(bare), truncation=True, return_tensors="pt"
+        ).to(self.device)
+        ids, mask = inputs.input_ids, inputs.attention_mask
+        if bare or not self.instruction:
+            hidden = self.gemma(ids, attention_mask=mask, use_cache=False).last_hidden_state
+        else:
+            hidden = self.start.read(self.gemma, ids, mask)
+        kept = [0, *range(-self.max_length + 1, 0)]
+        rows = zip(hidden[:, kept].cpu(), mask[:, kept].bool().cpu(), strict=True)
+        return [row[is_real].clone() for row, is_real in rows]
+
 
 # Clips that start from a picture are sampled with Euler steps and this shift; the checkpoint's scheduler is for t2v.
 I2V_SHIFT = 8.0
@@ -230,7 +334,7 @@ class SanaVideoAdapter:
     def __init__(self, setup: CheckpointSetup) -> None:
         self.source, self.text, self.caching, self.solver = setup.source, setup.text, setup.caching, setup.solver
         self.options = setup.options.of(SanaOptions)
-        self.spec, self.vae_class = SANA_VIDEO.for_flavour(setup.flavour.name), vae_class(setup.flavour)
+        self.spec = SANA_VIDEO.for_flavour(setup.flavour.name)
         self.dtype = torch.float32
 
     def load_text_encoder(
@@ -239,12 +343,12 @@ class SanaVideoAdapter:
         return SanaTextEncoder(self.source, self.options, self.spec.words.length(self.text), device, dtype, quantise)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> WanLatentEncoder:
-        vae = load_vae(getattr(diffusers, self.vae_class), self.source["vae"], self.caching, device, dtype)
-        return (Ltx2LatentEncoder if self.vae_class == LTX2 else WanLatentEncoder)(vae, device, dtype)
+        vae = load_vae(self.spec, self.source, self.caching, device, dtype)
+        return (Ltx2LatentEncoder if type(vae).__name__ == LTX2 else WanLatentEncoder)(vae, device, dtype)
 
-    def load_transformer(self, dtype: torch.dtype, *, hollow: bool = False) -> nn.Module:
+    def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         part = self.source["transformer"]
-        transformer: nn.Module = load_denoiser(SanaVideoTransformer3DModel, part, dtype, hollow=hollow)
+        transformer: nn.Module = load_denoiser(SanaVideoTransformer3DModel, part, dtype, empty=empty)
         DistinctTimesteps().install(transformer)
         self.dtype = dtype
         return transformer

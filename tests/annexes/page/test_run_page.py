@@ -16,8 +16,7 @@ from PIL import Image
 from simpletuner.annexes.page.control import run_id
 from simpletuner.annexes.page.runs import Run
 from simpletuner.reporting.events import MediaRendered, StateChanged
-from simpletuner.reporting.metrics import MEDIA_FILE, MediaFile, MediaRecord
-from simpletuner.reporting.report import REPORT_FILE
+from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaFile, MediaRecord
 from simpletuner.validation.clip_writer import write_mp4
 from tests.annexes.page.page import ending_runs, opened, serving
 from tests.annexes.page.test_runs import STEPS, own, tell

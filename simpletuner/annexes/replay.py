@@ -1,0 +1,385 @@
+"""What a failed run leaves behind in `output_dir/failures/step-<n>/`, and `simpletuner train --replay FOLDER`, which
+repeats the step and finds the sample at fault.
+
+A run resumes bit for bit, so the steps between the last checkpoint and the failure are the same once more. Nothing is
+saved, rendered or sent meanwhile; only missing cache entries are written.
+
+A process other than the first, if it fails alone, leaves `step-<n>-process-<rank>/`.
+
+failure.json    the cause, the step and its samples, settings, versions, memory, the last metrics
+config.json     what the user had set, as a config file for the same working directory
+traceback.txt
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
+
+from simpletuner.annexes.fitting.ready import ready_plan
+from simpletuner.atomic import build_folder, write_atomically, write_json
+from simpletuner.budget.budget import Budget
+from simpletuner.caching.read import BatchReader
+from simpletuner.config.sources import Arguments
+from simpletuner.data.sampler import PlannedBatch
+from simpletuner.distributed.world import World
+from simpletuner.errors import Interrupted, NonFiniteError, Problem, UserError, WriteError, is_out_of_memory, shorten
+from simpletuner.models.blocks import KERNELS
+from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import list_entries
+from simpletuner.redaction import HIDDEN, redact, redact_settings
+from simpletuner.reporting.environment import describe_device, describe_environment, package_versions
+from simpletuner.reporting.events import Event, EventStream, PhaseEnded, PhaseStarted, StepReport
+from simpletuner.reporting.metrics import METRICS_FILE, read_rows
+from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue
+from simpletuner.run.companions import Companion
+from simpletuner.run.rehearsal import rehearse_micro_step, unchanged
+from simpletuner.run.session import Session
+from simpletuner.run.train import prepare_machine
+from simpletuner.training.assemble import make_accelerator
+from simpletuner.training.guard import gradient_size, stop_if_gradients_not_finite, stop_if_losses_not_finite
+from simpletuner.training.manifest import Checkpoint, find_checkpoints
+from simpletuner.training.recorder import peak_memory
+from simpletuner.training.state import Assembly
+from simpletuner.training.step import optimizer_step
+
+FOLDER, FAILURE_FILE, CONFIG_FILE = "failures", "failure.json", "config.json"
+LAST_STEPS = 20  # rows of the record in a failure's folder
+# What a replay sets itself, or what may be written in several ways.
+OWN_SETTINGS = {"resume_from_checkpoint", "output_dir", "cache_dir", "data_backend_config"}
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The content of `failure.json`.
+
+    Attributes:
+        cause: in one line.
+        advice: the change that helps, and for NaN the first module whose output it was in.
+        step: that failed, counted from 1; between two steps, the one before.
+        batches: the samples of the step by micro-batch; empty if it failed between two steps.
+        checkpoint: the one to start from; None for the beginning.
+        facts: settings, versions, models and data; what is different makes another run.
+        metrics: the last rows of the record.
+        memory: in bytes, what the plan expected by phase and the peak at the end of each, and the state of a GPU's
+            allocator.
+        unread: what the device did not answer, in one line: after some errors, every call to a GPU fails.
+    """
+
+    cause: str
+    advice: str
+    step: int
+    batches: list[dict[str, Any]]
+    checkpoint: str | None
+    facts: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    memory: dict[str, Any]
+    unread: str = ""
+
+
+@dataclass
+class Autopsy(Companion):
+    """Leaves a folder about a failure, and adds to the error where it is.
+
+    As a subscriber it knows what a run does, and how much memory it had needed at the end of each phase. A full disk or
+    the failure of another process leaves no folder. A failure of its own is only logged.
+    """
+
+    phase: str = ""
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case PhaseStarted():
+                self.phase = event.title
+            case PhaseEnded():
+                with suppress(RuntimeError):  # it would take the place of the error that ended the phase
+                    self.peaks[event.phase.title] = peak_memory()
+            case StepReport():
+                self.phase, self.peaks["training"] = f"what follows step {event.step}", peak_memory()
+
+    @contextmanager
+    def around(self, session: Session, budget: Budget) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            world = session.assembly.world
+            # Every process sees NaN in the same step, so each raises it itself.
+            guilty = world.is_main if isinstance(error, NonFiniteError) else world.first_failure(error) is None
+            if guilty and not isinstance(error, Interrupted | WriteError):
+                try:
+                    with world.undisturbed():
+                        error.add_note(self._leave(session, budget, error))
+                except Exception as failed:  # noqa: BLE001 - it must not hide why the run failed
+                    session.events.say(f"There is no folder about this failure: {failed}", warning=True)
+            raise
+
+    def _leave(self, session: Session, budget: Budget, error: Exception) -> str:
+        """Write the folder; returns what to add to the message."""
+        plan, done, before = session.plan, session.state.global_step, session.state.data_before
+        step, batches = done + (before is not None), list[PlannedBatch]()
+        if before is not None:
+            batches = session.loader.planned(before, session.assembly.settings.accumulation)
+        cause, advice = cause_of(error, f"step {step}" if batches else self.phase, session, batches, done)
+        start, rows = checkpoint_before(plan, done), [*deque(read_rows(plan.output_dir / METRICS_FILE), LAST_STEPS)]
+        unread: dict[str, str] = {}
+
+        def ask(what: str, call: Callable[[], Answer]) -> Answer | None:
+            """The answer of a device that may fail every call."""
+            try:
+                return call()
+            except RuntimeError as error:
+                unread[what] = str(error).partition("\n")[0]
+                return None
+
+        allocator = torch.cuda.memory_summary if torch.cuda.is_available() else str
+        memory = {
+            "planned": [asdict(phase) for phase in budget.phases],
+            "peaks": {**self.peaks, "at the failure": ask("the peak of memory", peak_memory)},
+            "allocator": ask("the state of the allocator", lambda: allocator().splitlines()),
+        }
+        facts = facts_of(plan, ask("the name of the device", describe_device) or "unknown")
+        samples, origin = [describe_batch(batch) for batch in batches], str(start.path) if start else None
+        reason = f"Could not be read ({[*unread.values()][-1]}): {', '.join(unread)}." if unread else ""
+        failure = Failure(cause, advice, step, samples, origin, facts, rows, memory, reason)
+        settings, is_explicit = redact_settings(plan.config.flat()), plan.config.is_explicit
+        name = session.assembly.world.named(f"{FOLDER}/step-{step}")
+        names = (f"{name}{f'-{number}' if number > 1 else ''}" for number in count(1))
+        folder = next(path for name in names if not (path := plan.output_dir / name).exists())
+        with build_folder(folder) as unfinished:
+            write_json(unfinished / FAILURE_FILE, redact_settings(asdict(failure)))
+            chosen = {key: value for key, value in settings.items() if is_explicit(key) and value != HIDDEN}
+            chosen |= {"seed": plan.seed, "data_backend_config": str(plan.dataset_file)}
+            write_json(unfinished / CONFIG_FILE, chosen)
+            write_atomically(unfinished / "traceback.txt", redact("".join(traceback.format_exception(error))))
+        return " ".join(filter(None, (advice, failure.unread, f"What happened: {folder}")))
+
+
+def cause_of(
+    error: Exception, during: str, session: Session, batches: Sequence[PlannedBatch], done: int
+) -> tuple[str, str]:
+    """Why a run failed, in one line, and the change that helps.
+
+    Args:
+        batches: micro-batches of the step that failed, as planned.
+        done: steps done before it.
+    """
+    if is_out_of_memory(error):
+        return f"Out of memory in {during}.", "Lower resolution, frames or train_batch_size, or set offload auto."
+    if not isinstance(error, UserError | NonFiniteError):
+        return f"{type(error).__name__}: {error}".splitlines()[0], "Start again to continue from the last checkpoint."
+    if isinstance(error, UserError) or not batches:  # which say what helps
+        return str(error), ""
+    assembly = session.assembly
+    # Several processes would have to repeat the step together, and half-updated weights would take another one.
+    may_repeat = assembly.world.size == 1 and not (assembly.release and assembly.release.is_halfway)
+    module = first_not_finite(session, batches, done) if may_repeat else None
+    bf16 = " or mixed_precision bf16" if assembly.scaler.is_enabled() else ""
+    advice = f"Continue from the last checkpoint with a lower learning_rate{bf16}, or leave out a file at fault."
+    return str(error), f"The first module whose output is not finite is {module}. {advice}" if module else advice
+
+
+def first_not_finite(session: Session, batches: Sequence[PlannedBatch], done: int) -> str | None:
+    """Repeat the micro-steps of a step; returns the first module whose output is NaN or infinite.
+
+    None as well if the device fails or lacks the memory for blocks that are not compiled.
+    """
+    with watched_outputs(session.assembly.transformer) as modules, suppress(RuntimeError):
+        for micro_step, planned in enumerate(batches):
+            with suppress(NonFiniteError):
+                attempt(session.assembly, session.reader, planned, done, micro_step)
+    return modules[0] if modules else None
+
+
+def attempt(assembly: Assembly, reader: BatchReader, planned: PlannedBatch, done: int, micro_step: int) -> None:
+    """Forward and backward of a micro-batch after `done` steps of the run, without compilation; nothing is changed.
+
+    Raises:
+        NonFiniteError: the loss or the gradient is NaN or infinite.
+    """
+    with unchanged(assembly), torch.compiler.set_stance("force_eager"):
+        losses = rehearse_micro_step(assembly, reader(planned), done, micro_step)
+        stop_if_losses_not_finite(losses.total, losses.names)
+        every = assembly.parameters | assembly.module_parameters
+        released = {} if assembly.release is None else assembly.release.read_size(losses.names)
+        measured = gradient_size(every.values(), assembly.settings.optimizer)
+        sizes = (*released.values(), *(each.item() for each in measured.values()))
+        stop_if_gradients_not_finite(sizes, every, assembly.scaler, losses.names)
+
+
+@contextmanager
+def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
+    """A context in which modules whose output is NaN or infinite are added to the list, the first one first.
+
+    Every output is read from the device, which is slow.
+    """
+    modules: list[str] = []
+
+    def check(name: str, module: nn.Module, given: object, output: object) -> None:
+        outputs = output if isinstance(output, tuple | list) else [output]
+        if not all(part.isfinite().all() for part in outputs if isinstance(part, Tensor)):
+            modules.append(name or type(module).__name__)
+
+    hooks = [module.register_forward_hook(partial(check, name)) for name, module in model.named_modules()]
+    try:
+        yield modules
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:
+    """The newest checkpoint with at most this many steps done."""
+    known = [*find_checkpoints(plan.output_dir)[0], *([plan.resume] if plan.resume else [])]
+    before = (each for each in known if each.step <= step)
+    return max(before, key=lambda each: (each.step, not each.rolling), default=None)
+
+
+def facts_of(plan: Plan, device: str | None = None) -> dict[str, Any]:
+    """What a repetition depends on, by name: every setting without secrets, versions, models and data.
+
+    Args:
+        device: what training runs on; None asks torch.
+    """
+    identity = plan.identity(package_versions())
+    data = identity.weights | identity.order | {"content of the data": identity.datasets, "seed": plan.seed}
+    return redact_settings(plan.config.flat()) | describe_environment(device) | data
+
+
+def describe_batch(planned: PlannedBatch) -> dict[str, Any]:
+    """A micro-batch as a failure names it."""
+    parts = zip(planned.samples, planned.captions, planned.slots, strict=True)
+    samples = [{"name": sample.full_name, "caption": caption, "slot": slot} for sample, caption, slot in parts]
+    return {"size": planned.size, "frames": planned.samples[0].frames, "samples": samples}
+
+
+def read_failure(folder: Path) -> Failure:
+    """What a failed run left in a folder.
+
+    Raises:
+        UserError: nothing, something damaged, or there is no step to repeat.
+    """
+    path = folder / FAILURE_FILE
+    try:
+        failure = TypeAdapter(Failure).validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is damaged"
+        raise UserError(f"--replay: {str(path)!r} {why}; a failed run leaves it in <output_dir>/failures.") from None
+    if not failure.batches:
+        raise UserError(f"--replay: {folder} has no step to repeat: the run failed between two of them.")
+    return failure
+
+
+def prepare(folder: Path, arguments: Arguments, problems: list[Problem]) -> tuple[Failure, Plan]:
+    """What failed, and the plan of the failed run with the settings of the command line.
+
+    Raises:
+        UserError: it cannot be repeated.
+    """
+    failure = read_failure(folder)
+    if arguments.selectors:
+        raise UserError(f"--replay has the settings of the failed run; leave out {', '.join(arguments.selectors)}.")
+    kept = failure.checkpoint and Path(failure.checkpoint).is_dir()  # it may have been removed since
+    settings = [("resume_from_checkpoint", failure.checkpoint if kept else "latest"), *arguments.settings]
+    selectors = {"env": "default", "config_path": str(folder / CONFIG_FILE)}
+    plan, _ = ready_plan(replace(arguments, settings=settings, selectors=selectors), problems)
+    if (processes := plan.config.launch.num_processes) > 1:
+        size = processes * plan.config.schedule.train_batch_size
+        raise UserError(f"--replay runs in one process; add num_processes=1 train_batch_size={size}.")
+    run = plan.config.run  # its caches are used, and its folder is not
+    folders = {"output_dir": str(folder / "replay"), "cache_dir": run.cache_dir or f"{run.output_dir}/cache"}
+    config = plan.config.with_values(folders, "--replay")
+    # With other data, too, the order of the samples goes on; `changes` tells what is different.
+    return failure, replace(plan, config=config, resume=checkpoint_before(plan, failure.step - 1), same_data=True)
+
+
+def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bool) -> bool:
+    """Repeat what led to a failure and say how it ends; returns whether it fails again."""
+    for change in changes(failure, plan):
+        events.say(change, warning=True)
+    prepare_machine(plan)
+    KERNELS.open(None, *plan.output_dir.absolute().parents[2:3])  # those of the run that failed
+    accelerator, epoch = make_accelerator(), plan.resume.manifest.epoch if plan.resume else 1
+    listing = list_entries(plan, complete_catalogue(plan), epoch)
+    caches = CacheFiller(Encoding(plan, build_adapter(plan), accelerator.device, events), listing)
+    caches.fill()
+    session = Session.open(caches, accelerator, World())
+    assembly, loader, begun = session.assembly, session.loader, session.state.global_step
+    assembly.transformer.train()
+    origin, count = plan.resume.path.name if plan.resume else "the beginning", failure.step - begun
+    with closing(loader), events.phase(f"Repeating step {failure.step} from {origin}", count, "steps") as phase:
+        for done in range(begun, failure.step):
+            batches = loader.planned(loader.state_dict(), assembly.settings.accumulation)
+            try:
+                optimizer_step(assembly, loader, done)
+            except Exception as error:  # noqa: BLE001 - why a step fails is the question
+                cause, advice = cause_of(error, f"step {done + 1}", session, batches, done)
+                break
+            phase.advance()
+        else:
+            events.say(f"Step {failure.step} does not fail now.")
+            return False
+    cause = redact(cause)  # as in the folder
+    again = "already" if done + 1 < failure.step else "again"
+    same = "the same cause" if cause == failure.cause else f"another cause than before ({failure.cause})"
+    events.say(f"Step {done + 1} fails {again}, with {same}: {cause} {advice}".rstrip())
+    if bisect:
+        gc.collect()  # after out of memory
+        events.say(find_guilty(assembly, session.reader, batches, done))
+    return True
+
+
+def changes(failure: Failure, plan: Plan) -> Iterator[str]:
+    """What is no longer as it was when the run failed."""
+    now = json.loads(json.dumps(facts_of(plan)))
+    for name in sorted(failure.facts.keys() & now.keys() - OWN_SETTINGS):
+        if failure.facts[name] != now[name]:
+            yield f"{name} was {failure.facts[name]} and is {now[name]} now."
+
+
+def find_guilty(assembly: Assembly, reader: BatchReader, batches: Sequence[PlannedBatch], done: int) -> str:
+    """The samples that fail alone; if none does, the smallest slices of a micro-batch that fail."""
+    if assembly.release is not None and assembly.release.is_halfway:
+        return "The weights are half-updated: to find the sample, add optimizer_release_gradients=false."
+    for micro_step, planned in enumerate(batches):
+        whole = len(planned.samples)
+        halves = {whole >> times for times in range(whole.bit_length()) if whole % (1 << times) == 0}
+        for size in sorted({1, *halves}):
+            parts = [slice(start, start + size) for start in range(0, whole, size)]
+            guilty = [part for part in parts if fails(assembly, reader, planned, part, done, micro_step)]
+            names = [sample.full_name for part in guilty for sample in planned.samples[part]]
+            if names:
+                how = "Fails on its own" if size == 1 else "No sample fails on its own, but together"
+                return f"{how}: {shorten(names)}"
+    return "No micro-batch of the step fails on its own."
+
+
+def fails(
+    assembly: Assembly, reader: BatchReader, planned: PlannedBatch, part: slice, done: int, micro_step: int
+) -> bool:
+    """Whether a part of a micro-batch fails, with the random numbers that it has in the whole."""
+    size = part.stop - part.start
+    chosen = replace(planned, samples=planned.samples[part], captions=planned.captions[part], slots=planned.slots[part])
+    # In the place of a process that has this part of a global batch.
+    world, settings = World(part.start // size, len(planned.samples) // size), assembly.settings
+    alone = replace(assembly, world=world, settings=replace(settings, shared_noise=False))
+    try:
+        attempt(alone, reader, chosen, done, micro_step)
+    except Exception:  # noqa: BLE001 - of whatever kind
+        return True
+    return False

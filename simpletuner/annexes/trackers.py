@@ -1,0 +1,256 @@
+"""Mirrors of the run record in wandb and tensorboard, where people compare runs.
+
+A tracker never ends a run: one that fails is logged once and not called again. The local files (`simpletuner` in
+`report_to`) are not a tracker; they are always written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from PIL import Image
+
+from simpletuner.config.trackers import tracker_names, wandb_mode, why_missing
+from simpletuner.plan.build import Plan
+from simpletuner.redaction import redact, redact_settings
+from simpletuner.reporting import events as happened
+from simpletuner.reporting.events import ENDED, Event, EventStream
+from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.run.companions import Companion
+
+logger = logging.getLogger(__name__)
+Value = TypeVar("Value")
+
+RUN_FILE = "wandb_run.json"
+# Every update of the scatter plot sends all of its points again, so it is updated rarely and the points are limited.
+TIMESTEPS_EVERY = 100
+TIMESTEPS_KEPT = 5000
+# Seconds that an unreachable server may delay the start.
+INIT_TIMEOUT = 30.0
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker opens.
+
+    Attributes:
+        output_dir: paths of previews are relative to it; the wandb run id is kept there.
+        logging_dir: where trackers put their own files.
+        start_step: a resumed run continues after this step, under the same wandb run.
+    """
+
+    project: str
+    name: str
+    settings: Mapping[str, Any]
+    output_dir: Path
+    logging_dir: Path
+    start_step: int = 0
+
+
+class Tracker(Protocol):
+    """Receives what the main process measures. `step` is the optimizer step."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Metrics of a step; may be called several times for one step."""
+
+    def log_timesteps(self, timesteps: Sequence[float], step: int) -> None:
+        """The timesteps at which the samples of this step were trained."""
+
+    def log_media(self, media: Sequence[MediaRecord], step: int) -> None:
+        """Previews; their files exist."""
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Send the rest and close the run."""
+
+
+@dataclass
+class Trackers(Companion):
+    """Opens the trackers that `report_to` names and that can work here."""
+
+    events: EventStream
+
+    def begin(self, plan: Plan, step: int) -> None:
+        config, tracking = plan.config, plan.config.tracking
+        names, folder = (tracking.tracker_project_name, tracking.tracker_run_name), Path(config.run.logging_dir)
+        run = TrackedRun(*names, config.flat(), plan.output_dir, folder.expanduser(), step)
+        for tracker in open_trackers(tracking.report_to, run):
+            self.events.subscribe(tracker)
+
+
+def open_trackers(report_to: str, run: TrackedRun) -> Iterator[GuardedTracker]:
+    """The trackers named that can work here; secrets in the settings are redacted."""
+    names = tracker_names(report_to)
+    settings = redact_settings(run.settings)
+    run = replace(run, project=redact(run.project), name=redact(run.name), settings=settings)
+    for name, build in TRACKERS.items():
+        if name not in names and "all" not in names:
+            continue
+        if reason := why_missing(name):
+            logger.log(logging.INFO if "all" in names else logging.WARNING, "report_to: %s", reason)
+        else:
+            yield GuardedTracker(name, lambda: build(run))  # noqa: B023 - called at once
+
+
+class GuardedTracker:
+    """Passes events to a tracker, and keeps the tracker's failures away from training.
+
+    Args:
+        name: for the log.
+        build: opens the tracker; importing its package may fail too.
+    """
+
+    def __init__(self, name: str, build: Callable[[], Tracker]) -> None:
+        self.name = name
+        self._round: list[MediaRecord] = []  # previews of one round are sent together
+        self._tracker = self._guard(build)
+
+    def __call__(self, event: Event) -> None:
+        if tracker := self._tracker:
+            self._guard(lambda: self._pass_on(tracker, event))
+
+    def _pass_on(self, tracker: Tracker, event: Event) -> None:
+        match event:
+            case happened.StepReport():
+                tracker.log(event.metrics, event.step)
+                tracker.log_timesteps(event.timesteps, event.step)
+            case happened.Evaluated():
+                tracker.log(event.losses, event.step)
+            case happened.MediaRendered():
+                self._round.append(event.media)
+            case happened.PhaseEnded() if self._round:
+                media, self._round = self._round, []
+                tracker.log_media(media, media[0].step)
+            case happened.StateChanged() if event.state in ENDED:
+                tracker.finish(0 if event.state == "finished" else 1)
+                self._tracker = None
+
+    def _guard(self, call: Callable[[], Value]) -> Value | None:
+        try:
+            return call()
+        except Exception as error:
+            self._tracker = None
+            first = "".join(f": {line}" for line in str(error).strip().splitlines()[:1])
+            reason = redact(f"({type(error).__name__}{first})")
+            logger.warning("%s stopped working; training goes on without it. %s", self.name, reason)
+            logger.debug("%s failed", self.name, exc_info=True)
+            return None
+
+
+class WandbTracker:
+    """One wandb run, continued under the same id when training resumes. Step 0 begins a new run."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb  # takes a second, which only its users should wait for
+
+        self._wandb, self._output_dir = wandb, run.output_dir
+        self._timesteps: list[tuple[int, float]] = []
+        self._sent_timesteps_at = run.start_step
+        run.logging_dir.mkdir(parents=True, exist_ok=True)
+        run_id = previous_id(run.output_dir) if run.start_step else None
+        self._run: Any = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run_id,
+            resume="allow" if run_id and wandb_mode() == "online" else None,
+            dir=str(run.logging_dir),
+            config=dict(run.settings),
+            allow_val_change=True,
+            # The console may show anything and the command line may contain a webhook's address: send neither.
+            settings=wandb.Settings(
+                console="off",
+                quiet=True,
+                disable_code=True,
+                disable_git=True,
+                x_disable_meta=True,
+                init_timeout=INIT_TIMEOUT,
+            ),
+        )
+        # Steps after the checkpoint were already sent before the interruption; the repeated steps have equal values.
+        self._first_step = self._run.starting_step
+        run.output_dir.mkdir(parents=True, exist_ok=True)
+        (run.output_dir / RUN_FILE).write_text(json.dumps({"id": self._run.id}), encoding="utf-8")
+        logger.info("wandb: %s", self._run.url if wandb_mode() == "online" else f"{wandb_mode()}, {self._run.dir}")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if step >= self._first_step:
+            self._run.log(dict(metrics), step=step)
+
+    def log_timesteps(self, timesteps: Sequence[float], step: int) -> None:
+        self._timesteps += [(step, float(timestep)) for timestep in timesteps]
+        if step - self._sent_timesteps_at >= TIMESTEPS_EVERY:
+            self._send_timesteps(step)
+
+    def log_media(self, media: Sequence[MediaRecord], step: int) -> None:
+        groups: dict[str, list[Any]] = {}
+        for record in media:
+            path = str(self._output_dir / record.path)
+            kind = self._wandb.Video if record.is_video else self._wandb.Image
+            item = kind(path, caption=record.prompt)
+            groups.setdefault(f"validation/{record.short_name}{'/ema' if record.ema else ''}", []).append(item)
+        if groups and step >= self._first_step:
+            self._run.log(groups, step=step)
+
+    def finish(self, exit_code: int = 0) -> None:
+        if self._timesteps:
+            self._send_timesteps(max(self._timesteps)[0])
+        self._run.finish(exit_code=exit_code)
+
+    def _send_timesteps(self, step: int) -> None:
+        self._timesteps = self._timesteps[-TIMESTEPS_KEPT:]
+        self._sent_timesteps_at = step
+        if step < self._first_step:
+            return
+        table = self._wandb.Table(columns=["global_step", "timestep"], data=[list(point) for point in self._timesteps])
+        chart = self._wandb.plot.scatter(table, "global_step", "timestep", title="Timesteps trained")
+        self._run.log({"timesteps_scatter": chart}, step=step)
+
+
+def previous_id(output_dir: Path) -> str | None:
+    """Id of the run to continue; None if the file is missing or damaged."""
+    try:
+        return str(json.loads((output_dir / RUN_FILE).read_text(encoding="utf-8"))["id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class TensorboardTracker:
+    """One folder of event files, to which each session adds one. What an earlier session wrote after the first step of
+    this one is hidden."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._output_dir = run.output_dir
+        folder = run.logging_dir / run.project / run.name
+        self._writer: Any = SummaryWriter(str(folder), purge_step=run.start_step + 1)
+        text = json.dumps(run.settings, indent=2, ensure_ascii=False, default=str)
+        self._writer.add_text("config", "    " + text.replace("\n", "\n    "), run.start_step)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+
+    def log_timesteps(self, timesteps: Sequence[float], step: int) -> None:
+        self._writer.add_histogram("timesteps", np.asarray(timesteps, dtype=np.float64), step)
+
+    def log_media(self, media: Sequence[MediaRecord], step: int) -> None:
+        for record in media:
+            tag = f"validation/{record.short_name}/{record.index}{'/ema' if record.ema else ''}"
+            path = self._output_dir / record.path
+            self._writer.add_text(f"{tag}/prompt", record.prompt, step)
+            if not record.is_video:  # tensorboard shows no mp4
+                with Image.open(path) as picture:
+                    self._writer.add_image(tag, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+        self._writer.flush()
+
+    def finish(self, exit_code: int = 0) -> None:
+        self._writer.close()
+
+
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"wandb": WandbTracker, "tensorboard": TensorboardTracker}
