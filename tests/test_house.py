@@ -39,6 +39,13 @@ def test_classes_and_files_are_not_large(house: House) -> None:
     assert above({name: size for name, size in house.file_sizes().items() if Path(name).name not in TABLES}, 350) == {}
 
 
+def test_an_annex_is_small(house: House) -> None:
+    annexes = {room.removeprefix("annex "): lines for room, lines in house.rooms().items() if room != "core"}
+    page = annexes.pop("page")
+    assert above(annexes, 800) == {}
+    assert page <= 2000
+
+
 def test_a_name_means_one_thing(house: House) -> None:
     """Families answer the same questions by the same names; beside those, few names are used twice."""
     assert len(house.repeated_names()) <= 30, house.repeated_names()

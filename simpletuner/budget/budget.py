@@ -19,7 +19,7 @@ from simpletuner.config.load import RunConfig
 from simpletuner.config.precision import vae_dtype
 from simpletuner.models.cost import BYTES, TILE, VaeLoad
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import Listing, evaluated, feature_kinds, latent_storage, list_entries, make_catalogue
+from simpletuner.plan.entries import Listing, evaluated, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EVALUATION, SAVING, Rounds
 from simpletuner.reporting.events import PREVIEWS as PREVIEW_ROUNDS
 
@@ -253,18 +253,8 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     """Estimate a plan as configured."""
     catalogue = make_catalogue(plan)
     listing = list_entries(plan, catalogue) if catalogue else None
-    if listing is not None:
-        ahead = [entry.sample for entry in listing.ahead.missing]
-        later = [entry.sample for entry in listing.encoded_in_training]
-        texts, features = len(listing.texts.missing), bool(listing.features.missing)
-    else:  # all of it, as the checkpoint is not on this machine yet
-        storage = [(latent_storage(plan, dataset), dataset) for dataset in plan.trained]
-        ahead = [sample for kind, dataset in storage if kind == "ahead" for sample in dataset.samples]
-        later = [sample for kind, dataset in storage if kind != "ahead" for sample in dataset.samples]
-        texts, features = 1, True
-    features = features and bool(feature_kinds(plan))
-    workload = workload_of(plan, texts=texts, features=features, ahead=ahead, later=later)
-    return Budget(plan.config, parts_of(plan, is_gpu=device.is_gpu), workload, device, listing)
+    parts = parts_of(plan, is_gpu=device.is_gpu)
+    return Budget(plan.config, parts, workload_of(plan, listing), device, listing)
 
 
 def steps_per_epoch(plan: Plan) -> float:

@@ -7,12 +7,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Literal
 
 from simpletuner.budget.estimate import StepModel
 from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, trained_precision, widens_second_moment
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
-from simpletuner.config.schema import OptimizerName
+from simpletuner.config.schema import EmaConfig, OptimizerName
 from simpletuner.config.speed import compile_backend, keeps_attention, plain_math
 from simpletuner.data.sample import Sample
 from simpletuner.models.adapter_kinds import planned_adapters
@@ -21,6 +23,7 @@ from simpletuner.models.lora_keys import Targets, weights_of
 from simpletuner.models.source import Part
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
+from simpletuner.plan.entries import Listing, feature_kinds, latent_storage
 from simpletuner.techniques.spec import TechniqueSpec
 
 
@@ -102,26 +105,30 @@ class Workload:
         return replace(self, buckets=[replace(each, batch=min(each.batch, batch)) for each in self.buckets])
 
 
-def workload_of(
-    plan: Plan, *, texts: int, features: bool, ahead: Sequence[Sample], later: Sequence[Sample]
-) -> Workload:
-    """The workload of a plan.
-
-    Args:
-        texts, features: how many captions, and whether any features, are encoded before training.
-        ahead, later: samples that are encoded before training, and by it.
-    """
+def workload_of(plan: Plan, listing: Listing | None) -> Workload:
+    """The workload of a plan with the entries that its caches need; without a listing, all of them are missing."""
+    ahead, later = _to_encode(plan, listing)
     shapes = Counter((sample.geometry.size, sample.frames) for sample in ahead)
     pixels = sum(3.0 * count * math.prod(size) * frames for (size, frames), count in shapes.items())
     return Workload(
         buckets=buckets_of(plan),
         encoded=[VaeLoad(count, frames, *size) for (size, frames), count in shapes.items()],
-        encodes_text=texts > 0,
+        encodes_text=listing is None or len(listing.texts.missing) > 0,
         previews=previews_of(plan),
         waiting=min(pixels, 1e9),
         encoded_in_training=list({VaeLoad(1, sample.frames, *sample.geometry.size) for sample in later}),
-        encodes_features=features,
+        encodes_features=bool(feature_kinds(plan)) and (listing is None or len(listing.features.missing) > 0),
     )
+
+
+def _to_encode(plan: Plan, listing: Listing | None) -> tuple[list[Sample], list[Sample]]:
+    """The samples that are encoded before training, and those that training encodes."""
+    if listing is not None:
+        entries = listing.ahead.missing, listing.encoded_in_training
+        return [entry.sample for entry in entries[0]], [entry.sample for entry in entries[1]]
+    storage = [(latent_storage(plan, dataset), dataset) for dataset in plan.trained]
+    ahead = [sample for kind, dataset in storage if kind == "ahead" for sample in dataset.samples]
+    return ahead, [sample for kind, dataset in storage if kind != "ahead" for sample in dataset.samples]
 
 
 def buckets_of(plan: Plan) -> list[Bucket]:
@@ -212,7 +219,6 @@ class Parts:
         trained = trained_precision(config.optimizer, precision)
         widened = widens_second_moment(config.optimizer, precision.mixed_precision)
         weights, adapted = weights_of(self.transformer.shapes), is_lora and self.trains
-        on_host = config.ema.ema_cpu_only or config.ema.ema_device == "cpu"
         return StepModel(
             cost=self.transformer,
             dtype=transformer_dtype(precision) if is_lora else trained,
@@ -232,7 +238,7 @@ class Parts:
             released=config.optimizer.optimizer_release_gradients and not is_lora,
             state_on_host=offload.offload_optimizer_state,
             multiplies=precision.quantized_matmul,
-            averaged="" if not config.ema.use_ema else "host" if on_host else "device",
+            averaged=average_place(config.ema),
             routes=tuple(route for technique in self.techniques for route in technique.routes),
             techniques=self.techniques,
             trains=self.trains,
@@ -242,6 +248,13 @@ class Parts:
             whole_gradients=launch.fsdp_whole_gradients and config.schedule.gradient_accumulation_steps > 1,
             from_base=is_lora and config.lora.starts_from_base,
         )
+
+
+def average_place(ema: EmaConfig) -> Literal["", "device", "host"]:
+    """Where the moving average is kept; empty without one."""
+    if not ema.use_ema:
+        return ""
+    return "host" if ema.ema_cpu_only or ema.ema_device == "cpu" else "device"
 
 
 def optimizer_state_bytes(name: OptimizerName, number_bytes: float, *, is_bf16: bool, widened: bool = False) -> float:
@@ -290,7 +303,7 @@ def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
         vae=vae or {},
         vae_parameters=count_parameters(source["vae"]) or cost.vae_parameters,
         text_parameters=sum(counts) if all(counts) else cost.text_parameters,
-        assumed=tuple(name for name, is_absent in absent.items() if is_absent),
+        assumed=tuple(compress(absent, absent.values())),
         techniques=plan.techniques,
         trains=bool(plan.trained),
         lora_bytes=plan.lora_bytes,

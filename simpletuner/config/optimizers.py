@@ -46,7 +46,8 @@ class OptimizerSpec:
         factory: `module:Class`.
         settings: numbers that `optimizer_config` may set, with our defaults; `beta1`, `beta2`, `beta3` become `betas`.
         is_adam: uses the `adam_*` keys if they are set.
-        keeps_bf16: trains bf16 weights without losing small updates: by Kahan summation, or if `rounds_randomly` by
+        keeps_bf16: trains bf16 weights without losing small updates (a bf16 number has 8 significant bits, so a plain
+            update of less than about 1/500 of a weight is rounded away): by Kahan summation, or if `rounds_randomly` by
             rounding up or down at random, so that the mean is right.
         constants: further arguments that users cannot set.
         schedule_free: replaces the learning rate schedule after the warm-up.
@@ -237,14 +238,6 @@ def widens_second_moment(config: OptimizerConfig, mixed_precision: str) -> bool:
     return spec.is_adam and spec.keeps_bf16 and not spec.rounds_randomly and is_lost_in_bf16(betas[-1])
 
 
-def keeps_bf16_weights(name: OptimizerName) -> bool:
-    """Whether trained weights may be bf16; with other optimizers they must be float32.
-
-    A bf16 number has 8 significant bits, so a plain update of less than about 1/500 of a weight is rounded away.
-    """
-    return OPTIMIZERS[name].keeps_bf16
-
-
 def learning_rate(config: OptimizerConfig, model_type: str) -> float:
     """The peak learning rate: the configured one, or the default for a LoRA or a full fine-tune."""
     return config.learning_rate or DEFAULT_LEARNING_RATES[model_type]
@@ -262,12 +255,7 @@ def peak_learning_rate(config: RunConfig) -> float:
 def trained_precision(config: OptimizerConfig, precision: PrecisionConfig) -> str:
     """The dtype of trained weights: bf16 if the optimizer compensates for its rounding, else fp32."""
     name = optimizer_name(config, precision.mixed_precision)
-    return "bf16" if transformer_dtype(precision) == "bf16" and keeps_bf16_weights(name) else "fp32"
-
-
-def is_schedule_free(name: OptimizerName | None) -> bool:
-    """Whether the optimizer replaces the learning rate schedule."""
-    return name is not None and OPTIMIZERS[name].schedule_free
+    return "bf16" if transformer_dtype(precision) == "bf16" and OPTIMIZERS[name].keeps_bf16 else "fp32"
 
 
 def optimizer_settings(config: OptimizerConfig, mixed_precision: str) -> dict[str, OptimizerValue]:

@@ -130,7 +130,7 @@ def make_noisy(
         # Both draw from the same generators, so their order is part of the result.
         generators = place.generators("perturbation")
         if loss.noise_offset:
-            draws = (torch.rand(1, generator=each) for each in place.generators("offset"))
+            draws = (torch.rand(1, generator=draw) for draw in place.generators("offset"))
             shifted = [draw < loss.noise_offset_probability for draw in draws]
             strength = loss.noise_offset * upload(torch.cat(shifted).view(-1, 1, 1, 1, 1), latents.device)
             in_input = noise = noise + strength * sample_noise(latents[..., :1, :1, :1], generators)

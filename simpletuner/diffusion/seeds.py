@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -52,11 +52,6 @@ class Place:
     micro_step: int
     slots: range
     group: int
-
-    @property
-    def of_all(self) -> Place:
-        """The same place with the samples of all processes."""
-        return replace(self, slots=range(self.group))
 
     def generators(self, purpose: str) -> list[torch.Generator]:
         """One CPU generator per sample of this process."""

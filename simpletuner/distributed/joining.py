@@ -10,7 +10,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
@@ -220,8 +220,8 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
     if place.is_main:
         watch = Watch(0, place.size, secrets.token_hex(8), limit)
         if store.add("first", 1) > 1:
-            other = json.loads(store.get(FIRST))[0]
-            raise UserError(f"RANK: process 0 runs already on {other}, so process {watch.own} is one too many.")
+            host = json.loads(store.get(FIRST))[0]
+            raise UserError(f"RANK: process 0 runs already on {host}, so process {watch.own} is one too many.")
         address = LOOPBACK if place.is_on_one_machine else ""
         store.set(FIRST, json.dumps([watch.own.host, address, watch.links.listen(address), watch.links.key]))
     else:
@@ -233,15 +233,14 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
         watch = Watch(place.rank, place.size, key, limit)
         watch.links.add(Link(_reach(host, address, port, deadline), Beat(0, place.size, host, key)), 0)
     # Process 0 is the one that says who is missing.
-    missing = watch.begin(deadline - time.monotonic() + (0.0 if place.is_main else GRACE_SECONDS))
-    if missing and place.is_main:
-        names = f"{'process' if len(missing) == 1 else 'processes'} {shorten([str(each) for each in missing], 8)}"
-        watch.fail(
-            f"MASTER_ADDR: {names} of {place.size} did not come to {watch.own.host} in time. Start the same command "
-            "on every machine, with this one's address; start_timeout allows more time.", 2,
-        )  # fmt: skip
-        watch.linger(GRACE_SECONDS)
-    if missing:
+    if missing := watch.begin(deadline - time.monotonic() + (0.0 if place.is_main else GRACE_SECONDS)):
+        if place.is_main:
+            names = f"{'process' if len(missing) == 1 else 'processes'} {shorten(list(map(str, missing)), 8)}"
+            watch.fail(
+                f"MASTER_ADDR: {names} of {place.size} did not come to {watch.own.host} in time. Start the same "
+                "command on every machine, with this one's address; start_timeout allows more time.", 2,
+            )  # fmt: skip
+            watch.linger(GRACE_SECONDS)
         watch.close()
         raise UserError(watch.verdict[0] if watch.verdict else "MASTER_ADDR: process 0 does not answer.")
     return watch
@@ -266,22 +265,23 @@ def _reach(host: str, address: str, port: int, deadline: float) -> socket.socket
 
 def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[Problem]:
     """Set what torch and accelerate need to know for `env://`; returns what only the user knows."""
-    here = place.is_on_one_machine
-    job = number_in(environment, "SLURM_JOB_ID") or 0
-    first = first_host(environment.get("SLURM_STEP_NODELIST", "")) or (LOOPBACK if here else "")
-    found = {"MASTER_ADDR": first, "MASTER_PORT": str(FIRST_PORT + job % PORTS) if here or job else ""}
-    values = {name: environment.get(name) or value for name, value in found.items()}
+    values = {name: environment.get(name) or value for name, value in _usual_meeting(place, environment).items()}
     environment.update({name: value for name, value in values.items() if value})
     environment.update(zip(LAUNCHERS[0], map(str, astuple(place)), strict=True))
     what = {"MASTER_ADDR": "the address of the machine of process 0", "MASTER_PORT": "a free port there"}
     port = values["MASTER_PORT"]
     if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
         return [Problem("MASTER_PORT", f"is {port!r}, not a port: 1 to 65535.")]
-    return [
-        Problem(name, f"is not set. {place.size} processes on several machines need {what[name]}.")
-        for name, value in values.items()
-        if not value
-    ]
+    needed = f"is not set. {place.size} processes on several machines need"
+    return [Problem(name, f"{needed} {what[name]}.") for name, value in values.items() if not value]
+
+
+def _usual_meeting(place: World, environment: Mapping[str, str]) -> dict[str, str]:
+    """Where processes meet unless the user says where; empty if that is unknown."""
+    here = place.is_on_one_machine
+    job = number_in(environment, "SLURM_JOB_ID") or 0
+    first = first_host(environment.get("SLURM_STEP_NODELIST", "")) or (LOOPBACK if here else "")
+    return {"MASTER_ADDR": first, "MASTER_PORT": str(FIRST_PORT + job % PORTS) if here or job else ""}
 
 
 def first_host(nodes: str) -> str:

@@ -173,21 +173,30 @@ def together(world: ConnectedWorld, error: BaseException) -> BaseException:
     """Announce a failure; returns the one that came first, as this process should raise it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it once the first of them has gone
     code = exit_code(error)
-    at_once = code == Interrupted.exit_code or (code == 1 and isinstance(error, SimpleTunerError))
-    if at_once and not world.is_main:
+    if not world.is_main:
+        return typer.Exit(_announce(world, _words_of(world, error, code), code)[1])
+    known, own = world.first_failure(error), full_text(error)
+    first, first_code = _announce(world, known or own, code)
+    return error if known is None and first == own else RemoteError(first, first_code)
+
+
+def _words_of(world: ConnectedWorld, error: BaseException, code: int) -> str:
+    """How a process that prints nothing reports its failure to the first one."""
+    if code == Interrupted.exit_code or (code == 1 and isinstance(error, SimpleTunerError)):
         # All end at once. The first process has more to finish, such as trackers, and its end ends this one.
         world.watch.known(GRACE_SECONDS if isinstance(error, Interrupted) else LINGER)
     known, own = world.first_failure(error), full_text(error)
-    if not world.is_main:
-        if known is None and not isinstance(error, SimpleTunerError):
-            logger.error("Process %d failed.", world.rank, exc_info=error)
-            own = f"{type(error).__name__}: {own} (the traceback is in debug.log)"
-        own = f"Process {world.watch.own}: {own}"
-    first, first_code = world.watch.fail(known or own, code)
+    if known is None and not isinstance(error, SimpleTunerError):
+        logger.error("Process %d failed.", world.rank, exc_info=error)
+        own = f"{type(error).__name__}: {own} (the traceback is in debug.log)"
+    return known or f"Process {world.watch.own}: {own}"
+
+
+def _announce(world: ConnectedWorld, message: str, code: int) -> tuple[str, int]:
+    """Tell the others, and wait for them; returns the message and the code of the process that failed first."""
+    first = world.watch.fail(message, code)
     world.watch.linger(LINGER)
-    if not world.is_main:
-        return typer.Exit(first_code)
-    return error if known is None and first == own else RemoteError(first, first_code)
+    return first
 
 
 def shared_events(events: EventStream, world: World, total_steps: int, held: ExitStack) -> EventStream:

@@ -52,7 +52,7 @@ def shard(
         keep_trained: every process keeps all of each trained parameter: they are those of an adapter.
     """
     reshard = config.fsdp_reshard_after_forward
-    kept = {each for each in transformer.parameters() if each.requires_grad and keep_trained}
+    kept = {weight for weight in transformer.parameters() if weight.requires_grad and keep_trained}
     mesh = init_device_mesh(device.type, (world.size,))
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing changes it in place
     for module in _units(transformer, blocks, kept):

@@ -43,7 +43,7 @@ SILENT_SECONDS = 300.0
 GRACE_SECONDS = 20.0  # for a checkpoint that is being written, and for the last words
 BYTES_OF_LIFE = 100 << 20  # less may be a log or a display, which go on without the main thread
 LONGEST_BEAT = 1 << 16  # bytes
-ROOM = 1 << 18  # bytes for the reports that a silent process has not read: a full buffer looks as if it were cut off
+UNREAD = 1 << 18  # bytes for the reports that a silent process has not read: a full buffer looks as if it were cut off
 CUT_OFF = "cannot be reached any more: its machine or the network is down"
 GONE = "exited without reporting an error: it was killed, or it crashed"
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
@@ -96,7 +96,7 @@ class Link:
         self.connection, self.beat = connection, beat
         self.silent, self.is_open, self.end, self._unread = 0, True, GONE, b""
         connection.settimeout(POLL_SECONDS)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, ROOM)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNREAD)
         if sys.platform == "linux":
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CUT_OFF_SECONDS))
 

@@ -41,20 +41,20 @@ class Grid:
 
     Attributes:
         values: `B F h w D`; zeros where there is no token.
-        there: 1 at positions with a token, else 0; `B F h w`.
+        present: 1 at positions with a token, else 0; `B F h w`.
     """
 
     values: Tensor
-    there: Tensor
+    present: Tensor
 
     def mean(self) -> Tensor:
         """The mean over the tokens of each frame, `B F 1 1 D`."""
-        count = self.there.sum((2, 3)).clamp(min=1)
-        return (self.values * self.there[..., None]).sum((2, 3), keepdim=True) / count[..., None, None, None]
+        count = self.present.sum((2, 3)).clamp(min=1)
+        return (self.values * self.present[..., None]).sum((2, 3), keepdim=True) / count[..., None, None, None]
 
     def pooled(self) -> Grid:
         """Each frame's mean in place of its tokens."""
-        return Grid(self.mean(), self.there.amax((2, 3), keepdim=True))
+        return Grid(self.mean(), self.present.amax((2, 3), keepdim=True))
 
     def normalised(self, alpha: float) -> Grid:
         """(y - alpha mean) / deviation per channel, over the tokens of each frame (arXiv 2512.10794)."""
@@ -100,8 +100,8 @@ def align(student: Grid, teacher: Grid, neighbours: Mapping[int, float]) -> Alig
     own, seen = similarity(student, teacher, 0)
     total, weights = own, seen
     for shift, weight in neighbours.items():
-        other, there = similarity(student, teacher, shift)
-        total, weights = total + weight * other, weights + weight * there
+        similar, is_there = similarity(student, teacher, shift)
+        total, weights = total + weight * similar, weights + weight * is_there
     return Alignment(total, weights, own)
 
 
@@ -109,7 +109,7 @@ def similarity(student: Grid, teacher: Grid, shift: int) -> tuple[Tensor, Tensor
     """The mean cosine of a frame with the teacher's frame `shift` later, and whether that exists; both `B F`."""
     frames, before, after = student.values.shape[1], max(-shift, 0), max(shift, 0)
     mine, theirs = slice(before, frames - after), slice(after, frames - before)
-    both = student.there[:, mine] * teacher.there[:, theirs]
+    both = student.present[:, mine] * teacher.present[:, theirs]
     cosines = (student.values[:, mine] * teacher.values[:, theirs]).sum(-1)
     count = both.sum((2, 3))
     mean = (cosines * both).sum((2, 3)) / count.clamp(min=1)
@@ -180,7 +180,7 @@ class Crepa(Technique):
         """Decide the weight of this micro-step, and compute what is not cached before activations take memory."""
         step, cutoff = noisy.place_for("CREPA").global_step, self.config.crepa_cutoff_step
         is_aligned = noisy.batch.dataset_id not in self.regularised
-        self._scheduled = weight_at(self.config, step, self.total_steps) if is_aligned else 0.0
+        self._scheduled = scheduled_weight(self.config, step, self.total_steps) if is_aligned else 0.0
         self._follow_threshold()
         self._is_cut = self._is_off or 0 < cutoff <= step
         if not self._encoders or not self._measures:
@@ -270,11 +270,11 @@ class Crepa(Technique):
         places = order.expand(len(hidden), -1) if kept is None else order[kept]  # B S
         values = hidden.new_zeros(len(hidden), math.prod(grid), hidden.shape[-1])
         values = values.scatter(1, places[..., None].expand_as(hidden), hidden)
-        there = torch.zeros_like(values[..., 0]).scatter(1, places, 1.0)
-        return Grid(values.unflatten(1, grid), there.unflatten(1, grid))
+        present = torch.zeros_like(values[..., 0]).scatter(1, places, 1.0)
+        return Grid(values.unflatten(1, grid), present.unflatten(1, grid))
 
 
-def weight_at(crepa: CrepaConfig, step: int, total_steps: int) -> float:
+def scheduled_weight(crepa: CrepaConfig, step: int, total_steps: int) -> float:
     """The scheduled weight after `step` optimizer steps: a linear warm-up, then the decay, 0 from the cut-off on.
 
     The decay runs from the end of the warm-up to `crepa_decay_steps`, both counted from step 0.

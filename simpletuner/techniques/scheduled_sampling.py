@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import diffusers
@@ -126,7 +126,7 @@ class ScheduledSampling(Technique):
         """The rollout lengths of the samples of all processes, so that all can run equally many passes."""
         chance = self._config.probability_at(place.global_step)
         offsets = []
-        for generator in place.of_all.generators("scheduled sampling"):
+        for generator in replace(place, slots=range(place.group)).generators("scheduled sampling"):
             gate, share = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
             offsets.append(self._config.offset_at(share) if gate < chance else 0)
         return offsets

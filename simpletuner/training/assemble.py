@@ -92,14 +92,14 @@ def assemble(
         adapter, transformer, layout, device, dtype, techniques, trained.disabled, HiddenStates(layout), load_vae,
         world, sharded,
     )  # fmt: skip
-    modules = _attach(techniques, site, spec.seed)
+    modules, wrapped = _attach(techniques, site, spec.seed, accelerator)
     if sharded:
         shard(transformer, layout.blocks, config.launch, device, world, keep_trained=is_lora)
     else:
         place_model(transformer, blocks_to_stream(layout, config.offload), device)
     parameters, ratio = trained.parameters(), config.lora.lora_plus_ratio
     # LoRA+ (Hayou et al., arXiv:2402.12354): the matrices B at a multiple of the rate.
-    faster = [each for name, each in parameters.items() if ratio is not None and ".lora_B." in name]
+    faster = [weight for name, weight in parameters.items() if ratio is not None and ".lora_B." in name]
     optimizer = build_optimizer(
         parameters.values(), config.optimizer, precision.mixed_precision, spec.learning_rate, modules, faster, ratio
     )  # fmt: skip
@@ -115,7 +115,7 @@ def assemble(
         hidden=site.hidden,
         techniques=list(techniques),
         modules=modules,
-        wrapped_modules=_wrap_modules(techniques, modules, accelerator),
+        wrapped_modules=wrapped,
         streamer=streamer,
         sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
         release=_release(config, parameters, optimizer, device),
@@ -224,19 +224,23 @@ def blocks_to_stream(layout: BlockLayout, config: OffloadConfig) -> list[nn.Modu
     return streamed_blocks(layout.blocks, config.group_offload_resident_blocks) if config.enable_group_offload else []
 
 
-def _attach(techniques: Sequence[Technique], site: Site, seed: int) -> dict[str, nn.Module]:
-    """Attach the techniques and return their modules by name, on the device.
+def _attach(
+    techniques: Sequence[Technique], site: Site, seed: int, accelerator: Accelerator
+) -> tuple[dict[str, nn.Module], list[nn.Module]]:
+    """Attach the techniques; returns their modules by name, on the device, and the same as the techniques call them:
+    wrapped for the exchange of gradients between processes.
 
     Each has its own seed, so that switching one on does not change how another one is initialised.
     """
-    modules = {}
+    modules, wrapped = dict[str, nn.Module](), list[nn.Module]()
     for technique in techniques:
         with seeded(step_seed(seed, 0, 0, 0, technique.name), [site.device]):
             technique.attach(site)
-        module = technique.module()
-        if module is not None:
+        if (module := technique.module()) is not None:
             modules[technique.name] = module.to(site.device)
-    return modules
+            wrapped.append(accelerator.prepare(module, device_placement=[False]))
+            technique.adopt(wrapped[-1])
+    return modules, wrapped
 
 
 def _replicate(transformer: nn.Module, accelerator: Accelerator, *, sharded: bool) -> nn.Module:
@@ -250,17 +254,6 @@ def _replicate(transformer: nn.Module, accelerator: Accelerator, *, sharded: boo
     # Placed already, streamed blocks on the CPU.
     prepared: nn.Module = accelerator.prepare(transformer, device_placement=[False])
     return prepared
-
-
-def _wrap_modules(
-    techniques: Sequence[Technique], modules: Mapping[str, nn.Module], accelerator: Accelerator
-) -> list[nn.Module]:
-    """Wrap the techniques' modules for gradient synchronisation, and have the techniques call the wrapped ones."""
-    wrapped = {name: accelerator.prepare(module, device_placement=[False]) for name, module in modules.items()}
-    for technique in techniques:
-        if technique.name in wrapped:
-            technique.adopt(wrapped[technique.name])
-    return [*wrapped.values()]
 
 
 def _add_adapter(
@@ -302,7 +295,7 @@ def _checkpoint_and_compile(
 
     With `quantized_matmul` the first visual block tells the error of its gradients, uncompiled.
     """
-    dropout = any(isinstance(each, nn.Dropout) and each.p > 0 for each in transformer.modules())
+    dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in transformer.modules())
     keeps, inputs_leave = keeps_attention(config.speed), config.offload.offload_block_inputs
     enable_checkpointing(
         transformer,

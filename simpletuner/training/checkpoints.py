@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -62,12 +62,6 @@ FOREIGN = (
     LookupError, TypeError, AttributeError, ValueError, RuntimeError, FileNotFoundError, EOFError, UnpicklingError,
     struct.error, SafetensorError,
 )  # fmt: skip
-
-
-def _complete(written: ExitStack, folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, and give the folder its name."""
-    with written:
-        write_manifest(folder, replace(manifest, files=describe_files(folder)))
 
 
 def load_checkpoint(
@@ -254,8 +248,13 @@ class CheckpointWriter(Callback):
             content = without_shards(content, folder / STATE_FOLDER if self.in_shards else None, sharers)
             sharers.on_main(partial(self._write_alone, folder, assembly, content))
             written = building.pop_all()
-        manifest = Manifest(state.global_step, state.epoch, self.identity, {})
-        return partial(_complete, written, folder, manifest) if sharers.is_main else written.close
+        step, epoch = state.global_step, state.epoch
+
+        def complete() -> None:
+            with written:  # which gives the folder its name
+                write_manifest(folder, Manifest(step, epoch, self.identity, describe_files(folder)))
+
+        return complete if sharers.is_main else written.close
 
     def _write_alone(self, folder: Path, assembly: Assembly, content: Mapping[str, Any]) -> None:
         """Write what one process writes, when all others have written their parts."""

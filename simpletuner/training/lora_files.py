@@ -165,7 +165,7 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
     if not path.is_file():
         raise UserError(f"{key}: {str(path)!r} does not exist.")
     # fp8 has no arithmetic; float32 holds all its values.
-    raw = {name: each.float() if each.dtype.itemsize == 1 else each for name, each in load_file(path).items()}
+    raw = {name: tensor.float() if tensor.dtype.itemsize == 1 else tensor for name, tensor in load_file(path).items()}
     pairs = _by_module(raw, modules)
     if not pairs:
         raise UserError(f"{key}: no key of {str(path)!r} belongs to this model (the first is {next(iter(raw))!r}).")
@@ -178,7 +178,7 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
         alpha = float(pair.get("alpha", usual))
         weights[f"{module}.lora_A.weight"] = pair["A"]
         weights[f"{module}.lora_B.weight"] = pair["B"] * (alpha / rank)
-        weights |= {module + MAGNITUDES[role]: each for role, each in pair.items() if role in MAGNITUDES}
+        weights |= {module + MAGNITUDES[role]: tensor for role, tensor in pair.items() if role in MAGNITUDES}
     return weights
 
 

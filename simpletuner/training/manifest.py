@@ -109,7 +109,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         manifest = _MANIFEST.validate_json((folder / FILE_NAME).read_bytes())
     except (OSError, ValidationError):
         return None
-    whole = all(_size(folder / name) == size for name, (size, _) in manifest.files.items())
+    sizes = {folder / name: size for name, (size, _) in manifest.files.items()}
+    whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
     return manifest if whole else None
 
 
@@ -152,7 +153,7 @@ def select_checkpoint(wanted: str, output_dir: Path, problems: list[Problem]) ->
     for path in (output_dir / wanted, Path(wanted).expanduser()):
         if checkpoint := open_checkpoint(path):
             return checkpoint
-    names = ", ".join(each.path.name for each in whole) or "none"
+    names = ", ".join(checkpoint.path.name for checkpoint in whole) or "none"
     problems.append(Problem(key, f"{wanted!r} is not a complete checkpoint. In {output_dir} there are: {names}."))
     return None
 
@@ -187,7 +188,3 @@ def result_step(output_dir: Path, model_type: str) -> int | None:
 def describe_errors(notes: Mapping[str, str]) -> str:
     """The errors of a converted LoRA, in words; empty if it is none."""
     return ", ".join(f"{notes[key]} {whole}" for key, whole in ERRORS.items() if key in notes)
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None

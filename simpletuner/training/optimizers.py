@@ -21,7 +21,6 @@ from simpletuner.config.optimizers import (
     BETAS,
     OPTIMIZERS,
     is_lost_in_bf16,
-    is_schedule_free,
     optimizer_name,
     optimizer_settings,
     update_kernel,
@@ -56,7 +55,7 @@ def build_optimizer(
     """The optimizer over the trained parameters, ready for its first step.
 
     Args:
-        params: float32, or bf16 where `keeps_bf16_weights` says so.
+        params: float32, or bf16 where `OptimizerSpec.keeps_bf16` says so.
         learning_rate: initial rate; `optimizer_step` sets `lr` of every group before each step.
         modules: modules of techniques, each trained in its own parameter group.
         faster: the parameters whose rate is a multiple of the others'.
@@ -74,7 +73,7 @@ def build_optimizer(
     apart = {*faster}
     try:
         optimizer: torch.optim.Optimizer = factory(
-            [each for each in trained if each not in apart], lr=learning_rate, **arguments
+            [weight for weight in trained if weight not in apart], lr=learning_rate, **arguments
         )
     except (ValueError, NotImplementedError) as error:
         raise ConfigError([Problem("optimizer_config", f"{name} refuses it: {error}")]) from error
@@ -312,7 +311,7 @@ def decay_share(progress: float, config: OptimizerConfig) -> float:
     Args:
         progress: 0 at the peak, 1 in the last step.
     """
-    if is_schedule_free(config.optimizer):
+    if config.optimizer is not None and OPTIMIZERS[config.optimizer].schedule_free:
         return 1.0
     match config.lr_scheduler:
         case "linear":

@@ -49,7 +49,7 @@ class GradientRelease:
         self._names, self._optimizer, self._config = [*parameters], optimizer, config
         groups = optimizer.param_groups
         mine = {*parameters.values()}
-        self._group = {each: n for n, group in enumerate(groups) for each in group["params"] if each in mine}
+        self._group = {weight: n for n, group in enumerate(groups) for weight in group["params"] if weight in mine}
         self._sizes: dict[str, Tensor] = {}  # in the order of the backward pass
         self._after: dict[int, dict[str, Any]] = {}  # what this step has changed in parameter groups
         self._updates = False

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -216,18 +217,15 @@ class FullModel:
         files = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS_PATTERN, max_shard_size="5GB")
         self.sharers.on_main(lambda: model.save_config(folder))
         for file, names in files.filename_to_tensors.items():
-            self._write_file(folder / file, {name: weights[name] for name in names})
+            tensors = {}
+            for name in names:
+                full = gathered(weights[name])
+                if self.sharers.is_main:
+                    tensors[name] = full.contiguous()
+            self.sharers.on_main(partial(save_file, tensors, folder / file, {"format": "pt"}))
         if files.is_sharded:
             index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
             self.sharers.on_main(lambda: write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index))
-
-    def _write_file(self, path: Path, weights: Mapping[str, Tensor]) -> None:
-        tensors = {}
-        for name, weight in weights.items():
-            full = gathered(weight)
-            if self.sharers.is_main:
-                tensors[name] = full.contiguous()
-        self.sharers.on_main(lambda: save_file(tensors, path, {"format": "pt"}))
 
 
 def copy_parts(publication: Publication, folder: Path) -> None:

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from simpletuner.config.sources import parse_settings
-from simpletuner.distributed.launching import LINGER, joined
+from simpletuner.distributed import launching
+from simpletuner.distributed.launching import joined
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.plan.build import make_plan
@@ -270,13 +271,14 @@ def test_a_stop_of_one_process_stops_all_after_a_step(workspace: Workspace, rank
 
 def stop_together(place: World, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    launching.LINGER = 0.5
     with suppress(Interrupted, typer.Exit), joined(place) as world:
         try:
             world.barrier()
             raise Interrupted("Stopped")
         finally:
             if place.is_main:
-                time.sleep(LINGER + 2)
+                time.sleep(launching.LINGER + 2)
                 Path("finished").touch()
 
 

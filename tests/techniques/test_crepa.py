@@ -21,7 +21,7 @@ from simpletuner.models.adapter import TextRequest
 from simpletuner.models.cost import STOCK, BatchShape
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.run.rehearsal import rehearse_micro_step
-from simpletuner.techniques.crepa import FEATURES, Crepa, Grid, align, neighbours_of, weight_at
+from simpletuner.techniques.crepa import FEATURES, Crepa, Grid, align, neighbours_of, scheduled_weight
 from simpletuner.techniques.spec import chosen_techniques
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
@@ -91,7 +91,7 @@ def test_the_sum_over_frames_and_neighbours(distance: int, cumulative: bool) -> 
 def test_tokens_that_are_not_there_count_in_no_mean() -> None:
     torch.manual_seed(0)
     student, teacher = unit(1, 3, 2, 2, 5), unit(1, 3, 2, 2, 5)
-    student.there[0, 0, 0], student.there[0, 1], teacher.there[0, 2, 1, 1] = 0, 0, 0
+    student.present[0, 0, 0], student.present[0, 1], teacher.present[0, 2, 1, 1] = 0, 0, 0
     found = align(student, teacher, {1: 0.5})
     cosines = (student.values * teacher.values).sum(-1)[0]
     assert found.own[0].tolist() == pytest.approx(
@@ -165,7 +165,7 @@ SCHEDULES: list[tuple[dict[str, Any], dict[int, float]]] = [
 @pytest.mark.parametrize(("settings", "expected"), SCHEDULES)
 def test_schedules(settings: dict[str, Any], expected: dict[int, float]) -> None:
     config = CrepaConfig.model_validate(settings)
-    assert {at: weight_at(config, at, 100) for at in expected} == pytest.approx(expected)
+    assert {at: scheduled_weight(config, at, 100) for at in expected} == pytest.approx(expected)
 
 
 def train(assembly: Assembly, batch: Batch, steps: int = 3) -> list[dict[str, float]]:
@@ -243,7 +243,7 @@ def test_it_works_inside_a_route(deep: Path, batch: Batch, settings: dict[str, A
 
 def test_the_normalised_features_of_a_frame() -> None:
     grid = unit(1, 2, 3, 4, 5)
-    grid.there[0, 1, 0] = 0
+    grid.present[0, 1, 0] = 0
     found = grid.normalised(0.6).values[0, 1, 1:].flatten(0, 1)
     part = grid.values[0, 1, 1:].flatten(0, 1)
     expected = (part - 0.6 * part.mean(0)) / (part.std(0, unbiased=False) + 1e-6)

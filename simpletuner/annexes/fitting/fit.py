@@ -127,7 +127,7 @@ def possible_changes(budget: Budget) -> Iterator[Change]:
 
 def _step_changes(budget: Budget) -> Iterator[Change]:
     """Changes of training that leave results as they are."""
-    config, offload, room = budget.config, budget.config.offload, _room(budget)
+    config, room = budget.config, _room(budget)
     kept = config.precision.gradient_checkpointing_kept_blocks
     if budget.workload.encoded_in_training:
         words = "latents encoded before training, without vae_cache_ondemand and vae_cache_disable"
@@ -141,14 +141,20 @@ def _step_changes(budget: Budget) -> Iterator[Change]:
         yield Change({**whole, **({KEPT: 0} if kept else {})})
     if config.caching.vae_batch_size > 1:
         yield Change({"vae_batch_size": 1})
-    if budget.device.is_gpu and config.model.model_type == "full" and _may_be_sharded(config):
+    yield from _offload_changes(budget) if budget.device.is_gpu else ()
+
+
+def _offload_changes(budget: Budget) -> Iterator[Change]:
+    """Changes of where a GPU's run keeps what training needs."""
+    config, offload, room = budget.config, budget.config.offload, _room(budget)
+    if config.model.model_type == "full" and _may_be_sharded(config):
         yield _sharded(budget)
     if _may_stream(budget):
         if offload.enable_model_cpu_offload:  # which excludes streaming
             yield Change({**STREAMED, "enable_model_cpu_offload": False})
         else:
             yield Change(STREAMED, "time", f"blocks are streamed, to fit {room}")
-    if budget.device.is_gpu and may_change(config, STATE_ON_HOST):
+    if may_change(config, STATE_ON_HOST):
         yield Change(STATE_ON_HOST, "time", "state is on the device only while its weight is updated")
     if _may_move(budget) and not offload.offload_block_inputs:
         reason = "the blocks are checkpointed, and their inputs are kept in host memory"
@@ -157,7 +163,7 @@ def _step_changes(budget: Budget) -> Iterator[Change]:
 
 def _phase_changes(budget: Budget) -> Iterator[Change]:
     """Changes of what comes before and after training, and of loading."""
-    config, offload, caching = budget.config, budget.config.offload, budget.config.caching
+    offload, caching = budget.config.offload, budget.config.caching
     if budget.device.is_gpu and not offload.group_offload_text_encoder:
         yield Change({"group_offload_text_encoder": True}, "encoding")
     streams = budget.device.is_gpu and offload.enable_group_offload
@@ -165,13 +171,18 @@ def _phase_changes(budget: Budget) -> Iterator[Change]:
         yield Change({DISK: "offloaded"}, words=f"{DISK} with a folder on a fast disk")
     if budget.parts.spec.slices_convolutions and not caching.vae_enable_patch_conv:
         yield Change({"vae_enable_patch_conv": True}, "encoding")
+    yield from _decodings(budget)
+    if not caching.vae_enable_tiling:
+        yield Change({"vae_enable_tiling": True}, "encoding", "; latents change at the tiles' seams")
+
+
+def _decodings(budget: Budget) -> Iterator[Change]:
+    """Ways of decoding previews in less memory."""
     ways = ["whole", *(how for how in DECODINGS if how == "tiles" or budget.parts.spec.decodes_in_strips)]
-    now = config.validation.validation_decoding
+    now = budget.config.validation.validation_decoding
     for how in ways[ways.index(now) + 1 :] if now in ways and budget.workload.previews else []:
         reason = f"previews are decoded in {how} to fit {_room(budget)}, which changes {DECODINGS[how]}"
         yield Change({DECODING: how}, "time", reason)
-    if not caching.vae_enable_tiling:
-        yield Change({"vae_enable_tiling": True}, "encoding", "; latents change at the tiles' seams")
 
 
 def _may_move(budget: Budget) -> bool:

@@ -72,26 +72,36 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
         device = replace(device, buffers=NCCL_BUFFERS)
     budget = with_strips(make_budget(plan, device))
     plan = replace(plan, config=budget.config)
-    features = feature_costs(plan.spec, budget.listing).stored
-    kinds = (kind for technique in plan.techniques for kind in technique.features)
-    sparing = {key: value for kind in kinds for key, value in kind.spared_by.items()}
-    if features and sparing and features > feature_room(plan):
+    if sparing := _sparing(plan, budget):
         plan = replace(plan, config=plan.config.with_values(sparing, f"chosen by {', '.join(sparing)} auto"))
         budget = make_budget(plan, device)
     if plan.config.offload.offload == "auto":
-        budget = choose(budget)
-        chosen = replace(plan, config=budget.config)
-        if budget.config.caching.vae_enable_tiling != plan.config.caching.vae_enable_tiling:
-            # Tiled latents have separate cache entries, so the missing ones are listed again.
-            budget = replace(make_budget(chosen, device), decisions=budget.decisions)
-        plan = chosen
+        plan, budget = _chosen(plan, budget)
     judged = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
     judged += check_disk(plan, find_writings(plan, budget))
     # Of another machine's GPU it is unknown which products it has.
     if multiplied(plan.config.precision) and plan.config.offload.plan_device_memory_gb is None:
         judged += check_capability(plan.config.precision, compute_capability())
     problems.extend(judged)
-    return replace(plan, warnings=[*plan.warnings, *(each for each in judged if not each.fatal)]), budget
+    return replace(plan, warnings=[*plan.warnings, *(problem for problem in judged if not problem.fatal)]), budget
+
+
+def _sparing(plan: Plan, budget: Budget) -> dict[str, object]:
+    """Settings that keep features off a disk that is too small for them."""
+    kinds = (kind for technique in plan.techniques for kind in technique.features)
+    sparing = {key: value for kind in kinds for key, value in kind.spared_by.items()}
+    features = feature_costs(plan.spec, budget.listing).stored
+    return sparing if features and sparing and features > feature_room(plan) else {}
+
+
+def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
+    """The plan and its budget with what `offload: auto` chooses."""
+    budget = choose(budget)
+    chosen = replace(plan, config=budget.config)
+    if budget.config.caching.vae_enable_tiling != plan.config.caching.vae_enable_tiling:
+        # Tiled latents have separate cache entries, so the missing ones are listed again.
+        budget = replace(make_budget(chosen, budget.device), decisions=budget.decisions)
+    return chosen, budget
 
 
 def with_strips(budget: Budget) -> Budget:

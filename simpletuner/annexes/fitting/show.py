@@ -191,7 +191,7 @@ def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     for count, kind in ((added.forwards, "forward"), (added.passes, "forward and backward")):
         if count:
             yield f"  with {count:.2g} extra {kind} passes a micro-step on average"
-    disk = ", ".join(f"{each.what} up to {gigabytes(each.total)}" for each in find_writings(plan, budget))
+    disk = ", ".join(f"{writing.what} up to {gigabytes(writing.total)}" for writing in find_writings(plan, budget))
     yield f"  disk: {disk}"
     if budget.parts.assumed:
         yield f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {plan.flavour.name}"
@@ -323,7 +323,7 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
             "finished": plan.is_finished,
         },
         "device": {"name": device.name, "memory": device.memory, "usable": device.usable},
-        "memory": [{"phase": each.name, "device": each.device, "host": each.host} for each in budget.phases],
+        "memory": [{"phase": phase.name, "device": phase.device, "host": phase.host} for phase in budget.phases],
         "buckets": [
             {
                 "size": bucket.label,
@@ -344,7 +344,8 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
             "ways": [_way(name, way) for name, way in find_ways(budget).items()],
         },
         "disk": [
-            {"what": each.what, "folder": str(each.folder), "bytes": each.total} for each in find_writings(plan, budget)
+            {"what": writing.what, "folder": str(writing.folder), "bytes": writing.total}
+            for writing in find_writings(plan, budget)
         ],
         "offload_auto": list(budget.decisions),
     }

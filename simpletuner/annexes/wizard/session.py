@@ -117,8 +117,7 @@ def kept_answers(file: Path) -> Path:
 
 def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
     """The initial draft and the number of the first question, from kept answers, the existing file, or defaults."""
-    content = read_json(kept_answers(file), []) if kept_answers(file).is_file() else None
-    kept = content if isinstance(content, dict) and content.keys() == {"question", "loaded", "values"} else None
+    kept = _kept(file)
     if kept is not None and talk.confirm(f"Continue with the answers in {kept_answers(file)}?", default=True):
         keys = [question.key for question in QUESTIONS]
         draft = Draft(file, kept["values"])
@@ -130,14 +129,24 @@ def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
     draft = Draft(file, load_values(file, problems))
     for problem in (each for each in problems if not each.fatal):
         talk.refuse(str(problem))
+    return _usable(draft, talk), 0
+
+
+def _usable(draft: Draft, talk: Talk) -> Draft:
+    """The draft, without what training would refuse unless the user wants to keep it."""
     unusable = unusable_keys(draft)
     for key, reason in unusable.items():
         talk.refuse(f"{key}: {reason}")
-    if unusable and talk.confirm("Training would refuse the above. Leave it out?", default=True):
-        talk.tell(f"Left out: {', '.join(unusable)}", "yellow")
-        usable = {key: value for key, value in draft.values.items() if key not in unusable}
-        return Draft(file, usable), 0
-    return draft, 0
+    if not unusable or not talk.confirm("Training would refuse the above. Leave it out?", default=True):
+        return draft
+    talk.tell(f"Left out: {', '.join(unusable)}", "yellow")
+    return Draft(draft.file, {key: value for key, value in draft.values.items() if key not in unusable})
+
+
+def _kept(file: Path) -> dict[str, Any] | None:
+    content = read_json(kept_answers(file), []) if kept_answers(file).is_file() else None
+    is_whole = isinstance(content, dict) and content.keys() == {"question", "loaded", "values"}
+    return content if is_whole else None
 
 
 def review(draft: Draft, talk: Talk) -> bool:
@@ -157,7 +166,7 @@ def review(draft: Draft, talk: Talk) -> bool:
 
 def _ask_again(question: Question, draft: Draft, talk: Talk) -> None:
     """Ask one question, then those that apply because of its answer."""
-    before, applied = _proposals(draft), {each.key for each in QUESTIONS if each.applies(draft)}
+    before, applied = _proposals(draft), _applying(draft)
     try:
         talk.ask(question, draft)
     except Back:
@@ -166,14 +175,18 @@ def _ask_again(question: Question, draft: Draft, talk: Talk) -> None:
     moved = {key: value for key, value in _proposals(draft).items() if key in before and before[key] != value}
     draft.change({key: value for key, value in moved.items() if draft.values.get(key) == before[key]})
     for further in QUESTIONS:
-        if further.applies(draft) and further.key not in applied and further.key != question.key:
+        if further not in applied and further != question and further.applies(draft):
             talk.ask(further, draft)
+
+
+def _applying(draft: Draft) -> list[Question]:
+    return [question for question in QUESTIONS if question.applies(draft)]
 
 
 def _proposals(draft: Draft) -> dict[str, Any]:
     """What the wizard would propose now for keys that the file did not have."""
-    asked = [question for question in QUESTIONS if question.key not in draft.loaded]
-    return {each.key: each.propose(draft) for each in asked if each.propose is not None and each.applies(draft)}
+    asked = [question for question in _applying(draft) if question.key not in draft.loaded]
+    return {question.key: question.propose(draft) for question in asked if question.propose is not None}
 
 
 def _written(draft: Draft) -> dict[str, Any]:
@@ -198,9 +211,12 @@ def _show(draft: Draft, talk: Talk) -> None:
     lines, problems = judge(draft, draft.values.get(DEVICE_MEMORY))
     for line in lines:
         talk.tell(f"  {line}", "cyan")
-    problems = list(dict.fromkeys([*draft.judgement.problems, *problems]))
+    _warn([*draft.judgement.problems, *problems], talk)
+    talk.say()
+
+
+def _warn(problems: list[Problem], talk: Talk) -> None:
     fatal = {str(problem) for problem in problems if problem.fatal}
-    for problem in problems:
+    for problem in dict.fromkeys(problems):
         if problem.fatal or str(problem) not in fatal:
             talk.refuse(f"{'Training will refuse this' if problem.fatal else 'Note'}: {problem}")
-    talk.say()

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from simpletuner.annexes.wizard.questions import Question, stale_keys
 from simpletuner.config.values import parse_flag, plain_key
-from simpletuner.errors import ConfigError, UserError, nearest
+from simpletuner.errors import ConfigError, Problem, UserError, nearest
 from simpletuner.plan.draft import Draft
 
 HELP, NONE, BACK = "?", "-", "back"
@@ -153,11 +153,7 @@ class Talk:
         Raises:
             ConfigError: it is invalid, and nothing is asked.
         """
-        if question.key in draft.loaded and value == draft.values.get(question.key):
-            return True  # problems of the file were shown when it was loaded
-        changes = question.changes(value, draft)
-        judged = {**dict.fromkeys(stale_keys(draft, changes)), **changes}
-        problems = question.refusals(value, choices, draft) or draft.weigh(question.key, judged)
+        problems = _problems_of(question, draft, value, choices)
         fatal = [problem for problem in problems if problem.fatal]
         if self.defaults and fatal:
             raise ConfigError(fatal)
@@ -180,6 +176,15 @@ class Talk:
             self.say(f"    {NONE} leaves it out.", "cyan")
 
 
+def _problems_of(question: Question, draft: Draft, value: Any, choices: Mapping[str, str]) -> list[Problem]:
+    """What speaks against an answer. Problems of the file were shown when it was loaded."""
+    if question.key in draft.loaded and value == draft.values.get(question.key):
+        return []
+    changes = question.changes(value, draft)
+    judged = {**dict.fromkeys(stale_keys(draft, changes)), **changes}
+    return question.refusals(value, choices, draft) or draft.weigh(question.key, judged)
+
+
 def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[str, str]) -> Any:
     """The value of an answer: the proposal, None, a choice by its number, or the text itself."""
     if not answer:
@@ -190,14 +195,14 @@ def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[
         if "none" not in choices:
             return None
         answer = "none"
-    if answer.isdecimal() and 1 < len(choices) <= LONGEST_LIST and 0 < int(answer) <= len(choices):
-        answer = list(choices)[int(answer) - 1]
+    numbered = {str(number): name for number, name in enumerate(choices, start=1)}
+    answer = numbered.get(answer, answer) if 1 < len(choices) <= LONGEST_LIST else answer
     if answer in question.meanings:
         return question.meanings[answer]
-    if choices:
-        spelled = {name.lower().replace("_", "-"): name for name in choices}
-        return spelled.get(answer.lower().replace("_", "-"), answer)
-    return _word(answer) if question.option.is_flag else answer
+    if question.option.is_flag:
+        return _word(answer)
+    spelled = {name.lower().replace("_", "-"): name for name in choices}
+    return spelled.get(answer.lower().replace("_", "-"), answer)
 
 
 def _word(answer: str) -> str:
