@@ -26,7 +26,7 @@ from simpletuner.models.cost import Shape
 from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
 
-LYCORIS_CONFIG = "lycoris_config"
+KEY = "lycoris_config"
 CONFIG_FILE = "lycoris_config.json"
 ALGOS = ("lora", "locon", "loha", "lokr")
 MULTIPLIES = "its update multiplies the weight, and a LoRA cannot hold that"
@@ -113,12 +113,12 @@ class LycorisFile:
 def read_lycoris(path: str | None, spec: FamilySpec, problems: list[Problem]) -> LycorisFile | None:
     """The settings file, or None with the reason added to the problems."""
     if path is None:
-        problems.append(Problem(LYCORIS_CONFIG, "is required by lora_type lycoris."))
+        problems.append(Problem(KEY, "is required by lora_type lycoris."))
         return None
     content = read_json(Path(path).expanduser(), problems)
     wrong = _malformed(content)
     if wrong and content is not None:  # otherwise read_json has reported the reason
-        problems.append(Problem(LYCORIS_CONFIG, f"{path!r}: {wrong}."))
+        problems.append(Problem(KEY, f"{path!r}: {wrong}."))
     return None if wrong else LycorisFile(content, spec)
 
 
@@ -153,9 +153,9 @@ def check_lycoris(file: LycorisFile, shapes: Mapping[str, Shape], *, quantised: 
     yield from _unknown(preset, OF_PRESETS, "key of apply_preset")
     for key in ("algo", "multiplier"):
         if key not in content:
-            yield Problem(LYCORIS_CONFIG, f"{key} is missing.")
+            yield Problem(KEY, f"{key} is missing.")
     if not content.get("linear_dim") and not content.get("full_matrix"):
-        yield Problem(LYCORIS_CONFIG, "linear_dim or full_matrix is missing.")
+        yield Problem(KEY, "linear_dim or full_matrix is missing.")
     yield from _check_settings(content, quantised)
     for entry in (value for key in MAPS for value in preset.get(key, {}).values()):
         yield from _unknown(entry, (*OF_LAYERS, *UNUSED, *REFUSED_KEYS), "setting of an algo map")
@@ -165,39 +165,35 @@ def check_lycoris(file: LycorisFile, shapes: Mapping[str, Shape], *, quantised: 
     strange = [word for word in named if word not in file.classes]
     for word in strange:
         hint = did_you_mean(word, file.classes)
-        yield Problem(LYCORIS_CONFIG, f"{word!r} is not a class with linear layers in {file.spec.title}.{hint} {known}")
+        yield Problem(KEY, f"{word!r} is not a class with linear layers in {file.spec.title}.{hint} {known}")
     if shapes and not strange and not file.layers(shapes):
-        yield Problem(LYCORIS_CONFIG, f"apply_preset matches no linear layer of {file.spec.title}. {known}")
+        yield Problem(KEY, f"apply_preset matches no linear layer of {file.spec.title}. {known}")
 
 
 def _check_settings(settings: Mapping[str, Any], quantised: bool) -> Iterator[Problem]:
     algo = settings.get("algo")
     if algo in REFUSED_ALGOS:
-        yield Problem(
-            LYCORIS_CONFIG, f"algo {algo!r} is not supported: {REFUSED_ALGOS[algo]}. Use one of {', '.join(ALGOS)}."
-        )
+        yield Problem(KEY, f"algo {algo!r} is not supported: {REFUSED_ALGOS[algo]}. Use one of {', '.join(ALGOS)}.")
     elif algo is not None and algo not in ALGOS:
-        yield Problem(
-            LYCORIS_CONFIG, f"algo {algo!r} is not one of {', '.join(ALGOS)}.{did_you_mean(str(algo), ALGOS)}"
-        )
+        yield Problem(KEY, f"algo {algo!r} is not one of {', '.join(ALGOS)}.{did_you_mean(str(algo), ALGOS)}")
     for key, reason in REFUSED_KEYS.items():
         if settings.get(key):
-            yield Problem(LYCORIS_CONFIG, f"{key} is not supported: {reason}.")
+            yield Problem(KEY, f"{key} is not supported: {reason}.")
     for key in filter(settings.get, UNUSED):
         yield Problem(
-            LYCORIS_CONFIG,
+            KEY,
             f"{key} has no effect: only linear layers and pointwise convolutions are adapted.",
             fatal=False,
         )
     for key, value in settings.items():
         if value is not None and (allowed := _why_not(key, value)):
-            yield Problem(LYCORIS_CONFIG, f"{key} {value!r} is not {allowed}.")
+            yield Problem(KEY, f"{key} {value!r} is not {allowed}.")
     bypass, dora = settings.get("bypass_mode"), settings.get("dora_wd", False)
     if bypass and dora:
-        yield Problem(LYCORIS_CONFIG, "dora_wd and bypass_mode exclude each other: bypassing skips the decomposition.")
+        yield Problem(KEY, "dora_wd and bypass_mode exclude each other: bypassing skips the decomposition.")
     elif quantised and (dora or bypass is False):
         reason = "a quantised base model needs bypass_mode true and no dora_wd: its weights are not read"
-        yield Problem(LYCORIS_CONFIG, f"{reason}. Or set base_model_precision no_change.")
+        yield Problem(KEY, f"{reason}. Or set base_model_precision no_change.")
 
 
 def _why_not(key: str, value: Any) -> str:
@@ -217,7 +213,7 @@ def _unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str) -> Ite
     for key in given:
         if key not in known:
             hint = did_you_mean(key, known) or f" There are: {', '.join(known)}."
-            yield Problem(LYCORIS_CONFIG, f"{key!r} is not a {what} of LyCORIS.{hint}")
+            yield Problem(KEY, f"{key!r} is not a {what} of LyCORIS.{hint}")
 
 
 Pair = tuple[int, int]
