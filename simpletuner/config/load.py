@@ -55,10 +55,10 @@ class Layer:
     last_wins: bool = False
 
 
-def unwrapped(content: Any) -> Any:
+def unwrapped(content: dict[str, Any]) -> dict[str, Any]:
     """The settings in the content of config.json, which may be `{"_metadata": ..., "config": {...}}`."""
-    is_wrapped = isinstance(content, dict) and "_metadata" in content and isinstance(content.get("config"), dict)
-    return content["config"] if is_wrapped else content
+    inner = content.get("config") if "_metadata" in content else None
+    return inner if isinstance(inner, dict) else content
 
 
 def read_json_layer(path: Path, problems: list[Problem]) -> Layer | None:

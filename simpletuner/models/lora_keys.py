@@ -22,7 +22,7 @@ from simpletuner.headers import EXPONENTS, LENGTH_BYTES, METADATA, header_end, n
 from simpletuner.models.source import HUB_ID, WeightsError, tensor_shapes, weights_header
 from simpletuner.models.spec import FamilySpec
 
-KEY = "peft_lora_target_modules"
+LORA_TARGETS = "peft_lora_target_modules"
 Targets = list[str] | str
 
 
@@ -35,7 +35,7 @@ def resolve_targets(value: Any, spec: FamilySpec, problems: list[Problem]) -> Ta
     if isinstance(value, str):
         value = _read_list(value, spec, problems)
     if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
-        problems.append(Problem(KEY, f"{value!r} is not a list of module names."))
+        problems.append(Problem(LORA_TARGETS, f"{value!r} is not a list of module names."))
         return list(spec.lora_targets)
     return value
 
@@ -52,10 +52,10 @@ def check_targets(modules: Iterable[str], targets: Targets) -> list[Problem]:
     """Problems of names that match no module of the transformer, with the nearest names that do."""
     modules = list(modules)
     if isinstance(targets, str):
-        return [] if matching_modules(modules, targets) else [Problem(KEY, f"{targets!r} matches no module.")]
+        return [] if matching_modules(modules, targets) else [Problem(LORA_TARGETS, f"{targets!r} matches no module.")]
     endings = sorted({".".join(name.split(".")[-depth:]) for name in modules for depth in (1, 2)})
     return [
-        Problem(KEY, f"{target!r} matches no module of the transformer.{did_you_mean(target, endings)}")
+        Problem(LORA_TARGETS, f"{target!r} matches no module of the transformer.{did_you_mean(target, endings)}")
         for target in targets
         if not matching_modules(modules, [target])
     ]

@@ -143,7 +143,7 @@ def unique(name: str, taken: set[str]) -> str:
     return candidate
 
 
-KEY = "validation_adapter_path"
+ADAPTER_PATH = "validation_adapter_path"
 
 
 @dataclass(frozen=True)
@@ -186,10 +186,10 @@ def check_adapters(
     modules = linear_modules(source["transformer"].weight_shapes())
     files = dict.fromkeys(path for run in adapter_runs(config) for path, _ in run.loras)
     for path in files:
-        yield from check_lora_file(KEY, path, modules, family)
-        if any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in read_shapes(KEY, path, [])):
+        yield from check_lora_file(ADAPTER_PATH, path, modules, family)
+        if any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in read_shapes(ADAPTER_PATH, path, [])):
             message = "is a DoRA, which scales the base model's weights and cannot be added to one in training."
-            yield Problem(KEY, f"{str(path)!r} {message} `simpletuner sample` renders with it.")
+            yield Problem(ADAPTER_PATH, f"{str(path)!r} {message} `simpletuner sample` renders with it.")
     if files and config.validation.validation_torch_compile:
         message = "and validation_adapter_* exclude each other: compiled blocks would not see the further LoRAs."
         yield Problem("validation_torch_compile", message)

@@ -295,8 +295,7 @@ class Run:
     def started(self) -> Mapping[str, Any]:
         """What the page started last: `config`, `settings`, and `after`, the last event before; else empty."""
         path = self.folder / STARTED_FILE
-        content = read_json(path, []) if path.is_file() else None
-        return content if isinstance(content, dict) else {}
+        return (read_json(path, [], dict) if path.is_file() else None) or {}
 
     @property
     def config(self) -> str:
