@@ -323,7 +323,7 @@ class TransformerCost:
             held=elements * size,
             saved=sums[saved] + self._adapted(factors["reads"], positions, adapters) * size + tiles.saved,
             transient=max(sums["transient"], tiles.making),
-            attention=kept if self.table.keeps_attention else 0.0,
+            attention=kept + tiles.saved if self.table.keeps_attention else 0.0,
             outside=sums["outside"],
             sampling=sums["sampling"] + tiles.saved + tiles.making,
             traffic=sums["traffic"] + 2 * (tiles.saved + tiles.making),
