@@ -46,7 +46,8 @@ SETTINGS = (
     "validation_seed_source", "validation_num_inference_steps", "validation_guidance", "validation_negative_prompt",
     "base_model_precision", "mixed_precision", "text_encoder_1_precision", "vae_dtype", "validation_decoding",
 )  # fmt: skip
-UNIMPORTANT = ("lora", "versions")  # `content` identifies the LoRA wherever it is; an upgrade alone renders nothing again
+# `content` identifies the LoRA wherever it is, and an upgrade alone renders nothing again.
+UNIMPORTANT = ("lora", "versions")
 
 
 @dataclass(frozen=True)
