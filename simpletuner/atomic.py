@@ -28,6 +28,7 @@ DISK_FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT})
 NOT_PERMITTED = frozenset({errno.EACCES, errno.EPERM})
 # Not permitted, read-only, or a failing disk or network.
 UNWRITABLE_CODES = NOT_PERMITTED | {errno.EROFS, errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ENOTCONN}
+# The names that `open_atomically` makes; temporary files of other programs stay.
 STRAY_FILE = re.compile(rf"\..+\.[0-9a-f]{{12}}{re.escape(TEMPORARY_SUFFIX)}")
 # Writers in native code (safetensors, torch) report the system's error code only as text.
 DISK_FULL_WORDS = ("no space left on device", "disk quota exceeded", "not enough space on the disk")

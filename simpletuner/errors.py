@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 def visible(text: str) -> str:
     """The text with control characters escaped: a file name or key could otherwise move the terminal's cursor."""
+    # Cc: controls; Cf: formats, such as overrides of the writing direction.
     return "".join(repr(each)[1:-1] if unicodedata.category(each) in ("Cc", "Cf") else each for each in text)
 
 

@@ -27,6 +27,7 @@ LONGEST_WORD = 15
 WORD = re.compile(r"[A-Z]?[a-z]+(?:[ _.-][a-z]+)*")
 
 # What is recognised by its shape, wherever it stands. A pattern hides its group `secret`.
+# Hugging Face, wandb, git hosts and OpenAI, AWS; user:password in an address, Discord, Slack; headers and settings.
 SHAPES = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (

@@ -44,6 +44,7 @@ class S3Login:
             max_pool_connections=self.pool,
             retries={"mode": "standard", "max_attempts": 5},
             connect_timeout=10,
+            # A bucket as a host name needs DNS and a certificate that covers it, which few other stores have.
             s3={"addressing_style": "path" if self.endpoint_url else "auto"},
             # By default boto3 adds checksums that other stores do not know.
             request_checksum_calculation="when_required",

@@ -306,6 +306,7 @@ def prepare(folder: Path, arguments: Arguments, problems: list[Problem]) -> tupl
         raise UserError(f"--replay has the settings of the failed run; leave out {', '.join(arguments.selectors)}.")
     kept = failure.checkpoint and Path(failure.checkpoint).is_dir()  # it may have been removed since
     settings = [("resume_from_checkpoint", failure.checkpoint if kept else "latest"), *arguments.settings]
+    # `default`, since the environment may name another config.
     selectors = {"env": "default", "config_path": str(folder / CONFIG_FILE)}
     plan, _ = ready_plan(replace(arguments, settings=settings, selectors=selectors), problems)
     if (processes := plan.config.launch.num_processes) > 1:

@@ -126,6 +126,7 @@ class Delivery:
 
     def __post_init__(self) -> None:
         self._tls = tls_context(self.hook.verifies)
+        # A daemon: a message in transit does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=f"webhook {self.hook.host}", daemon=True)
         self._thread.start()
 

@@ -92,6 +92,7 @@ def gc(
     from simpletuner.caching.inspect import find_garbage, remove_garbage
     from simpletuner.plan.entries import cache_folders
 
+    # Keys are of all configured entries, cached or not.
     wanted, total = listing.keys(), 0
     for folder in cache_folders(plan):
         garbage = find_garbage(folder, wanted, plan.spec.name)
@@ -126,6 +127,7 @@ def _listing(tokens: list[str]) -> tuple[Plan, Listing]:
     from simpletuner.plan.entries import list_entries, make_catalogue
 
     catalogue = make_catalogue(plan)
+    # Keys hold the checkpoint's digests, which cannot be read before it is downloaded.
     if catalogue is None:
         raise UserError("The checkpoint is not on this machine yet, so no entry can belong to it.")
     return plan, list_entries(plan, catalogue)

@@ -36,6 +36,7 @@ def caption(
     with shown_events() as events:
         for note in unread(files):
             events.say(note, warning=True)
+        # Before torch is imported: a second call on a captioned folder ends at once.
         if not files:
             events.say("Every picture and clip has a caption file.")
             return

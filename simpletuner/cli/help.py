@@ -58,6 +58,7 @@ def settings_help(wanted: str) -> list[str]:
     names, by_section, name = option_names(), sections(), wanted.lstrip("-").replace("-", "_").lower()
     mentions = [option for option in chain(*by_section.values()) if _mentions(option, wanted)]
     section = next((options for title, options in by_section.items() if title.lower() == wanted.lower()), [])
+    # A key may share its name with a section, which is then listed below it.
     if option := names.get(name):
         section = [each for each in section if each != option]
         related = [each.name for each in mentions if each not in (*section, option)]
@@ -107,4 +108,5 @@ def default_of(option: Option) -> str:
 
 def _mentions(option: Option, wanted: str) -> bool:
     text = " ".join((option.name, *option.aliases, option.help, option.section, *option.choices)).lower()
+    # Keys are written with underscores, flags also with dashes.
     return all(word in text or word.replace("-", "_") in text for word in wanted.lower().split())

@@ -50,6 +50,7 @@ def print_plan(arguments: Arguments, problems: list[Problem], *, as_json: bool =
             plan, budget = weigh_plan(arguments, problems)
     except ConfigError as error:
         if as_json:
+            # Programs read stdout; the error that follows goes to stderr.
             print(plan_json(None, error.problems))
         raise
     if as_json:

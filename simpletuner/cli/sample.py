@@ -116,5 +116,6 @@ def _planned(
         for decision in budget.decisions:
             events.say(f"  offload auto: {decision}")
         with events.phase("Loading torch"), uncollected():
+            # The adapter's module imports torch and diffusers.
             load_adapter(plan.spec)
         yield request, plan, weights, events

@@ -157,6 +157,7 @@ def certificate(wanted: bool, key: Path | None, chain: Path | None) -> dict[str,
     if key is None or chain is None:
         raise UserError(f"--ssl needs --ssl-key and --ssl-cert; to make a pair: {MAKE_PAIR}")
     try:
+        # Tried now, since uvicorn would fail with a traceback.
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(chain, key)
     except OSError as error:
         raise UserError(f"--ssl-key {key} and --ssl-cert {chain} cannot be used: {error}.") from None
@@ -168,6 +169,7 @@ def announce(access: Access, listener: socket.socket, *, secure: bool) -> None:
     from simpletuner.annexes.page.guard import is_everywhere, is_own
 
     port = listener.getsockname()[1]
+    # An address such as 0.0.0.0 cannot be opened in a browser.
     name = "localhost" if is_own(access.host) else socket.gethostname() if is_everywhere(access.host) else access.host
     query = f"/?token={access.token}" if access.needs_token(listener) else ""
     if not is_own(access.host):

@@ -109,6 +109,7 @@ def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
         with uncollected():
             import torch
 
+        # An Apple or AMD GPU, of which nvidia-smi knows nothing.
         if torch.accelerator.is_available():
             return replace(plan, warnings=[each for each in plan.warnings if each not in slow])
         if needs_consent(plan, budget) and not yes:
@@ -219,6 +220,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
         from simpletuner.run.train import announced_end, run_plan
 
         load_adapter(plan.spec)
+    # nvidia-smi reports a GPU that this torch cannot use: a CPU wheel, or one for a newer driver.
     if budget.device.is_gpu and not torch.accelerator.is_available():
         budget = on_cpu(plan, budget)
         _warn(events, check_gpu(plan, budget))
@@ -246,5 +248,6 @@ def open_companions(
     autopsy = Autopsy()
     events.subscribe(autopsy)  # now, because it notes the memory that each phase needed
     if not world.is_main:
+        # Reports, trackers and uploads are of the run, not of a process; a failure may be of this one alone.
         return [autopsy]
     return [autopsy, Trackers(events), RunReport(events), open_uploads(plan, destinations, events)]

@@ -180,6 +180,7 @@ def smoothed(name: str, points: Sequence[Point]) -> Series:
     """The thinned points, and for a noisy curve a running average over a twentieth of it."""
     if not is_noisy(points):
         return Series(name, thin(points))
+    # An exponential average over n values has a memory of 1 - 1/n.
     mean = RunningMean(1 - 1 / smoothing_span(len(points)))
     averages = [(step, mean.add(value)) for step, value in points]
     return Series(name, thin_extremes(points), thin(averages))
@@ -239,6 +240,7 @@ def _timestep_chart(metrics: Columns) -> Iterator[Chart]:
     """How often each noise level was trained."""
     if metrics.timesteps:
         width = NOISE_LEVELS // BARS
+        # The middle of a range: 25, 75, … 975.
         bars = [(bar * width + width // 2, float(metrics.timesteps[bar])) for bar in range(BARS)]
         yield Chart("Timesteps", [Series("samples", bars)], "samples by noise level; 1000 is pure noise", bars=True)
 
@@ -255,9 +257,11 @@ def _compact(points: Sequence[Point]) -> list[list[float]]:
 
 def evaluation_points(metrics: Columns) -> list[Point]:
     """(step, evaluation loss) where it was measured: of the trained weights if possible, the mean over the datasets."""
+    # The pooled loss is a mean over the datasets already.
     names = [name for name in sorted(evaluation_names(metrics)) if not name.endswith("/pooled")]
     plain = [name for name in names if not name.endswith("/ema")] or names
     curves = [dict(metrics.points(name)) for name in plain]
+    # Only where all datasets were evaluated: means over different datasets would jump.
     steps = sorted(set.intersection(*map(set, curves))) if curves else []
     return [(step, sum(curve[step] for curve in curves) / len(curves)) for step in steps]
 
@@ -266,6 +270,7 @@ Item = TypeVar("Item")
 
 # Short name of `validation_prompt`.
 MAIN_PROMPT = "validation"
+# Prompts, and previews in all; the page counts what it leaves out.
 ROWS = 24
 CELLS = 96
 FEWEST_COLUMNS = 4
@@ -360,6 +365,7 @@ def build_grid(
         by_row.setdefault(record.row, []).append(record)
     shown = sorted(by_row.values(), key=lambda row: grid_order(row[0]))[:ROWS]
     all_steps = sorted({record.step for row in shown for record in row})
+    # A prompt with EMA previews takes two lines of the grid.
     lines = sum(len({record.ema for record in row}) for row in shown)
     steps = choose_steps(all_steps, max(FEWEST_COLUMNS, CELLS // max(1, lines)))
     allowance = _allowance(sum(record.step in steps for row in shown for record in row))

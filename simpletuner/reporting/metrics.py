@@ -99,6 +99,7 @@ class StepLines:
         kept = b"".join(line for line, row in rows if row is not None and not unwanted(row))
         if kept != before:
             self._file.close()
+            # Replaced, not truncated: a kill keeps the old record. The old handle would write to a nameless file.
             write_atomically(self.path, kept)
             self._file = self.path.open("ab", buffering=0)
 

@@ -53,6 +53,7 @@ class LiveDisplay(Display):
                 self._tasks[event] = self._bars.add_task(event.title, total=event.total, unit=event.unit, note="")
             case events.PhaseAdvanced():
                 self._bars.update(self._tasks[event.phase], completed=event.done, note=event.note)
+            # Its bar is replaced by a line that scrolls, so that bars are of running phases only.
             case events.PhaseEnded():
                 self._bars.remove_task(self._tasks.pop(event.phase))
                 mark = ("✓ ", "green") if event.complete else ("✗ ", "red")
@@ -113,6 +114,7 @@ def training_panel(pace: Pace) -> Panel:
     bar.add_column(ratio=1)
     bar.add_column(justify="right")
     share = done / pace.total_steps if pace.total_steps else 1.0
+    # Without a step, the remaining time would read 0.0 s.
     left = f"{share:.0%}  {clock(pace.remaining_seconds)} left" if pace.last else f"{share:.0%}"
     bar.add_row(ProgressBar(total=max(1, pace.total_steps), completed=done), Text(left))
     numbers = Table.grid(padding=(0, 3))

@@ -322,6 +322,7 @@ def prepare_caches(
     # One process moves files: a second would find them gone.
     if share.index == 0:
         quarantine(plan.datasets, plan.output_dir)
+    # One download per machine, into the cache that its processes share.
     world.leader_first(lambda: fetch(plan, encoding.events))
     if listing is None or not listing.holds_for(plan, epoch):
         listing = list_entries(plan, complete_catalogue(plan), epoch)

@@ -147,6 +147,7 @@ def build_callbacks(
         {"save": checkpoints.save, "preview": validation.render},
         config.checkpoints.disk_low_threshold or 0.0,
     )
+    # The average first: what follows evaluates, saves and renders it as of this step.
     return [*averaging, evaluation, recorder, requests, checkpoints, validation, *companions]
 
 
@@ -170,6 +171,7 @@ def build_validation(session: Session, recorded: Recorded) -> ValidationRunner:
     completed = loader.index >= loader.sampler.batches_per_epoch(loader.epoch)
     begun_earlier = loader.index < plan.config.schedule.gradient_accumulation_steps
     before = replace(state, epochs_done=loader.epochs_done - (completed or begun_earlier))
+    # Previews come after the checkpoint of their step, so a kill between the two has lost them.
     validation.lacking = state.global_step > 0 and validation.is_due(before, state.epochs_done)
     return validation
 

@@ -88,6 +88,7 @@ def run_plan(
                 batches = loader.sampler.batches(loader.epoch)
                 for tried in rehearse(session.assembly, batches, session.reader, validation, budget):
                     events.say(tried)
+        # Left before the result is published: no step is left to finish then, and Ctrl-C interrupts at once.
         with ExitStack() as around:
             for companion in companions:
                 around.enter_context(companion.around(session, budget))

@@ -89,6 +89,7 @@ class EvaluationLoss:
             for sample in dataset
         ]
         losses: dict[int, Tensor] = {}
+        # A sample counts once for each noise level, since each is a forward pass.
         title, total = f"Evaluating at step {step}", len(samples) * self.config.eval_timesteps
         share_work(
             assembly.world,

@@ -186,6 +186,7 @@ def check_adapters(
     """Problems of the files on this machine with the model, and of settings without effect."""
     yield from check_listed(config.validation_adapters)
     modules = linear_modules(source["transformer"].weight_shapes())
+    # Each file once, however many runs combine it.
     files = dict.fromkeys(path for run in adapter_runs(config) for path, _ in run.loras)
     for path in files:
         yield from check_lora_file(ADAPTER_PATH, path, modules, family)
@@ -209,5 +210,6 @@ def fetched_runs(config: RunConfig, family: str, source: ModelSource) -> list[Ad
         UserError: a file could not be downloaded.
     """
     runs = adapter_runs(config, fetch=True)
+    # Files of the hub could not be checked in the plan: they were not on this machine.
     raise_if_fatal(list(check_adapters(config, family, source, ())))
     return runs

@@ -102,6 +102,7 @@ class Renderer:
     def request(self, subject: Subject, size: Size, seed: int) -> PreviewRequest:
         """The preview request of a subject at a size."""
         validation: Any = self.config.validation  # the plan has filled in the family's defaults
+        # CPU and GPU generators draw different noise from one seed.
         on_gpu = validation.validation_seed_source == "gpu" and torch.cuda.is_available()
         return PreviewRequest(
             embeds=subject.embeds(size),
@@ -140,6 +141,7 @@ class Renderer:
 def warn_of_one_colour(frames: Sequence[Image], path: Path) -> None:
     """Log a warning if every frame of a rendered picture or clip is plain; NaN is rendered black."""
     ranges: Any = (each for frame in frames for each in frame.convert("RGB").getextrema())  # of each channel
+    # One level of 255 is rounding.
     if all(high - low <= 1 for low, high in ranges):
         logger.warning(
             "%s shows one colour only: the weights have diverged, or the VAE is broken or needs vae_dtype fp32.", path
@@ -160,6 +162,7 @@ def take_turns(transformer: nn.Module, vae: nn.Module, device: torch.device) -> 
     Parameters stay the same objects, so the optimizer still refers to them afterwards.
     """
     vae.to("cpu")
+    # The VAE encodes in previews that start from a picture.
     for name in ("encode", "decode"):
         inner = getattr(vae, name)
 
@@ -283,6 +286,7 @@ class ValidationRunner:
             return
         world.main_only(lambda: discard_unfinished(self.output_dir))
         title, unit = f"Rendering previews at step {step}", "clips" if self.frame_rate else "pictures"
+        # Names for programs: docs/WEBHOOKS.md lists them.
         stage = "final_validation" if step >= assembly.settings.total_steps else "validation"
         stage = "benchmark_base_model" if benchmark else stage
         try:

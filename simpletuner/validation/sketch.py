@@ -40,6 +40,7 @@ class ColourMap:
         frames = 1 if spec.media == "image" else 2
         colours = smooth_noise(3, 1, CELLS // 3).clamp(-1, 1)
         pixels = interpolate(colours[:, :, 0], scale_factor=spec.vae_stride, mode="bicubic").clamp(-1, 1).unsqueeze(2)
+        # Of C F H W, F = 1 + (frames - 1) * stride encodes to `frames` latent frames.
         chart = encoder.encode(pixels.expand(-1, -1, 1 + (frames - 1) * spec.frame_stride, -1, -1), [0])
         latents = [chart, *(smooth_noise(chart.shape[1], frames, CELLS * scale // 6) for scale in (1, 2, 4))]
         targets = torch.cat([_colours(encoder.decode(z), frames) for z in latents])
@@ -49,6 +50,7 @@ class ColourMap:
     def __call__(self, z: Tensor) -> list[Image.Image]:
         """One small picture per latent frame of z, `1 C F H W`."""
         frames, height, width = z.shape[2:]
+        # NaN of a diverged model has no value as uint8.
         colours = (_inputs(z) @ self.weights).nan_to_num().clamp(0, 1) * 255
         array = colours.round().to(torch.uint8).reshape(frames, height, width, 3).numpy()
         return [Image.fromarray(frame) for frame in array]

@@ -32,7 +32,7 @@ from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.reporting.payloads import EVENTS_FILE, last_id
 from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
 
-# How far runs are searched for below a folder.
+# How far runs are searched for below a folder; a --root may be a whole disk.
 DEPTH, FOLDERS = 4, 2000
 BULKY = frozenset({"cache", "checkpoint", "datasets", "node_modules", "site-packages", "validation_images"})
 NOTHING_RUNS = "No active training job."
@@ -52,6 +52,7 @@ class Runs:
         runs = [self._at(folder) for folder in folders]
         for run in runs:
             run.written_by = folders[run.folder]
+        # Started here, in a folder that the search does not reach or that its config no longer names.
         runs += [run for run in self._runs.values() if run not in runs and run.child]
         return sorted(runs, key=lambda run: (run.pid is not None, run.seen), reverse=True)
 

@@ -160,6 +160,7 @@ def configs(request: Request) -> Response:
             path = project.config_file(name)
             settings_in(path)
             entries.append({"name": name, "path": shown(project, path), "problem": None})
+        # One unreadable config must not hide the others.
         except ConfigError as error:
             entries.append({"name": name, "path": None, "problem": redact(str(error))})
     return JSONResponse(entries)
@@ -212,6 +213,7 @@ def replace_file(
         ConfigError: the file is not JSON; it is kept then.
     """
     with _saving:
+        # Without a file both are None: a PUT that creates it has no If-Match.
         current = etag(path) if path.is_file() else None
         if current != request.headers.get("if-match"):
             content = {**answer(), "problems": problems_json([Problem("", f"{path.name} {CHANGED}")])}
@@ -362,6 +364,7 @@ def browse(request: Request) -> Response:
     roots = (project.folder, *project.roots)
     content = {
         "path": str(folder),
+        # A root's parent is outside of what the page may show.
         "parent": None if folder in roots else str(folder.parent),
         "roots": [str(root) for root in roots],
         "folders": sorted(entry.name for entry in visible if entry.is_dir()),

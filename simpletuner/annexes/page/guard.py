@@ -58,6 +58,7 @@ WELCOME = '<!DOCTYPE html><meta http-equiv="refresh" content="0; url=/"><title>s
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 ROOT, NOBODY = 0, 65534  # a container sees every user that it does not know as nobody
 VARIABLE = "SIMPLETUNER_PAGE_TOKEN"
+# Unreserved characters, since the token is part of an address.
 TOKEN = re.compile(r"[\w.~-]{16,}", re.ASCII)
 
 

@@ -409,6 +409,7 @@ class Run:
         is_active, step, damage = state in ACTIVE, last.get("step", 0), self._events.damage or damage
         if damage and not is_active:
             state, message = "broken", "\n".join(filter(None, (damage, message)))
+        # The record first, then what the events say: a silent session has only the former.
         progress = blank["progress"] | {"current": step, "metrics": last} | story.progress
         in_loop = (state, story.status) == ("running", "running")
         is_asked = in_loop and (self.folder / REQUESTS / "stop").exists()

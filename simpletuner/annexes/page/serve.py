@@ -211,4 +211,5 @@ def page_of_run(listener: socket.socket, access: Access, output_dir: Path, event
         yield
     finally:
         server.should_exit = True
+        # A daemon is not waited for beyond that: a hanging request must not keep the run from ending.
         thread.join(2 * END_SECONDS)

@@ -323,6 +323,7 @@ class Hub:
 
         try:
             login = self._api.whoami()
+            # Fine-grained tokens have another role; the request below tests what they may do.
             if (login.get("auth", {}).get("accessToken") or {}).get("role") == "read":
                 raise UserError("push_to_hub: the token of the hub can only read; log in with one that can write.")
             if "/" not in self.repository:
