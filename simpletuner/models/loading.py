@@ -65,6 +65,7 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     rows = gradient.flatten(0, -2)
     return (
         full_linear(gradient, weight.t(), None) if ctx.needs_input_grad[0] else None,
+        # linear(Gᵀ, Xᵀ) = Gᵀ X, the gradient of the weight.
         full_linear(rows.t(), x.flatten(0, -2).t(), None) if ctx.needs_input_grad[1] else None,
         rows.sum(0) if ctx.needs_input_grad[2] else None,
     )
@@ -137,10 +138,12 @@ def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, empty: bo
     folder, usual = part.fetch(), torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # of buffers, as in `from_pretrained`
     try:
+        # Not on `torch.device("meta")`: buffers that are not in the files need their values.
         with told_plainly(part), init_empty_weights():
             model = model_class.from_config(model_class.load_config(folder))
     finally:
         torch.set_default_dtype(usual)
+    # As `from_pretrained` does.
     model.register_to_config(_name_or_path=folder)
     return model.eval()
 
@@ -232,6 +235,7 @@ def sliced_forward(module: Any, x: Tensor) -> Tensor:
     out = x.new_empty(0)
     for frame in range(total):
         first = frame * stride - before  # of the input
+        # In the order W, H, T of `pad`; in time, only before the first frame of the clip.
         padding = (*sides, max(-first, 0), 0)
         part = conv(functional.pad(x[:, :, max(first, 0) : first + kernel], padding, mode=module.pad_mode))
         if frame == 0:

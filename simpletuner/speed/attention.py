@@ -157,6 +157,7 @@ def measure(backend: SDPBackend, *call: Tensor) -> float:
     inputs = [tensor.detach().requires_grad_() for tensor in call]
     times = []
     with sdpa_kernel(backend), outside_checkpoints():
+        # The first call also loads the kernel; the minimum leaves it out.
         for _ in range(3):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

@@ -104,9 +104,12 @@ class LycorisFile:
         ):
             return None
         inside = sorted((depth, word) for word, depth in words.items() if depth and word in by_class)
+        # A name takes precedence over a class, and an inner class over an outer one.
         own = [by_name[name] for name in names if name in by_name] or [by_class[word] for _, word in reversed(inside)]
         settings = {**DEFAULTS, **self.content, **(own[0] if own else {})}
+        # linear_dim 0 is allowed with full_matrix, which has no rank.
         alias = {"dim": settings["linear_dim"] or 4, "alpha": settings["linear_alpha"]}
+        # DoRA normalises the whole weight, which bypassing never builds.
         return {**alias, "bypass_mode": not settings["dora_wd"], **settings}
 
 
@@ -260,6 +263,7 @@ def lokr_numbers(rows: Pair, columns: Pair, rank: int, *, full: bool = False, bo
         both: low-rank factors may also replace W1.
     """
     (a, k), (m, n) = rows, columns
+    # The rule of LyCORIS and of peft: thin matrices only below half of the longer side.
     first = rank * (a + m) if both and not full and rank < max(a, m) / 2 else a * m
     return first + (rank * (k + n) if not full and rank < max(k, n) / 2 else k * n)
 

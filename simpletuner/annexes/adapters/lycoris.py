@@ -115,10 +115,11 @@ def update_of(module: Any) -> Tensor:
     """
     own, width, kernel = module.org_forward, module.shape[1], module.shape[2:]
     parameter = next(module.parameters())
+    # A batch of unit vectors: the response to vector i is column i of the update.
     units = torch.eye(width, device=parameter.device).reshape(width, width, *kernel)
     module.org_forward = lambda inputs: inputs.new_zeros(())
     try:
         response: Tensor = module.eval().forward(units)
     finally:
         module.org_forward = own
-    return response.float().transpose(0, 1)
+    return response.float().transpose(0, 1)  # in out -> out in

@@ -43,6 +43,7 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
         vae = self.load_vae(device, dtype)
+        # The same values without the stock mask, which has tokens² entries.
         attend_by_frame(vae)
         encoder = HunyuanLatentEncoder(vae, device, dtype)
         if self.caching.vae_enable_patch_conv:
