@@ -260,6 +260,7 @@ def _pack_bitsandbytes(weight: Tensor, kind: str) -> Packed:
 def _pack_torchao(weight: Tensor, kind: str) -> Packed:
     from torchao import quantization
 
+    # torchao quantises modules only; on `meta` this one allocates nothing.
     carrier = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     carrier.weight = torch.nn.Parameter(weight, requires_grad=False)
     quantization.quantize_(carrier, getattr(quantization, kind)())
@@ -344,6 +345,7 @@ def quantise(
     if not chosen:
         raise RuntimeError(f"no linear layer of {type(model).__name__} matches {layers!r}")
     device = torch.device("cpu") if via == "cpu" else accelerator
+    # Layers of an earlier call are packed already.
     inside = {module for part in within or [model] for module in part.modules() if type(module) is not QuantisedLinear}
     wanted = [name for name in chosen if model.get_submodule(name) in inside]
     for _, block in groupby(wanted, key=block_of):

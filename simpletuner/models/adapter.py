@@ -209,6 +209,7 @@ class PreviewRequest:
                 # The latents are those after the step; `sigmas` has one entry more than the timesteps, the final 0.
                 sigma = float(pipeline.scheduler.sigmas[index + 1])
                 self.watch(index + 1, float(timestep), sigma, z_of(tensors["latents"]))
+            # diffusers takes tensors that are returned in place of its own.
             return {}
 
         return after_step

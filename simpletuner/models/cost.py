@@ -315,6 +315,7 @@ class TransformerCost:
         # Measured only for families whose tokens can have their own timesteps.
         timed = batch.timed_tokens and f"{kind} given" in self.table.bytes
         factors = self.table.bytes[f"{kind} given" if timed else kind]
+        # The widest output is that of the feed-forward.
         heads, inner = self.hidden // self.head, max(shape[0] for shape in self._widths)
         numbers = {**positions, "width": self.hidden, "inner": inner, "head": self.head, "heads": heads}
         sums = {name: sum_of(factor, numbers) for name, factor in factors.items() if name != "reads"}
@@ -477,6 +478,7 @@ class VaeLoad:
     tiled: bool = False
     sliced: bool = False
     strips: bool = False
+    # That of diffusers' video VAEs.
     tile: int = 256
 
     @property

@@ -360,6 +360,7 @@ class DeferredWeights:
         self._lacking = list(transformer.state_dict()) if is_empty else []
         self._files = part.weight_files() if is_empty else {}
         self._whole: dict[str, Tensor] = {}
+        # Other formats cannot be read weight by weight.
         if is_empty and not self._files:
             self._whole = load_whole(type(transformer), part, torch_dtype=dtype, low_cpu_mem_usage=True).state_dict()
         refuse_missing(part, set(self._lacking) - self._files.keys() - self._whole.keys())

@@ -99,6 +99,7 @@ KOHYA_PREFIX = "lora_unet_"
 MAGNITUDE = ".lora_magnitude_vector"
 COMFYUI_MAGNITUDE = ".dora_scale"
 OTHER_KINDS = (".lokr_", ".hada_")  # in keys of LoKr and LoHa
+# Parts of keys: lora_A and lora_B are of peft and diffusers, lora_down and lora_up of Kohya's scripts.
 ROLES = {
     ".lora_A.": "A",
     ".lora_down.": "A",
@@ -165,6 +166,7 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
     if trigger:
         message = f"{str(path)!r} was trained with captions that begin with {trigger!r}; begin yours with it, too."
         yield Problem(key, message, fatal=False)
+    # The layers of the file against those that are trained.
     wanted = set(matching_modules(modules, targets))
     ranks = {module_of(name, modules): shape[0] for name, shape in shapes.items() if role_of(name) == "A" and shape}
     if not ranks or (modules and not ranks.keys() & set(modules)):

@@ -267,6 +267,7 @@ class ModelSource:
     def problems(self) -> list[Problem]:
         """Problems of local folders and malformed hub ids; a missing repository shows at the download."""
         problems = []
+        # One message per location, since most parts share theirs.
         by_location: dict[str, list[Part]] = {}
         for part in self.parts.values():
             by_location.setdefault(part.location, []).append(part)

@@ -148,6 +148,7 @@ def compile_blocks(
                     piece, compiler(piece), sampling, launch.dynamo_fullgraph, not launch.dynamo_dynamic
                 )
         return
+    # Of a class of stock blocks, the first one is verified for all.
     verdicts: dict[Case, bool] = {}
     compiled = compiler if layout.compiled is None else partial(layout.compiled, compiler)
     for block in layout.blocks:
@@ -195,6 +196,7 @@ def gradient_error(
     """The largest relative error, in norms, of a block's gradients of weights and inputs by the second forward."""
     right, wrong = (_gradients(block, forward, inputs, named) for forward in forwards)
     errors = [
+        # Where the right gradient is zero, any difference counts as a large error.
         float((other - gradient).float().norm() / gradient.float().norm().clamp_min(1e-12))
         for gradient, other in zip(right, wrong, strict=True)
     ]

@@ -125,6 +125,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
     def _publish(self, folder: Path, publication: Publication) -> tuple[ConvertedLora, dict[str, str]]:
         """Write both files, the LoRA verified; returns it with the notes of its errors."""
         lora = self.convert(publication.dtype)
+        # Measured before anything is written, for the LoRA's header.
         forward, effect = self.prediction_errors(lora, publication.predict)
         if effect > LOST:
             message = "%s lacks %.0f %% of what the adapter does; a larger export_rank or export_energy keeps more."

@@ -282,6 +282,7 @@ def factorise(width: int, factor: int) -> Pair:
     """
     if factor > 0 and width % factor == 0:
         return factor, width // factor
+    # The smaller of two factors is at most the root.
     limit = math.isqrt(width) if factor < 0 else min(max(factor, 1), math.isqrt(width))
     small = max(each for each in range(1, limit + 1) if width % each == 0)
     return small, width // small

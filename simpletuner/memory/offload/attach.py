@@ -113,6 +113,7 @@ def offload_layers(
     """
     # A shorter stack would fit into its slots as a whole.
     stacks, packed = [list(stack) for stack in _outermost_lists(model) if len(stack) > SLOTS], []
+    # Group by group, so that the host never holds all quantised layers twice.
     for group in (group for stack in stacks for group in in_groups(stack, config)):
         if quantise is not None:
             quantise(within=group)
@@ -141,6 +142,7 @@ def stream(
     images = []
     for group in groups:
         image = packed.pop(0) if packed else None
+        # Layers may have been replaced since they were packed.
         still_holds = image is not None and image.holds(group)
         images.append(image if image and still_holds else pack_group(group, config, device, world))
     if config.group_offload_use_stream and device.type != "cuda":

@@ -184,6 +184,7 @@ class Streamer:
         self.slots: list[Tensor] = [lane.make_slot(largest) for _ in range(min(slots, len(images)))]
         self._held: list[int | None] = [None] * len(self.slots)  # the group in each slot
         self._tickets: dict[int, Any] = {}  # of groups that are being copied
+        # Saved views are recognised by the storage that they share with a slot.
         self._places = {slot.untyped_storage().data_ptr(): index for index, slot in enumerate(self.slots)}
 
     def enter(self, group: int) -> None:

@@ -74,6 +74,7 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
             return ()
         latents = channels_last(noisy.noisy_latents)
         mask = torch.zeros_like(latents[..., :1])
+        # A clip of one frame would have nothing left to predict.
         if self.takes_picture and noisy.batch.condition is not None and latents.shape[1] > 1:
             mask[:, 0] = 1
         return torch.zeros_like(latents), mask

@@ -185,6 +185,7 @@ class StockSanaPipelines:
             "prompt_attention_mask": mask[:1].to(self.device),
             "negative_prompt_embeds": text[1:].to(self.device),
             "negative_prompt_attention_mask": mask[1:].to(self.device),
+            # The default is a string, which the pipeline refuses beside embeddings.
             "negative_prompt": None,
             "frames": request.num_frames,
             # Otherwise the pipeline samples the nearest of its sizes, and resizes.
