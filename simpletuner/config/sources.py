@@ -43,10 +43,11 @@ LAUNCH_VARIABLES = {
     "TRAINING_DYNAMO_BACKEND": "dynamo_backend",
 }
 ENV_NAME = re.compile(r"[A-Za-z_]\w*")
-SHELL_WORD = re.compile(
-    r"(?P<single>'[^']*')|(?P<escaped>\\.)|(?P<name>\$(?:\{\w+\}|[A-Za-z_]\w*))|(?P<command>`|\$[({])|(?P<quote>\")"
-    r"|(?P<comment>(?:^|(?<=\s))#.*)|(?P<open>')|(?P<plain>.)"
-)
+IN_ANY_WORD = r"(?P<escaped>\\.)|(?P<name>\$(?:\{\w+\}|[A-Za-z_]\w*))|(?P<command>`|\$[({])|(?P<quote>\")"
+# The first alternative that fits wins: a whole quotation, before a ' that opens one and stays open.
+SHELL_WORD = re.compile(rf"(?P<single>'[^']*')|{IN_ANY_WORD}|(?P<comment>(?:^|(?<=\s))#.*)|(?P<open>')|(?P<plain>.)")
+# Between double quotes, ' and # are plain text.
+QUOTED_WORD = re.compile(rf"{IN_ANY_WORD}|(?P<plain>.)")
 ENV_VARIABLES = ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV")
 
 
@@ -253,9 +254,9 @@ def expand_shell(text: str, variables: Mapping[str, str]) -> str:
     Raises:
         ValueError: an unclosed quote, an unset variable, or a command substitution.
     """
-    result, quoted = "", False
-    for match in SHELL_WORD.finditer(text.strip()):
-        kind, token = str(match.lastgroup), match[0]
+    text, result, quoted, end = text.strip(), "", False, 0
+    while match := (QUOTED_WORD if quoted else SHELL_WORD).match(text, end):
+        kind, token, end = str(match.lastgroup), match[0], match.end()
         if kind == "quote":
             quoted = not quoted
         elif kind == "command":
