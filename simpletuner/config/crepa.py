@@ -83,7 +83,7 @@ class CrepaConfig(TechniqueGroup):
         label="Vision Encoder",
     )
     crepa_encoder_image_size: Integer = common(
-        518,
+        518,  # 37 patches per side, the size at which DINOv2 ended its training
         "Pixels per side of its pictures, a multiple of 14. Smaller is faster and coarser.",
         ge=64,
         label="Vision Encoder Size",
@@ -135,6 +135,7 @@ class CrepaConfig(TechniqueGroup):
     @property
     def needs_encoder(self) -> bool:
         """Whether features of a vision encoder are used: not at a weight that is always 0."""
+        # Of a schedule from 0, the end counts.
         decays = self.crepa_scheduler != "constant" and self.crepa_lambda_end > 0
         return self.crepa_enabled and not self.from_backbone and (self.crepa_lambda > 0 or decays)
 
@@ -143,6 +144,7 @@ class CrepaConfig(TechniqueGroup):
         side = self.crepa_encoder_image_size // PATCH
         if self.crepa_encoder_resize == "square":
             return side, side
+        # rows · columns <= side² and rows : columns ≈ height : width. 1e-9: sqrt may end just below a whole number.
         rows, columns = (int(side * math.sqrt(ratio) + 1e-9) for ratio in (height / width, width / height))
         return max(rows, 1), max(columns, 1)
 

@@ -85,6 +85,7 @@ def parse_ratios(value: object) -> list[tuple[float, float]]:
     """(ratio, weight) of each entry of a list of numbers, or of objects whose weights sum to 1."""
     if not isinstance(value, list) or not value:
         raise ValueError("is not a list of ratios")
+    # Plain numbers are equally likely; weights of a mixed list would be a guess.
     if not any(isinstance(entry, dict) for entry in value):
         return [(_positive(entry), 1.0) for entry in value]
     if not all(isinstance(entry, dict) and set(entry) == {"aspect", "weight"} for entry in value):
@@ -318,11 +319,13 @@ def _read_entry(
     name = entry.get("id") or entry.get("--id")
     where = f"{path.name}: {name}" if isinstance(name, str | int) and name else number
     found = list(check_written(entry))
+    # The keys may stand in an object of that name or beside the others; the inner ones win.
     if isinstance(inner := entry.get("huggingface"), dict):
         entry = {**{key: value for key, value in entry.items() if key != "huggingface"}, **inner}
     keys = _canonical(entry, DatasetConfig, found)
     if _is_disabled(keys):
-        return DatasetConfig(id=where, disabled=True)
+        return DatasetConfig(id=where, disabled=True)  # and drops what was wrong in it
+    # Aliases and comments inside of nested objects; `canonical` handles one level.
     for part, group in PARTS.items():
         if isinstance(keys.get(part), dict):
             inside = list[Problem]()
@@ -330,13 +333,16 @@ def _read_entry(
             found.extend(within(part, inside))
     for key in ("type", "dataset_type"):
         if str(keys.get(key)) in DATASET_INSTEAD:
+            # Popped, so that pydantic does not refuse the word a second time.
             found.append(Problem(key, f"{keys[key]!r} does not exist here: {DATASET_INSTEAD[keys.pop(key)]}."))
+    # While the keys are still a dict: a built group is immutable.
     values = {**placeholders, "id": str(keys.get("id", ""))}
     for folder, key in [(keys, key) for key in PATH_KEYS] + [(keys.get("parquet"), "path")]:
         if isinstance(folder, dict) and isinstance(folder.get(key), str):
             folder[key] = resolve_alias(PLACEHOLDER.sub(lambda match: values[match.group(1)], folder[key]))
     config = build_group(DatasetConfig, keys, found)
     problems.extend(within(where, found))
+    # File systems count bytes, not letters.
     if len(config.id.encode()) > LONGEST_ID:
         problems.append(Problem(f"{number}.id", f"is longer than {LONGEST_ID} bytes; folders are named after it."))
     if UNSAFE_ID.search(config.id) or config.id in (".", ".."):

@@ -107,6 +107,7 @@ class LoraConfig(Group):
     @property
     def starts_from_base(self) -> bool:
         """Whether the adapter before step 1 is computed from the base weights."""
+        # DoRA starts from the norms of the base weights, olora and pissa from their factors.
         computed = self.use_dora or self.lora_init_type not in ("default", "gaussian")
         return computed or self.lora_type == "lycoris"  # whose file may say so
 

@@ -138,6 +138,7 @@ def without_hidden(value: Any) -> Any:
 
 def repository_name(written: str) -> str:
     """`owner/name` or `name` from a name or an address on the hub."""
+    # https://huggingface.co/me/my-lora/tree/main is me/my-lora.
     path = urlsplit(written).path if "://" in written else written.partition("?")[0]
     parts = path.strip("/").split("/")
     return "/".join(parts[:2] if "://" in written else parts)
@@ -169,6 +170,7 @@ def _check_hub(name: str | None, project: str) -> Iterator[Problem]:
     # Imported late: most runs do not need it.
     from huggingface_hub import constants, get_token
 
+    # A reference `{env:NAME}` is expanded when something is sent.
     if not (REPOSITORY.fullmatch(repository_name(name or project)) or REFERENCE.search(name or "")):
         key, rule = "hub_model_id" if name else "tracker_project_name", "letters, digits, '-', '_' and '.'"
         yield Problem(key, f"{name or project!r} is not a name for a repository ({rule}), such as me/my-lora.")
@@ -188,6 +190,7 @@ def _check_script(key: str, script: str | None, known: Sequence[str]) -> Iterato
     except ValueError as error:
         yield Problem(key, f"{script!r} cannot be split into words: {error}.")
         return
+    # Now rather than after the first checkpoint, hours later.
     if program and shutil.which(program[0]) is None:
         yield Problem(key, f"{program[0]!r} is not a program that can be run here.")
 

@@ -92,6 +92,7 @@ class ScheduledSamplingConfig(TechniqueGroup):
 
     def mean_passes(self, total_steps: int) -> float:
         """Mean number of extra forward passes of a sample, over a run of that length."""
+        # At most FINENESS steps of the run, and the middles of FINENESS equal slices of [0, 1).
         steps = range(0, max(total_steps, 1), total_steps // FINENESS + 1)
         offsets = [self.offset_at((index + 0.5) / FINENESS) for index in range(FINENESS)]
         passes = fmean(offset + (self.compares_clean and offset > 0) for offset in offsets)

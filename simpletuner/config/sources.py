@@ -97,8 +97,10 @@ def parse_arguments(tokens: Sequence[str], problems: list[Problem], extra: str |
         if not key.lstrip("-") or (not equals and not token.startswith("--")):
             problems.append(Problem(token, "is not a setting; write key=value, --key value or --flag."))
             continue
+        # `--key value`, which a bare `--flag` before another setting looks like.
         if not equals and waiting and _is_value(waiting[0], key):
             equals, value = "=", waiting.pop(0)
+        # As written: messages quote the key so; `canonical` finds its name.
         if name not in SELECTORS:
             arguments.settings.append((key, value if equals else True))
         elif equals:
@@ -121,6 +123,7 @@ def _is_value(token: str, key: str) -> bool:
         return True
     names = option_names()
     option = names.get(plain_key(key))
+    # `--prompt a=b` has a value, `--use_ema seed=1` is a flag and a setting.
     return plain_key(word) not in {*names, *SELECTORS} and not (option is not None and option.is_flag)
 
 
@@ -173,11 +176,13 @@ def locate(selectors: Mapping[str, str], problems: list[Problem]) -> Located:
         path = example_file(name.removeprefix("examples/"), problems)
     else:
         path = _first_file(_candidates(name, selectors, problems), name, problems)
+    # Weakest first.
     layers = [launch_layer()]
     settings = path.with_name("config.env")
     if path.suffix != ".env" and settings.is_file():
         layers.append(read_env_layer(settings, problems))
     layers.append(read_config_file(path, problems))
+    # Read again; its problems are in the list already.
     extra = read_env_file(settings, []).get(EXTRA_ARGUMENTS, "") if settings.is_file() else ""
     # train.sh has already read the file and exported the variable; do not apply it twice.
     return Located(layers, path.parent, "" if EXTRA_ARGUMENTS in os.environ else extra)
@@ -199,6 +204,7 @@ def read_config_file(path: Path, problems: list[Problem]) -> Layer:
     found = list[Problem]()
     layer = readers.get(path.suffix, read_json_layer)(path, found)
     problems.extend(found)
+    # A broken line of a config.env may be any key, so the rest cannot be trusted.
     if layer is None or (path.suffix == ".env" and any(problem.fatal for problem in found)):
         raise ConfigError(problems)
     return Layer(layer.label, [(key, resolve_alias(value)) for key, value in layer.values])
@@ -267,6 +273,7 @@ def expand_shell(text: str, variables: Mapping[str, str]) -> str:
                 raise ValueError(f"${name} is not set")
             result += variables[name]
         elif quoted:
+            # Between double quotes, a backslash escapes only these four; before others it stays.
             result += token[1:] if kind == "escaped" and token[1] in '"\\$`' else token
         elif kind == "comment":
             result = result.rstrip()

@@ -95,6 +95,7 @@ def check_routes(routes: Sequence[Route], blocks: int | None) -> Iterator[Proble
             yield _problem(f"{message} not {edge}.")
         if outside:
             continue
+        # Only now comparable: -1 and 31 may be the same block.
         counted = route.among(blocks)
         if counted.first > counted.last:
             ends = f"(block {counted.first} of {blocks} to block {counted.last})"
@@ -126,4 +127,5 @@ def tokens_by_block(routes: Sequence[Route], blocks: int, tokens: int, unit: int
         kept = count_kept(route.ratio, tokens // unit)
         if kept < tokens // unit:
             counts = [kept * unit if route.holds(block) else n for block, n in enumerate(counts)]
+    # A ratio can be too small to drop even one unit.
     return tuple(counts) if min(counts) < tokens else ()

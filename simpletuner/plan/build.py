@@ -141,11 +141,13 @@ def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["t
     placeholders = {"model_family": spec.name if spec else "", "output_dir": config.run.output_dir}
     entries = read_datasets(path, problems, placeholders=placeholders)
     problems.extend(check_cache_folders(entries))
+    # Without a family, only the rules for all families can add to the list.
     if spec is None:
         raise ConfigError([*problems, *check_config(config)])
     flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
     settings = Settings.of(config, spec, flavour, ModelSource.from_config(spec, flavour, config))
     problems.extend(worth_reporting(findings(settings, purpose), config))
+    # So far, settings and headers of weights; from here on, the files of the datasets.
     context = DataContext.of(settings.config, spec, flavour.task, arguments.collect)
     if purpose == "survey":
         return _survey(settings, entries, context, problems)
@@ -181,10 +183,12 @@ def _plan_model(plan: Plan, problems: list[Problem]) -> Plan:
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)
     problems.extend(check_prompts(config, prompts))
+    # Their layers are compared with those of the checkpoint, so not without one.
     problems.extend(check_adapters(config, spec.name, source, prompts) if not source.problems() else [])
     lora_bytes = max((run.size for run in adapter_runs(config)), default=0) if prompts else 0
     sizes = preview_sizes(config, spec, problems)
     plan = replace(plan, lora_targets=targets, prompts=prompts, sizes=sizes, lora_bytes=lora_bytes)
+    # Before the seed, which a continued run takes from its checkpoint.
     resume = check_resume(plan, problems)
     return replace(plan, resume=resume, seed=decide_seed(config.run.seed, resume))
 
@@ -220,9 +224,11 @@ def plan_length(config: RunConfig, sampler: Sampler) -> Length:
 def count_batches(sampler: Sampler, epochs: int) -> int:
     """Number of batches in the first `epochs` epochs."""
     configs = [dataset.config for dataset in sampler.datasets]
+    # Random ratios may fill other buckets in each epoch, and a window of steps can end inside of one.
     if any(each.crop_aspect == "random" or each.start_step > 1 or each.end_step is not None for each in configs):
         return sum(sampler.batches_per_epoch(epoch) for epoch in range(1, epochs + 1))
     # All epochs between two changes have the same length, so one of each stretch is counted.
+    # The first epochs of new stretches.
     changes = {each.start_epoch for each in configs} | {each.end_epoch + 1 for each in configs if each.end_epoch}
     edges = [1, *sorted(epoch for epoch in changes if 1 < epoch <= epochs), epochs + 1]
     return sum((last - first) * sampler.batches_per_epoch(first) for first, last in itertools.pairwise(edges))
@@ -242,6 +248,7 @@ def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, proble
     problems.extend(check_init_lora(config.lora, list(modules), targets))
     if modules:
         problems.extend(check_targets(modules, targets))
+    # Above the narrower side of a weight, a rank adds numbers and no freedom.
     narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
     if narrowest is not None and config.lora.lora_rank > narrowest and not kind.takes_any_rank:
         message = f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
@@ -258,6 +265,7 @@ def preview_sizes(config: RunConfig, spec: FamilySpec, problems: list[Problem]) 
 def _check_last_epoch(plan: Plan) -> Iterator[Problem]:
     """A run counted in steps needs samples up to its last step."""
     schedule, steps = plan.config.schedule, plan.length.total_steps
+    # A dataset with probability 0 is never drawn, so its end does not matter.
     ends = [each.config.end_epoch for each in plan.trained if each.config.probability > 0]
     last = max((end for end in ends if end is not None), default=0)
     if None in ends or last == 0 or not schedule.max_train_steps:

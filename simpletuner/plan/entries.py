@@ -41,6 +41,7 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
     """
     folders = {role: plan.source[role].local_folder() for role in ("vae", *TEXT_ROLES) if role in plan.source.parts}
     present = {role: folder for role, folder in folders.items() if folder is not None}
+    # Vision encoders of techniques, such as DINOv2 of CREPA; a block as teacher has none.
     visions = [kind.encoder for kind in feature_kinds(plan) if kind.encoder]
     if len(present) < len(folders) or not all(vision.local() for vision in visions):
         return None
@@ -53,6 +54,7 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
             checkpoint_identity(present["vae"]),
             dtype,
             tiling=config.caching.vae_enable_tiling,
+            # On a GPU only: a float32 VAE runs without TF32, and entries from before that do not match.
             tf32=False if dtype == "fp32" and driver() else None,
         ),
         text=EncoderIdentity(
@@ -180,6 +182,7 @@ def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:
     pictures: list[Sample | None] = [None]
     if catalogue.encoders.prompt_holds_picture:
         sources = [each for each in preview_sources(plan) if each is not None]
+        # The text encoder sees the picture, so every size is another embedding.
         pictures = [source.fitted(size) for source in sources for size in plan.sizes]
     texts = [(prompt.prompt, False) for prompt in plan.prompts]
     texts.append((plan.config.validation.validation_negative_prompt or "", True))
@@ -202,5 +205,6 @@ def preview_sources(plan: Plan) -> list[Sample | None]:
     chosen = plan.config.validation.eval_dataset_id
     datasets = [each for each in plan.datasets if (each.id in chosen if chosen else each.config.is_trained)]
     samples = [sample for each in datasets for sample in each.samples if not each.config.disable_validation]
+    # A clip gives its first frame, an edited picture (i2i) the one it was made from.
     sources = [sample.partner or sample for sample in samples]
     return [*sources[: plan.config.validation.num_eval_images]]

@@ -26,6 +26,7 @@ REPLACED = {
 
 def driver() -> str | None:
     """The program nvidia-smi; None if this process sees no NVIDIA GPU."""
+    # A plan does not import torch, which could tell more exactly.
     return None if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") else shutil.which("nvidia-smi")
 
 
@@ -37,6 +38,7 @@ def check_environment() -> Iterator[Problem]:
     try:
         log_level()
     except UserError as error:
+        # "NAME: what is wrong"
         where, _, message = str(error).partition(": ")
         yield Problem(where, message)
     for name, instead in REPLACED.items():
@@ -56,6 +58,7 @@ def as_launched(config: RunConfig, problems: list[Problem]) -> RunConfig:
     if config.is_explicit("num_processes") and config.launch.num_processes != place.size:
         message = f"{config.launch.num_processes}, but the launcher started {place.size} processes; leave it out."
         problems.append(Problem("num_processes", message))
+    # Rounded up: the last machine may have fewer processes.
     counts = {"num_processes": place.size, "num_machines": -(-place.size // place.local_size)}
     return config.with_values(counts, "the launcher")
 
@@ -118,8 +121,9 @@ def check_launch(config: RunConfig) -> Iterator[Problem]:
 def may_shard(config: RunConfig) -> bool:
     """Whether this run could use FSDP2."""
     settings = config.flat()
+    # By the rules themselves, so that advice never contradicts them.
     excluded = any(rule.holds(settings) for rule in all_options()["fsdp_enable"].excludes)
-    free = not excluded and not settings["enable_group_offload"]  # whose own rule says so
+    free = not excluded and not settings["enable_group_offload"]  # its rule excludes FSDP
     return free and config.launch.num_processes > 1 and not list(_check_shards(config))
 
 

@@ -68,6 +68,7 @@ def check_resume(plan: Plan, problems: list[Problem]) -> Checkpoint | None:
     problems.extend(_check_batch(plan.config, checkpoint))
     problems.extend(_check_base(plan.config, checkpoint))
     problems.extend(_check_weights(plan.source, checkpoint))
+    # Another model_type needs another output_dir anyway; its settings would only add lines.
     if identity.model_type == model_type:
         problems.extend(_check_settings(mathematics(plan), checkpoint))
     return checkpoint
@@ -84,6 +85,7 @@ def _check_batch(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]
     if identity.num_processes != processes:
         one, other = f"{one} in {_processes(identity.num_processes)}", f"{size} in {_processes(processes)}"
     message = f"{checkpoint.path} was trained with {one}, not {other}."
+    # The global batch is what counts, so there may be a size that keeps it.
     if before % processes == 0:
         message += f" train_batch_size {before // processes} continues it."
     hint = "" if allowed else " i_know_what_i_am_doing allows the change; the data order then starts over."
@@ -133,6 +135,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
     if config.model.model_type == "lora":
         fixed |= {key: getattr(lora, key) for key in LORA}
         fixed |= {
+            # By their effect: an unset alpha is the rank, a file its content, a name its layers.
             "lora_alpha": lora.lora_alpha or lora.lora_rank,
             "lycoris_config": lora.lycoris_config and read_json(Path(lora.lycoris_config).expanduser(), []),
             "peft_lora_target_modules": plan.lora_targets,
@@ -151,6 +154,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
     }
     settings = config.flat()
     changeable |= {key: settings[key] for technique in config.techniques for key in technique.related}
+    # As a manifest gives it back: tuples are lists, other objects text. Old and new are compared so.
     written: dict[str, Any] = json.loads(json.dumps(changeable | fixed, default=str))
     return written
 
@@ -186,6 +190,7 @@ def sample_order(plan: Plan) -> dict[str, Any]:
     for dataset in plan.trained:
         config, samples = dataset.config, dataset.batch_size * plan.config.launch.num_processes
         counts = Counter((sample.geometry.size, sample.frames) for sample in dataset.samples)
+        # "768x512@61": width, height, frames.
         sizes = sorted((f"{width}x{height}@{frames}", count) for ((width, height), frames), count in counts.items())
         order |= {
             f"{dataset.id}.resolution": [f"{count} of {size}" for size, count in sizes],
@@ -199,6 +204,7 @@ def sample_order(plan: Plan) -> dict[str, Any]:
 def _check_weights(source: ModelSource, checkpoint: Checkpoint) -> Iterator[Problem]:
     old = checkpoint.manifest.identity.weights
     for role, identity in weight_identities(source).items():
+        # Older checkpoints do not name their weights.
         was, part = old.get(role, identity), source[role]
         if was != identity:
             message = (
@@ -216,7 +222,7 @@ def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key in old:
-        if key in new and new[key] != old[key]:
+        if key in new and new[key] != old[key]:  # older versions wrote fewer keys
             yield key, f"was trained with {_written(old[key])}, not {_written(new[key])}"
 
 

@@ -41,7 +41,7 @@ from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, fi
 # What `offload: auto` chose for training is chosen again, except for what changes results.
 CHOICES_KEPT = ("base_model_precision", "vae_enable_tiling", "validation_decoding")
 CACHES = ("cache_dir", "cache_dir_text", "cache_dir_vae")
-LONGEST_STEM = 60
+LONGEST_STEM = 60  # characters of a prompt in the name of a file
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class Weights:
     def folders(self) -> list[Path]:
         """Those around the weights, from the outermost; one of them is the output folder of their run."""
         inner = self.lora or (Path(self.transformer.location, self.transformer.folder) if self.transformer else None)
+        # OUTPUT/checkpoint-100/ema/LORA_FILE is the deepest.
         return [] if inner is None else [*reversed(inner.absolute().parents[:3])]
 
     def replace_in(self, source: ModelSource) -> ModelSource:
@@ -109,6 +110,7 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
     if not weights:
         canonical(request.arguments.layer(), problems)  # keys that do not exist can be named all the same
         raise ConfigError(problems)
+    # The weakest layer: a LoRA file or base model without settings counts as a LoRA run.
     layers = [Layer("", [("model_type", "lora")]), *_layers(request, weights[0], run, problems)]
     layers.append(request.arguments.layer())
     config, spec = resolve_layers(layers, problems)
@@ -121,6 +123,7 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
     seed = decide_seed(config.run.seed, run)
     config = _for_samples(config, request)
     flavour = find_flavour(config, spec, problems)
+    # In a run the datasets decide between t2v and i2v; here a source picture does.
     if pictures and flavour.dataset_task:
         flavour = replace(flavour, task=flavour.dataset_task)
     source = weights[0].replace_in(ModelSource.from_config(spec, flavour, config))
@@ -170,6 +173,7 @@ def find_weights(request: SampleRequest, problems: list[Problem]) -> tuple[list[
         given = {"--checkpoint": request.checkpoints is not None, "--ema": request.ema}
         for key in filter(given.get, given):
             problems.append(Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}."))
+        # The file may be in a checkpoint, in its folder ema/, or beside the checkpoints.
         run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
         return [Weights(path.stem, lora=path, content=hash_file(path))], run
     whole = _checkpoints(path)
@@ -206,6 +210,7 @@ def _weights(folder: Path, step: int | None, ema: bool, problems: list[Problem],
     if not is_full:
         return Weights(folder.name, step, lora=path, content=hash_file(path)) if path.exists() else Weights("")
     part = Part("transformer", "source", str(folder), name, None, None)
+    # Path and time, not a hash: a full transformer has gigabytes.
     return Weights(folder.name, step, transformer=part, content=f"{path.resolve()} {folder.stat().st_mtime_ns}")
 
 

@@ -92,5 +92,6 @@ def settle_task(flavour: Flavour, entries: Sequence[DatasetConfig]) -> tuple[Fla
 def _resolve_i2v(entry: DatasetConfig) -> DatasetConfig:
     if not entry.holds_clips:
         return entry
+    # Unset becomes false: with a `dataset_task`, clips are trained from noise unless they say otherwise.
     video = entry.video.model_copy(update={"is_i2v": bool(entry.video.is_i2v)})
     return entry.model_copy(update={"video": video})
