@@ -183,6 +183,7 @@ class CrepaConfig(TechniqueGroup):
                 "vae_cache_clear_each_epoch": dataset.vae_cache_clear_each_epoch,
             }
             later = [key for key, is_on in reasons.items() if is_on]
+            # Clearing comes between epochs, when features are cached anew like the latents.
             if later and later[0] != "vae_cache_clear_each_epoch" and self.crepa_cache != "off":
                 message = f"{self.crepa_cache!r} needs latents that are cached before training;"
                 yield Problem("crepa_cache", f"{message} with {later[0]} use off.")
@@ -198,6 +199,7 @@ class CrepaConfig(TechniqueGroup):
 def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
     """One source of features, and a teacher that is another block than the student."""
     source, flag = crepa.crepa_feature_source, crepa.crepa_use_backbone_features
+    # A default contradicts nothing.
     both = is_explicit("crepa_feature_source") and is_explicit("crepa_use_backbone_features")
     if both and flag != (source == "backbone"):
         message = f"{source!r} contradicts crepa_use_backbone_features {str(flag).lower()}; remove one of them."

@@ -107,6 +107,7 @@ def _positive(value: object, *, or_zero: bool = False) -> float:
 Ratios = Annotated[list[tuple[float, float]], BeforeValidator(parse_ratios)]
 
 
+# A key that is None here takes the value of config.json, if that has it too.
 class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """Dataset"""
 
@@ -188,7 +189,7 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     conditioning: Json | None = option(None, "Generate a conditioning dataset.")
     allow_private_urls: Flag = option(False, "Allow addresses in private networks.")
     huggingface: Json | None = option(None, "The keys of type huggingface inside an object.")
-    video: VideoConfig = option(VideoConfig(), "Rules for clips.")
+    video: VideoConfig = option(VideoConfig(), "Rules for clips.")  # frozen, so all entries may share it
     sana_motion_score: Number | None = option(
         None,
         "Motion score of its captions (Sana Video), instead of the run's. A caption that already ends with a "
@@ -253,6 +254,7 @@ def parse_datasets(
         problems.append(Problem(str(path), "holds no datasets."))
         return []
     entries = [_read_entry(entry, index, path, problems, placeholders) for index, entry in enumerate(content)]
+    # Before references are checked: a disabled entry must not be the target of one.
     enabled = [entry for entry in entries if entry is not None and not entry.disabled]
     if all(entry is not None and entry.disabled for entry in entries):
         problems.append(Problem(str(path), "all datasets are disabled."))
@@ -275,7 +277,7 @@ def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     known = {
         "text_embeds": [dataset.id for dataset in texts],
         "conditioning_data": [dataset.id for dataset in datasets if dataset.is_conditioning],
-        "source_dataset_id": [*counts],
+        "source_dataset_id": [*counts],  # any entry
     }
     for dataset in datasets:
         for key, ids in known.items():

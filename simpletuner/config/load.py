@@ -80,6 +80,7 @@ def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig:
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    # What a null falls back to.
     family = dict(layers[0].values) if layers and layers[0].label == FAMILY_DEFAULT else {}
     for layer in layers:
         for name, value in canonical(layer, problems).items():
@@ -139,6 +140,7 @@ def canonical(
             problems.append(foreign_key_problem(written, key, raw, source, instead) or unknown)
             continue
         name, option = names[key].name, names[key]
+        # A plan without these variables can still be made; `check_unset` warns.
         keep = option.section in SENDING
         value = expand_environment(raw, name, problems, secret=option.may_hold_secret, keep_unset=keep)
         if value == "":  # an empty resume_from_checkpoint asks for a new run; unset is latest

@@ -56,6 +56,7 @@ class LoraConfig(Group):
         "Settings file of LyCORIS, JSON with algo, multiplier, and linear_dim or full_matrix.",
         requires=when(lora_type="lycoris"),
     )
+    # Energy: the sum of the squared singular values of a layer's update.
     export_energy: Number = converted(
         0.99, "Energy kept when another adapter is converted to a LoRA (limited by export_rank).", gt=0, le=1
     )

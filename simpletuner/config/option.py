@@ -270,6 +270,7 @@ class Option:
     def may_hold_secret(self) -> bool:
         """Whether values from `{env:...}` are hidden: true of texts for services elsewhere."""
         outside = self.section in ("Tracking", "Publishing", "Webhooks")
+        # A flag, a number or a choice gives nothing away.
         return outside and self.type_name in ("text", "list", "JSON", JSON_OR_FILE)
 
     @property

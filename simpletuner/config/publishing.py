@@ -24,6 +24,7 @@ PUBLISHING_CONFIG = "publishing_config"
 PROVIDERS = {"s3-compatible": "s3", "b2": "backblaze_b2"}
 ELSEWHERE = ("azure_blob", "azure", "dropbox")
 PLACEHOLDERS = ("local_checkpoint_path", "remote_checkpoint_path", "global_step", "tracker_run_name")
+# The hub's rule: at most 96 characters, neither `--` nor `..` inside, neither - nor . at the ends.
 REPOSITORY = re.compile(r"(?!.*(?:--|\.\.))(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9](?:[\w.-]{0,94}\w)?", re.ASCII)
 # Other names of keys.
 KEYS = {"aws_access_key_id": "access_key", "aws_secret_access_key": "secret_key", "request_headers": "headers"}
@@ -39,6 +40,7 @@ uploaded = partial(option, requires=when("push_to_hub", PUBLISHING_CONFIG))
 def parse_stores(value: object) -> object:
     """The list of stores, with one name for each key and provider."""
     value = parse_objects(PUBLISHING_CONFIG, value)
+    # Before validation, whose messages quote the value.
     hide_secrets({PUBLISHING_CONFIG: value})
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
@@ -152,8 +154,10 @@ def check_publishing(publish: PublishConfig, project: str) -> Iterator[Problem]:
     """
     if publish.push_to_hub:
         yield from _check_hub(publish.hub_model_id, project)
+    # One message about the package is enough.
     for store in publish.stores[:1]:
         yield from check_installed(BOTO3, "publishing_config", store.provider)
+    # After a save, nothing has an address yet.
     saved = [name for name in PLACEHOLDERS if name != "remote_checkpoint_path"]
     yield from _check_script("post_checkpoint_script", publish.post_checkpoint_script, saved)
     yield from _check_script("post_upload_script", publish.post_upload_script, PLACEHOLDERS)
@@ -217,6 +221,7 @@ class Hook:
     @property
     def address(self) -> str:
         """Where to send; empty if none is given. It is a secret."""
+        # A raw webhook may have its address under either key.
         own = self.callback_url if self.webhook_type == "raw" else None
         return own or self.webhook_url or ""
 

@@ -23,6 +23,7 @@ reflexflow = partial(option, requires=when(f"{PREFIX}reflexflow"))
 FINENESS = 1000  # points at which means are computed
 # (a uniform number in [0, 1), the largest offset) -> an offset.
 STRATEGIES: Mapping[str, Callable[[float, int], int]] = {
+    # The share is below 1, so all of 0 to most are as likely; squares crowd near 0.
     "uniform": lambda share, most: int(share * (most + 1)),
     "biased_early": lambda share, most: round(share * share * most),
     "biased_late": lambda share, most: round((1 - share * share) * most),
@@ -67,6 +68,7 @@ class ScheduledSamplingConfig(TechniqueGroup):
     def is_on(self) -> bool:
         """Whether any sample can have an offset."""
         fixed, ramp = self.scheduled_sampling_probability, self.scheduled_sampling_ramp_steps
+        # A ramp may also lead down.
         highest = max(self.scheduled_sampling_prob_start, self.scheduled_sampling_prob_end) if ramp else fixed
         return self.scheduled_sampling_max_step_offset > 0 and highest > 0
 

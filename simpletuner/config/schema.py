@@ -277,6 +277,7 @@ class EmaConfig(Group):
         "comparison", "Weights that validation renders with."
     )
     ema_update_interval: Integer = option(1, "Update when global_step is a multiple.", ge=1)
+    # The law of TensorFlow's ExponentialMovingAverage with num_updates.
     ema_decay: Number = common(
         0.995, "Upper limit of the decay min((1+n)/(10+n), ema_decay) with n = step - 1.", ge=0, le=0.9999
     )
@@ -425,6 +426,7 @@ class FlowConfig(Group):
         gt=0,
         default_note="of the family",
     )
+    # The two points are those of FLUX.1: `calculate_shift` in diffusers.
     flow_schedule_auto_shift: Flag = common(
         False, "Shift e^mu, mu linear in the token count from 0.5 at 256 to 1.15 at 4096 tokens."
     )

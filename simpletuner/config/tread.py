@@ -27,7 +27,7 @@ class Route:
         first, last: the first and the last block of the range, inclusive; negative numbers count from the end.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # where pydantic looks in a plain dataclass
 
     ratio: Annotated[Number, Field(alias="selection_ratio", ge=0, lt=1)]
     first: Annotated[Integer, Field(alias="start_layer_idx")]
@@ -102,6 +102,7 @@ def check_routes(routes: Sequence[Route], blocks: int | None) -> Iterator[Proble
             yield _problem(f"the route from {route.written} {ends} starts after its end.")
             continue
         inside.append((counted, route))
+    # In the order of their starts, overlapping routes have overlapping neighbours.
     inside.sort(key=lambda pair: pair[0].first)
     for (one, first), (following, second) in itertools.pairwise(inside):
         if following.first <= one.last:

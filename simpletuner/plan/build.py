@@ -133,6 +133,7 @@ def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["t
     Raises:
         ConfigError: with every problem at once.
     """
+    # What is asked for: settings, processes, the entries of the dataset file.
     layers, folder = read_layers(arguments, problems)
     config, spec = resolve_layers(layers, problems)
     problems.extend(check_environment())
@@ -144,6 +145,7 @@ def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["t
     # Without a family, only the rules for all families can add to the list.
     if spec is None:
         raise ConfigError([*problems, *check_config(config)])
+    # The model, which the rules and the sizes of buckets depend on.
     flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
     settings = Settings.of(config, spec, flavour, ModelSource.from_config(spec, flavour, config))
     problems.extend(worth_reporting(findings(settings, purpose), config))
@@ -195,6 +197,7 @@ def _plan_model(plan: Plan, problems: list[Problem]) -> Plan:
 
 def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, problems: list[Problem]) -> Plan:
     config, spec, flavour = plan.config, plan.spec, plan.flavour
+    # The datasets, with all their files listed and measured.
     plan = replace(plan, datasets=build_datasets(entries, context, problems) if entries else [])
     if not plan.trained and not any(problem.fatal for problem in problems):
         problems.append(Problem("data_backend_config", "names no dataset to train on."))
@@ -203,6 +206,7 @@ def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, pr
     raise_if_fatal(problems)
     buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}
     problems.extend(spec.checks.sizes(config, flavour, plan.sizes, buckets))
+    # The length needs the order of samples, and that the buckets.
     plan = replace(plan, same_data=has_same_data(plan, problems), length=plan_length(config, plan.sampler()))
     problems.extend(check_total(config, plan.length.total_steps))
     problems.extend(_check_last_epoch(plan))

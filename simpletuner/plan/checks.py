@@ -133,9 +133,11 @@ def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
     """A decaying rate must end below its start; a rate must be plausible."""
     optimizer = config.optimizer
     rate = learning_rate(optimizer, config.model.model_type)
+    # A sine may also swing upwards, so it is not checked.
     if optimizer.lr_scheduler in DECAYING_SCHEDULERS and optimizer.lr_end >= rate:
         message = f"{optimizer.lr_end:g} is not below learning_rate {rate:g}; {optimizer.lr_scheduler} could not decay."
         yield Problem("lr_end", message)
+    # Such as 1e4 for 1e-4.
     if rate > HIGHEST_USUAL_RATE and optimizer.optimizer not in RATE_IS_A_FACTOR:
         message = f"{rate:g} is far above what these models are trained with (about 1e-4); weights will diverge."
         yield Problem("learning_rate", message, fatal=False)
@@ -272,6 +274,7 @@ def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> It
 
     The libraries initialise a missing weight at random with no more than a warning.
     """
+    # From config.json and headers alone, before gigabytes are read.
     for role, component in spec.components.items():
         config = source.read_config(role) if component.kinds else None
         if config is None:

@@ -113,6 +113,7 @@ class Draft:
         found = list(findings(settings, "draft"))
         problems += [*worth_reporting(found, config), *check_total(config, config.schedule.max_train_steps or 0)]
         collect_prompts(config.validation, problems)
+        # Writing the draft would replace its dataset file.
         if Path(config.run.data_backend_config or "").expanduser() == self.file:
             problems.append(Problem("data_backend_config", "is the file that these settings go to; choose another."))
         if not config.validation.validation_disable:

@@ -39,6 +39,7 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
 
     Keys hold the content of the encoders, so there are none before a download.
     """
+    # Only what encodes: the transformer is in no key, so every one of them can use the caches.
     folders = {role: plan.source[role].local_folder() for role in ("vae", *TEXT_ROLES) if role in plan.source.parts}
     present = {role: folder for role, folder in folders.items() if folder is not None}
     # Vision encoders of techniques, such as DINOv2 of CREPA; a block as teacher has none.
@@ -75,6 +76,7 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
 
 def _caches(plan: Plan, dataset: Dataset) -> DatasetCaches:
     config, preservation = dataset.config, plan.config.preservation
+    # The target of regularisation data is the base model already.
     preserves = preservation.is_on and config.is_trained and not config.is_regularisation_data
     return DatasetCaches(
         latents=dataset.latent_dir,
@@ -122,6 +124,7 @@ class Listing:
 
     def holds_for(self, plan: Plan, epoch: int) -> bool:
         """Whether another plan certainly reads the same entries; False if that would take listing them again."""
+        # Random crops that are drawn anew make other latents.
         same_epoch = epoch == self.epoch or not any(each.changes_each_epoch for each in plan.datasets)
         return same_epoch and (plan.config, plan.datasets) == (self.plan.config, self.plan.datasets)
 

@@ -101,6 +101,7 @@ def check_folders(folders: Mapping[str, str | None]) -> Iterator[Problem]:
 def why_not_writable(key: str, folder: Path) -> Problem | None:
     """Why the folder that a key names cannot be created or written to, or None."""
     parent = existing(folder)
+    # X: without it, nothing in the folder can be opened.
     if not parent.is_dir() or os.access(parent, os.W_OK | os.X_OK):
         return why_no_folder(key, folder)
     return Problem(key, f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r}).")

@@ -44,6 +44,7 @@ def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
 
     A run that continues keeps a seed that was drawn when it began.
     """
+    # A number that the user writes is compared with the checkpoint's in `sample_order`.
     if resume is not None and configured in (None, -1, 0):
         return resume.manifest.identity.seed
     if configured is None or configured == -1:
@@ -242,6 +243,7 @@ def _check_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
 
 def fingerprint(datasets: Sequence[Dataset]) -> str:
     """A digest of the samples of datasets: their names, contents and repeats."""
+    # By content, not by path: a moved folder is the same data.
     samples = [[each.id, each.repeats, [[one.name, one.content] for one in each.samples]] for each in datasets]
     return digest({"datasets": samples})
 
@@ -252,6 +254,7 @@ def has_same_data(plan: Plan, problems: list[Problem]) -> bool:
         return True
     identity, name = plan.resume.manifest.identity, plan.resume.path.name
     problems.extend(_check_settings(dataset_mathematics(plan.trained), plan.resume))
+    # First what can be named by key; the fingerprint only shows that something differs.
     if changes := list(_changes(identity.order, sample_order(plan))):
         problems.extend(
             Problem(key, f"{name} {change}; its epoch starts over.", fatal=False) for key, change in changes

@@ -104,6 +104,7 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
     """
     if not request.prompts and not request.sweeps:
         problems.append(Problem("--prompt", "is required; it may be given several times."))
+    # What is asked for, and the weights to render it with.
     pictures = tuple(picture for each in request.images for picture in _picture(Path(each).expanduser(), problems))
     weights, run = find_weights(request, problems)
     weights = [each for each in weights if each.lora is None or read_shapes("source", each.lora, problems)]
@@ -120,6 +121,7 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
         message = "is for LoRAs: a full fine-tune has no strength, its weights are the model's own."
         problems.append(Problem("strength", message))
     problems.extend(_check_strengths(request.strengths, weights))
+    # Settings for rendering, and the model as these weights have it.
     seed = decide_seed(config.run.seed, run)
     config = _for_samples(config, request)
     flavour = find_flavour(config, spec, problems)
@@ -131,6 +133,7 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
     # The run has given its warnings; those of sizes are about what is rendered now.
     problems.extend(problem for problem in findings(settings, "sample") if problem.fatal)
     problems.extend(_check_pictures(flavour, bool(pictures)))
+    # The files against the model, and what is rendered.
     loras = [each.lora for each in weights if each.lora is not None]
     modules = {} if source.problems() else linear_modules(source["transformer"].weight_shapes())
     for path in loras:
@@ -220,10 +223,12 @@ def _choose(
     """The checkpoints that are asked for by number, name or `latest`; all of them if `wanted` is None."""
     names = ", ".join(each.path.name for each in whole) or "none"
     known = {name: each for each in whole for name in ("latest", str(each.step), each.path.name)}
+    # Without any checkpoint, `latest` gives the message.
     asked = [str(each.step) for each in whole] or ["latest"] if wanted is None else wanted
     for name in (name for name in asked if name not in known):
         message = f"{name!r} is not a complete checkpoint. In {folder} there are: {names}."
         problems.append(Problem("checkpoint", message))
+    # By step, so that `latest` and its number are rendered once.
     return list({known[name].step: known[name] for name in asked if name in known}.values())
 
 
@@ -237,6 +242,7 @@ def _layers(request: SampleRequest, weights: Weights, run: Checkpoint | None, pr
     if lora is not None and family_in_header(lora):
         family, _, flavour = read_header(lora)[METADATA]["modelspec.architecture"].partition("/")
         layers.append(Layer(str(lora), [("model_family", family), ("model_flavour", flavour)]))
+    # Problems of the arguments are collected later, with those of the other layers.
     if selectors or not (layers or "model_family" in canonical(request.arguments.layer(), [])):
         layers += locate(selectors, problems).layers
     return layers
@@ -257,6 +263,7 @@ def _layer_of(run: Checkpoint) -> Layer:
 def _for_samples(config: RunConfig, request: SampleRequest) -> RunConfig:
     """The settings with the folder for samples, for one process; what a full fine-tune computes in becomes the dtype of
     a base model."""
+    # However many processes trained it.
     alone = {"num_processes": 1, "num_machines": 1, "fsdp_enable": False}
     values: dict[str, Any] = {"output_dir": request.output, "validation_disable": False, **alone}
     precision = config.precision.base_model_precision

@@ -52,6 +52,7 @@ def resolve_layers(layers: Sequence[Layer], problems: list[Problem]) -> tuple[Ru
 
 def find_family(layers: Sequence[Layer], problems: list[Problem]) -> FamilySpec | None:
     """The family named by the layer with the highest precedence, which is the last one, as its flavour has it."""
+    # Family and flavour may come from different layers.
     named: dict[str, str] = {}
     for layer in layers:
         # resolve() reports the problems, and a missing family.
