@@ -22,6 +22,7 @@ PATCH = 14  # pixels per side of a patch of DINOv2
 SELF_FLOW = "Self-Flow is not supported: it needs a moving-average teacher and a timestep for every token"
 
 
+# Refused by name: other trainers have it, and "not one of" would not say what is missing.
 def _refuse_self_flow(value: object) -> object:
     if value == "self_flow":
         raise ValueError(f"is not available: {SELF_FLOW}")

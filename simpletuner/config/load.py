@@ -185,6 +185,7 @@ def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: typ
     A misspelt word becomes the nearest allowed one, a required key that is missing or invalid gets the first allowed
     word or an empty text; any other invalid key falls back to its default.
     """
+    # The caller reports what is invalid; here, only the other checks matter.
     result = dict(values)
     for details in error.errors():
         name = str(details["loc"][0])
@@ -192,6 +193,7 @@ def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: typ
         field = model.model_fields.get(name)
         if field is None:
             continue
+        # A misspelt word should not hide what is wrong with the word that was meant.
         guess = nearest(str(details["input"]), _allowed(details)) if details["type"] == "literal_error" else None
         # A deeper word is part of a list or object, which goes as a whole.
         if guess is not None and len(details["loc"]) == 1:

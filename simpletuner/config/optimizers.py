@@ -295,6 +295,7 @@ def check_release(config: RunConfig) -> Iterator[Problem]:
         return
     name = optimizer_name(optimizer, config.precision.mixed_precision)
     clips_norm = optimizer.grad_clip_method == "norm" and optimizer.max_grad_norm > 0
+    # Worded to follow "exclude each other".
     norm = "the norm of all gradients together is known only at the end. Use value, or max_grad_norm 0."
     accumulation = "a gradient that is freed at once cannot be added to others. Use train_batch_size."
     several = "processes average their gradients before they update. Use fsdp_enable, which divides them."

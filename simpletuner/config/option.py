@@ -62,6 +62,7 @@ class When:
     @property
     def stated(self) -> str:
         """It in words, with all its parts."""
+        # "lr_scheduler linear or sine" becomes "lr_scheduler other than linear or sine".
         words = str(self).replace(" ", " other than ", 1) if self.negated else str(self)
         return f"{words} with {self.also.stated}" if self.also else words
 
@@ -261,6 +262,7 @@ class Option:
         """Its aliases and its conditions on other keys, with a title each."""
         return {
             "Also written": list(self.aliases),
+            # A condition without keys is that of `accepted`.
             "Requires": [str(each) for each in self.requires if each.keys and not each.negated],
             "No effect with": [str(each) for each in self.requires if each.negated],
             "Excludes": [each.stated for each in self.excludes],

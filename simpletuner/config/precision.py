@@ -264,6 +264,7 @@ def text_encoder_storage(precision: PrecisionConfig, encoders: int) -> str:
     Args:
         encoders: how many the family has, 1 or 2.
     """
+    # A key of an encoder that the family lacks must not change cache keys.
     names = (precision.text_encoder_1_precision, precision.text_encoder_2_precision)[:encoders]
     stored = [found.name if (found := quantisation(name)) else "no_change" for name in names]
     # `int8-quanto` if all agree, else for instance `no_change+nf4-bnb`.

@@ -49,6 +49,7 @@ def _plain(store: Any) -> Any:
     if not isinstance(store, dict):
         return store
     plain = {KEYS.get(key, key): each for key, each in store.items()}
+    # B2 speaks the S3 protocol at an address of its region.
     provider, region = plain.get("provider"), plain.get("region")
     if provider in ELSEWHERE:
         raise ValueError(f"names {provider!r}, which is not built in; use post_upload_script, for example with rclone")

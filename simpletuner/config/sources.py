@@ -33,7 +33,7 @@ SELECTORS = {
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # Paths in packaged examples start with this and are redirected into the package.
 EXAMPLES_ALIAS = "config/examples/"
-BACKENDS = ("json", "toml", "env")
+BACKENDS = ("json", "toml", "env")  # in the order in which they are looked for
 DATASET_FILE = "multidatabackend.json"
 # Launch settings that may come from environment variables, and their keys.
 LAUNCH_VARIABLES = {
@@ -235,6 +235,7 @@ def read_env_file(path: Path, problems: list[Problem]) -> dict[str, str]:
     """
     values: dict[str, str] = {}
     for number, line in enumerate((read_text(path, problems) or "").splitlines(), start=1):
+        # `A+=b`: the key ends with the plus sign.
         key, equals, value = re.sub(r"^export\s+", "", line.strip()).partition("=")
         if key.startswith("#") or not key:
             continue
@@ -313,11 +314,13 @@ def _candidates(name: str | None, selectors: Mapping[str, str], problems: Sequen
     given = selectors.get("config_path") or os.environ.get("CONFIG_PATH")
     if given and not name:
         path = Path(os.path.expanduser(given))  # noqa: PTH111 - unlike Path's, never raises
+        # With or without its extension; `/` has no name that could get one.
         return [path, *(path.with_name(f"{path.name}.{backend}") for backend in backends if path.name)]
     files = [f"config.{backend}" for backend in backends]
     if name:
         extra = os.environ.get("SIMPLETUNER_CONFIG_DIR")
         folders = [Path("config") / name, Path(name), *([Path(extra) / name] if extra else [])]
+        # `env=some/folder/config.json` names the file itself.
         itself = [Path(name)] if Path(name).suffix.removeprefix(".") in BACKENDS else []
         return [*(folder / file for folder in folders for file in files), *itself]
     return [folder / file for folder in (Path(), Path("config")) for file in files]

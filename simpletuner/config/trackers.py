@@ -75,6 +75,7 @@ def has_wandb_login() -> bool:
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or DEFAULT_ADDRESS).hostname or ""
     named = os.environ.get("NETRC")
+    # _netrc is the name on Windows; NETRC replaces both.
     for path in [Path(named).expanduser()] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         with suppress(OSError, netrc.NetrcParseError):
             login = netrc.netrc(path).hosts.get(host)
@@ -97,6 +98,7 @@ def _settings_files() -> dict[str, str]:
     # A % in a key is no reference.
     parser = configparser.ConfigParser(interpolation=None)
     try:
+        # Later files win; wandb uses .wandb instead of wandb where that folder exists.
         parser.read([home / "settings", local / "wandb" / "settings", local / ".wandb" / "settings"], encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError):
         return {}

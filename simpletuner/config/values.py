@@ -179,4 +179,5 @@ def write_sizes(sizes: tuple[Size, ...] | None) -> str | None:
     return None if sizes is None else ",".join(f"{width}x{height}" for width, height in sizes)
 
 
+# Written as users write them, so that the config.json of a checkpoint can be read again.
 Sizes = Annotated[tuple[Size, ...], BeforeValidator(parse_sizes), PlainSerializer(write_sizes)]

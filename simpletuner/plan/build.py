@@ -69,6 +69,7 @@ class Plan(Settings):
         lora_bytes: of the further LoRAs that previews are rendered with at a time.
     """
 
+    # Surveys and samples keep these defaults: they train nothing.
     seed: int = 0
     dataset_file: Path = Path()
     datasets: list[Dataset] = field(default_factory=list)
@@ -211,6 +212,7 @@ def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, pr
     problems.extend(check_total(config, plan.length.total_steps))
     problems.extend(_check_last_epoch(plan))
     raise_if_fatal(problems)
+    # Several checks may warn of the same.
     return replace(plan, warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)))
 
 
@@ -220,6 +222,7 @@ def plan_length(config: RunConfig, sampler: Sampler) -> Length:
     per_epoch = sampler.batches_per_epoch(1)
     steps = config.schedule.max_train_steps or 0
     if steps > 0:
+        # The first epoch is empty if all datasets start later.
         return Length(steps, per_epoch, -(-steps * accumulation // max(per_epoch, 1)))
     epochs = config.schedule.num_train_epochs or 1
     return Length(-(-count_batches(sampler, epochs) // accumulation), per_epoch, epochs)

@@ -96,6 +96,7 @@ def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Prob
     Of several reasons why a key has no effect, the first one is enough.
     """
     options, settings, problems = all_options(), config.flat(), list(problems)
+    # A key with an error need not also be called useless.
     wrong = {problem.where for problem in problems if problem.fatal and not isinstance(problem, NoEffect)}
     kept: dict[tuple[str, ...], Problem] = {}
     for problem in problems:
@@ -307,7 +308,7 @@ def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource) 
     absent = sorted(beside - found.keys())
     for group, key in spec.block_counts.items():
         expected, there = config.get(key), blocks_of(group, found)
-        if isinstance(expected, int):
+        if isinstance(expected, int):  # a file of the user may hold anything
             surplus = sorted(number for number in there if number >= expected)
             if surplus:
                 yield Problem(part.key, f"{where} has {len(there)} {group}, its config.json has {key} {expected}.")

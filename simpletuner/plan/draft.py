@@ -104,6 +104,7 @@ class Draft:
         path = self.file.with_name("config.env")
         # Its problems are about another file; the plan reports them.
         beside = [read_env_layer(path, [])] if path.is_file() else []
+        # As `locate` orders them; the draft stands for config.json.
         layers = [launch_layer(), *beside, Layer("", list(values.items()))]
         # The draft itself always names a family; an unknown one is judged as the first.
         spec = find_family(layers[-1:], problems) or next(iter(FAMILIES.values()))

@@ -49,6 +49,7 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
     config, family = plan.config, plan.spec.name
     dtype = vae_dtype(config.precision, config.caching)
     text_folders = [present[role] for role in TEXT_ROLES if role in present]
+    # By content: the same files under another path have the same keys.
     encoders = Encoders(
         vae=EncoderIdentity(
             family,
@@ -173,6 +174,7 @@ def evaluated(plan: Plan) -> list[Dataset]:
     """The eval datasets whose loss is measured, cut to the samples that it is measured on."""
     if not plan.config.evaluation.measures_loss:
         return []
+    # The first ones, so that every evaluation measures the same samples.
     most = plan.config.validation.num_eval_images
     sets = [each for each in plan.datasets if each.config.dataset_type == "eval" and each.samples]
     return [replace(each, samples=each.samples[:most]) for each in sets]

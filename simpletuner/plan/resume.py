@@ -66,6 +66,7 @@ def check_resume(plan: Plan, problems: list[Problem]) -> Checkpoint | None:
         if old != new:
             message = f"{checkpoint.path} was trained with {what} {old}, not {new}; choose another output_dir."
             problems.append(Problem("resume_from_checkpoint", message))
+    # The batch, the base and its files; then the settings that the mathematics depends on.
     problems.extend(_check_batch(plan.config, checkpoint))
     problems.extend(_check_base(plan.config, checkpoint))
     problems.extend(_check_weights(plan.source, checkpoint))
@@ -175,6 +176,7 @@ def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
     """The settings of datasets that a step's result depends on, apart from those in `sample_order`."""
     settings: dict[str, Any] = {}
     for dataset in trained:
+        # A digest: texts of 100,000 samples would bloat every manifest.
         captions = digest({"captions": [sample.captions for sample in dataset.samples]})
         settings |= {
             f"{dataset.id}.is_regularisation_data": dataset.config.is_regularisation_data,

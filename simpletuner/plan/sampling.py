@@ -107,6 +107,7 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
     # What is asked for, and the weights to render it with.
     pictures = tuple(picture for each in request.images for picture in _picture(Path(each).expanduser(), problems))
     weights, run = find_weights(request, problems)
+    # What cannot be read has given its problem; the checks below need the rest.
     weights = [each for each in weights if each.lora is None or read_shapes("source", each.lora, problems)]
     if not weights:
         canonical(request.arguments.layer(), problems)  # keys that do not exist can be named all the same
@@ -251,6 +252,7 @@ def _layers(request: SampleRequest, weights: Weights, run: Checkpoint | None, pr
 def _layer_of(run: Checkpoint) -> Layer:
     """The settings of a run as far as they were set, without its folders."""
     path, origins, names = run.path / "config.json", run.manifest.identity.origins, option_names()
+    # Its checkpoint is complete, so the file is what the run wrote.
     settings = read_json(path, [])
     if not origins and isinstance(settings, dict):  # older checkpoints do not say what was set
         changed = [key for key, value in settings.items() if key in names and value != names[key].default]

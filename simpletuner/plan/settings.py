@@ -33,6 +33,7 @@ class Settings:
         """With the pixel grid that the checkpoint needs, unless the user set one."""
         spec = spec.for_checkpoint(flavour, source)
         if not config.is_explicit("aspect_bucket_alignment"):
+            # Written into the config, since datasets take what they leave unset from it.
             grid = {"aspect_bucket_alignment": spec.defaults["aspect_bucket_alignment"]}
             config = replace(config, datasets=config.datasets.model_copy(update=grid))
         return cls(config, spec, flavour, source)
