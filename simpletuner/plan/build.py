@@ -231,11 +231,9 @@ def plan_length(config: RunConfig, sampler: Sampler) -> Length:
 def count_batches(sampler: Sampler, epochs: int) -> int:
     """Number of batches in the first `epochs` epochs."""
     configs = [dataset.config for dataset in sampler.datasets]
-    # Random ratios may fill other buckets in each epoch, and a window of steps can end inside of one.
-    if any(each.crop_aspect == "random" or each.start_step > 1 or each.end_step is not None for each in configs):
+    if any(config.varies_by_epoch for config in configs):
         return sum(sampler.batches_per_epoch(epoch) for epoch in range(1, epochs + 1))
     # All epochs between two changes have the same length, so one of each stretch is counted.
-    # The first epochs of new stretches.
     changes = {each.start_epoch for each in configs} | {each.end_epoch + 1 for each in configs if each.end_epoch}
     edges = [1, *sorted(epoch for epoch in changes if 1 < epoch <= epochs), epochs + 1]
     return sum((last - first) * sampler.batches_per_epoch(first) for first, last in itertools.pairwise(edges))

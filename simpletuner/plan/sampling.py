@@ -226,9 +226,10 @@ def _choose(
     known = {name: each for each in whole for name in ("latest", str(each.step), each.path.name)}
     # Without any checkpoint, `latest` gives the message.
     asked = [str(each.step) for each in whole] or ["latest"] if wanted is None else wanted
-    for name in (name for name in asked if name not in known):
-        message = f"{name!r} is not a complete checkpoint. In {folder} there are: {names}."
-        problems.append(Problem("checkpoint", message))
+    for name in asked:
+        if name not in known:
+            message = f"{name!r} is not a complete checkpoint. In {folder} there are: {names}."
+            problems.append(Problem("checkpoint", message))
     # By step, so that `latest` and its number are rendered once.
     return list({known[name].step: known[name] for name in asked if name in known}.values())
 
