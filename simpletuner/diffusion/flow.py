@@ -133,7 +133,7 @@ def make_noisy(
             draws = (torch.rand(1, generator=draw) for draw in place.generators("offset"))
             shifted = [draw < loss.noise_offset_probability for draw in draws]
             strength = loss.noise_offset * upload(torch.cat(shifted).view(-1, 1, 1, 1, 1), latents.device)
-            in_input = noise = noise + strength * sample_noise(latents[..., :1, :1, :1], generators)
+            in_input = noise = noise + strength * sample_noise(latents[..., :1, :1, :1], generators)  # B C 1 1 1
         if perturbation := loss.input_perturbation_at(place.global_step):
             in_input = noise + perturbation * sample_noise(latents, generators)
     sigmas = upload(sigmas.float(), latents.device)

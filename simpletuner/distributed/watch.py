@@ -111,6 +111,7 @@ class Link:
             arrived = self.connection.recv(LONGEST_BEAT)
             *lines, self._unread = (self._unread + arrived).split(b"\n")
             if lines:
+                # A request or a failure stays in all later reports, so the last one is enough.
                 self.beat, self.silent = Beat(**json.loads(lines[-1])), 0
         except (ConnectionError, ValueError, TypeError):  # closed by a kernel, or a stranger
             arrived = b""
@@ -206,6 +207,7 @@ class Links:
     def hear(self, own: Beat) -> None:
         """Read what others report for a while, or until something has happened."""
         deadline, eventful = time.monotonic() + POLL_SECONDS, False
+        # After an event, only what has arrived already: the watch must judge it now.
         while ready := self._selector.select(0.0 if eventful else max(0.0, deadline - time.monotonic())):
             for key, _ in ready:
                 if isinstance(key.data, Link):

@@ -40,6 +40,7 @@ class MaskedLoss(Technique):
         if self._config.masked_loss_prior:
             with self.site.disabled():
                 self._prior = replace(_masked(noisy, 1 - mask), target=predict(noisy))
+        # From half white on, routes must keep a position.
         protected = (mask if noisy.batch.host_mask is None else noisy.batch.host_mask) >= 0.5
         if noisy.protected is not None:
             protected = protected | noisy.protected.to(protected.device)

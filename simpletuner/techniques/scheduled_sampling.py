@@ -32,6 +32,7 @@ from simpletuner.techniques.base import Predict, Site, Technique
 logger = logging.getLogger(__name__)
 
 SOLVERS = {"unipc": "UniPCMultistepScheduler", "dpm": "DPMSolverMultistepScheduler"}
+# These solvers of diffusers predict noise by default, and end at the data.
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 UNFINISHED = {"lower_order_final": False, "final_sigmas_type": "sigma_min"}
 # Below 1, where the logarithms of these solvers end.
@@ -78,6 +79,7 @@ class ScheduledSampling(Technique):
             for _ in range(self._passes(max(offsets)) - self._passes(max(map(len, paths)) - 1)):
                 predict(noisy.of([0]))
         drawn = upload(torch.tensor([bool(path) for path in paths]), states.device)
+        # Decided on the device: an `if` would make the host wait in every micro-step.
         usable = (states.isfinite() & clean.isfinite()).flatten(1).all(1) & drawn
         self._sampled = _Sampled(usable, (drawn & ~usable).sum(), clean)
         return noisy.at(noisy.sigmas, torch.where(_spread(usable), states, noisy.noisy_latents))
@@ -127,6 +129,7 @@ class ScheduledSampling(Technique):
         chance = self._config.probability_at(place.global_step)
         offsets = []
         for generator in replace(place, slots=range(place.group)).generators("scheduled sampling"):
+            # Both for every sample: a higher probability adds rollouts and leaves the lengths of the rest as they were.
             gate, share = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
             offsets.append(self._config.offset_at(share) if gate < chance else 0)
         return offsets
@@ -148,6 +151,7 @@ class ScheduledSampling(Technique):
         """
         states, solvers = list(noisy.noisy_latents), {row: self._solver(path) for row, path in enumerate(paths) if path}
         for row in solvers:
+            # The noise of the plain input: a perfect model leads straight back to that input.
             states[row] = (1 - paths[row][0]) * noisy.batch.latents[row].float() + paths[row][0] * noisy.noise[row]
         for left in range(max(map(len, paths)) - 1, 0, -1):
             rows = [row for row in solvers if len(paths[row]) > left]
@@ -155,6 +159,7 @@ class ScheduledSampling(Technique):
             velocities = predict(noisy.of(rows).at(sigmas, torch.stack([states[row] for row in rows])))
             for row, velocity in zip(rows, velocities, strict=True):
                 solver = solvers[row]
+                # After `set_begin_index` a solver counts its steps and reads no timestep.
                 states[row] = solver.step(velocity, solver.timesteps[0], states[row], return_dict=False)[0]
         return torch.stack(states)
 
@@ -284,6 +289,7 @@ def misdirections(noisy: NoisyBatch, prediction: Tensor) -> Tensor:
     if noisy.coverage is not None:
         covered = noisy.coverage > 0
         prediction, away = prediction * covered, away * covered
+    # |a - b|^2 = 2 - 2 ab for unit vectors.
     return 2 - 2 * cosine_similarity(prediction.flatten(1), away.flatten(1), dim=1)
 
 

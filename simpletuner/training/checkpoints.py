@@ -173,6 +173,7 @@ class CheckpointWriter(Callback):
         self.saved_step = state.global_step
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
+        # An error in the background, such as a full disk, surfaces here instead of at the next checkpoint.
         if self._completing is not None and self._completing.done():
             self._settle()
         step, often = state.global_step, self.config.checkpointing_rolling_steps

@@ -18,7 +18,7 @@ from simpletuner.config.schema import EmaConfig
 from simpletuner.distributed.sharding import as_sharded, like, local
 from simpletuner.errors import UserError
 
-# Numbers that go to another device in one copy: each copy to the host waits for the device.
+# Numbers (64 MiB in float32) that go to another device in one copy: each copy to the host waits for the device.
 BUNDLE = 1 << 24
 
 
@@ -101,6 +101,7 @@ class Ema:
         ema_warmup_steps."""
         if self._updates == 0 or global_step < self.config.ema_warmup_steps:
             return 0.0
+        # The warm-up of TensorFlow's ExponentialMovingAverage: at first the average follows, and forgets its start.
         n = global_step - 1
         return min((1 + n) / (10 + n), self.config.ema_decay)
 
@@ -125,6 +126,7 @@ class Ema:
     def _weights(self) -> Iterator[list[Tensor]]:
         """float32 copies on the average's device, one bundle at a time: all of them may not fit."""
         for bundle in self._bundles:
+            # Joined before the copy: thousands of small LoRA tensors would be as many transfers.
             weights = [local(each.detach()) for each in bundle]
             flat = torch.cat([each.flatten().float() for each in weights]).to(self.device)
             parts = flat.split([each.numel() for each in weights])

@@ -113,6 +113,7 @@ def gradient_size(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -
     parts = local_parts(gradients)
     if config.grad_clip_method == "value":
         return {"grad_absmax": from_all(torch.stack(torch._foreach_norm(parts, float("inf"))), gradients).max()}
+    # Norms of bf16 gradients are bf16; adding up hundreds of squares takes more than its 8 bits.
     norms = torch.stack([part.float() for part in torch._foreach_norm(parts, 2.0)])
     return {"grad_norm": from_all(norms, gradients).norm(2)}
 

@@ -93,6 +93,7 @@ def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[T
 
     @lru_cache(REMEMBERED)
     def flops(tokens: int, text_tokens: int) -> float:
+        # One row: only the number of tokens is counted.
         load = costs.routed(BatchShape(samples=1, frames=1, height=1, width=tokens, text=text_tokens), routes)
         return (costs.forward(load, adapters) + costs.backward(load, adapters, full=is_full)).total
 
