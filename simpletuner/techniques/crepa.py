@@ -49,6 +49,7 @@ class Grid:
 
     def mean(self) -> Tensor:
         """The mean over the tokens of each frame, `B F 1 1 D`."""
+        # A route may leave a frame without tokens.
         count = self.present.sum((2, 3)).clamp(min=1)
         return (self.values * self.present[..., None]).sum((2, 3), keepdim=True) / count[..., None, None, None]
 
@@ -123,6 +124,7 @@ def neighbours_of(config: CrepaConfig, frames: int) -> dict[int, float]:
     first = 1 if config.crepa_cumulative_neighbors else furthest
     distances = range(first, furthest + 1) if furthest else ()
     weights = {distance: math.exp(-distance / config.crepa_adjacent_tau) for distance in distances}
+    # Distance 2: frames at -2 and 2; cumulative: at -1, 1, -2 and 2.
     return {shift: weight for distance, weight in weights.items() for shift in (-distance, distance)}
 
 
@@ -201,6 +203,7 @@ class Crepa(Technique):
         weight = 0.0 if self._is_off else self._scheduled
         self._log = {"crepa_weight": torch.tensor(weight), "crepa_cutoff": torch.tensor(float(self._is_cut))}
         if self._measures:
+            # At weight 0 only the score is needed: a recoverable cut-off ends when it falls.
             with nullcontext() if weight > 0 else torch.no_grad():
                 loss = self._measure(noisy)
             if weight > 0:

@@ -60,6 +60,7 @@ class ScheduledSampling(Technique):
 
     def attach(self, site: Site) -> None:
         self._is_sharded, self._grids = site.is_sharded, dict[bool, np.ndarray]()
+        # Sana Video samples clips that start from a given frame on another grid (shift 8).
         for from_picture in (False, True):
             sampler = site.adapter.load_sampler(self._shift, from_picture=from_picture)
             sampler.set_timesteps(self._steps)
@@ -243,6 +244,7 @@ class _Watch:
             logger.warning(message, self._step + 1, lost, self._lost)
         if loss:  # otherwise this process had no rollout
             self._dominated = self._dominated + 1 if rectification > DOMINANT * loss else 0
+        # Once, not in all steps after it.
         if self._dominated == PATIENCE:
             message = "reflexflow_adr has been above %g times the loss of the same samples for %d steps; a smaller "
             message += "scheduled_sampling_reflexflow_beta1 would leave more weight to the loss."

@@ -52,6 +52,7 @@ class Tread(Technique):
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         """Draw which tokens each route keeps in this micro-step."""
         place, protected = noisy.place_for("TREAD"), self._protected(noisy)
+        # A tile of block-sparse attention is kept or dropped whole.
         units = self._spec.tokens(*noisy.noisy_latents.shape[2:]) // self._unit
         # Constant over steps, so that compiled blocks see one shape, unless a sample has more protected tokens.
         most = 0 if protected is None else int(protected.sum(1).max())
@@ -93,6 +94,7 @@ class _Window:
         self.route, self.routing = route, routing
         self.begin(None)
         for number in range(route.first, route.last + 1):
+            # Tables are arguments of every block; tokens reach all but the first block cut already.
             hook = partial(self._enter, opens=number == route.first)
             blocks[number].register_forward_pre_hook(hook)
         blocks[route.last].register_forward_hook(self._leave)

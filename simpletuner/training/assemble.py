@@ -326,6 +326,7 @@ def _stream(
 ) -> Streamer | None:  # fmt: skip
     if not config.offload.enable_group_offload:
         return None
+    # Without recomputation, autograd saves weights that leave the device before the backward pass.
     streamed, keeps_saved = blocks_to_stream(layout, config.offload), not config.precision.checkpoints_all
     return attach_offload(
         transformer, streamed, config.offload, device, keeps_saved=keeps_saved, world=world, packed=packed

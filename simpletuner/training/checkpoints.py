@@ -212,6 +212,7 @@ class CheckpointWriter(Callback):
         def finish() -> CheckpointSaved:
             with assembly.world.undisturbed():
                 complete()
+            # Only now: an old checkpoint must not go for a new one that may still fail.
             removed = prune(self.output_dir, limit, rolling=rolling, in_use=self.in_use())
             return CheckpointSaved(path, step, time.monotonic() - started, removed)
 

@@ -68,6 +68,7 @@ class Ema:
         Meanwhile the trained weights are kept on the average's device, so that a large model needs no second copy on
         the accelerator.
         """
+        # Copied even on the same device, where `to` would return the parameters that are about to be overwritten.
         waiting = {name: local(each.detach()).to(self.device, copy=True) for name, each in self._parameters.items()}
         try:
             self._fill(self.average)
@@ -107,6 +108,7 @@ class Ema:
 
     def _move(self, averages: list[Tensor], weights: list[Tensor]) -> None:
         """Move averages towards weights, which are overwritten."""
+        # Rounded, a + (w - a) is not always w; the first update must be an exact copy.
         if self.decay_value == 0:
             for average, weight in zip(averages, weights, strict=True):
                 average.copy_(weight)

@@ -86,6 +86,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
         # The maximum norm is infinite or NaN exactly where a value is. A sum of squares could overflow.
         norms = torch._foreach_norm(local_parts(tensors.values()), float("inf"))
         largest = from_all(torch.stack([each.float() for each in norms]), tensors.values())
+    # A row per process; `amax` keeps NaN.
     values = largest.view(-1, len(tensors)).amax(0).tolist()
     return [name for name, value in zip(tensors, values, strict=True) if not math.isfinite(value)]
 

@@ -95,6 +95,7 @@ class LoraAdapter(AdapterWeights):
     def state_dict(self) -> dict[str, Tensor]:
         """`<module>.lora_A.weight` and `lora_B.weight` as they are trained, on the CPU."""
         raw = get_peft_model_state_dict(self.transformer, adapter_name=ADAPTER)
+        # Cloned: on a CPU, `cpu` returns the parameter itself, which training goes on to change.
         return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in raw.items()}
 
     def load_state_dict(self, weights: Mapping[str, Tensor]) -> None:
@@ -138,6 +139,7 @@ class LoraAdapter(AdapterWeights):
         rank, targets = self.settings.r * (2 if self.initial else 1), self.settings.target_modules
         settings = {
             "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "use_dora": self.settings.use_dora,
+            # peft makes a set of them, whose order would change the file's bytes from run to run.
             "target_modules": targets if isinstance(targets, str) else sorted(targets),
         }  # fmt: skip
         header = {**lora_files.file_settings(settings, self.form), **note}

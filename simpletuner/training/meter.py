@@ -88,6 +88,7 @@ def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[T
     """
     model: Any = transformer
     costs, adapters = cost.transformer(model.config, weight_shapes(model), STOCK), adapters_of(transformer)
+    # Without an adapter, every weight has a gradient.
     is_full = adapters is NO_ADAPTERS
     routes = [route for technique in techniques for route in technique.routes]
 

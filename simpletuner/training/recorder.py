@@ -102,6 +102,7 @@ class RequestHandler(Callback):
     ends_with_epoch: bool = field(default=False, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
+        # One process alone takes the file; its watch passes the stop on to the rest.
         if assembly.world.is_main:
             self.events.stop.look_at(lambda: self._is_asked_to_stop(assembly, state))
 
