@@ -58,6 +58,7 @@ class MaskedLoss(Technique):
         weights = floor + (1 - floor) * mask
         if not self._config.masked_loss_normalise:
             return weights
+        # A given first frame has weight 0, so its mask must not count in the mean.
         counted = weights if frame_weights is None else weights * frame_weights
         return weights / counted.mean(dim=(1, 2, 3, 4), keepdim=True).clamp(min=SMALLEST_MEAN)
 

@@ -110,6 +110,7 @@ class _Window:
             return None
         cut = list(inputs)
         if opens:
+            # The tokens that skip the window wait here for `_leave`.
             self._all_tokens = inputs[0]
             if not self._tables:  # recomputation reuses the forward pass's tensors
                 self._tables = {

@@ -94,6 +94,7 @@ class Ema:
         if shapes != {name: tensor.shape for name, tensor in saved.items()}:
             raise UserError("The saved EMA belongs to other trained layers; start without it or with the same LoRA.")
         for name, average in self.average.items():
+            # In place: device and sharding are those of this run, whatever the checkpoint's were.
             local(average).copy_(local(as_sharded(saved[name], average)))
         self._updates, self.decay_value = state["updates"], state["decay_value"]
 

@@ -130,6 +130,7 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: Ho
     chosen = [*map(_kernel_of, optimizer.param_groups)]
     state = _with_groups_of(optimizer, state)
     on_host = _weights_by_number(optimizer, state) if host is not None else {}
+    # `load_state_dict` would put all of it on the device at once.
     rest = {number: each for number, each in state["state"].items() if number not in on_host}
     optimizer.load_state_dict({**state, "state": rest})
     if host is not None:

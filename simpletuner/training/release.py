@@ -91,6 +91,7 @@ class GradientRelease:
         sizes, self._sizes = self._sizes, {}
         if not sizes:
             return {}
+        # In the order of `gradient_size`, not of the backward pass: sums round differently.
         norms = torch.stack([sizes[name] for name in self._names if name in sizes])
         by_value = self._config.grad_clip_method == "value"
         size = (norms.max() if by_value else norms.norm(2)).item()
