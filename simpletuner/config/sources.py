@@ -43,11 +43,13 @@ LAUNCH_VARIABLES = {
     "TRAINING_DYNAMO_BACKEND": "dynamo_backend",
 }
 ENV_NAME = re.compile(r"[A-Za-z_]\w*")
-IN_ANY_WORD = r"(?P<escaped>\\.)|(?P<name>\$(?:\{\w+\}|[A-Za-z_]\w*))|(?P<command>`|\$[({])|(?P<quote>\")"
+IN_ANY_WORD = r"(?P<name>\$(?:\{\w+\}|[A-Za-z_]\w*))|(?P<command>`|\$[({])|(?P<quote>\")|(?P<plain>.)"
 # The first alternative that fits wins: a whole quotation, before a ' that opens one and stays open.
-SHELL_WORD = re.compile(rf"(?P<single>'[^']*')|{IN_ANY_WORD}|(?P<comment>(?:^|(?<=\s))#.*)|(?P<open>')|(?P<plain>.)")
-# Between double quotes, ' and # are plain text.
-QUOTED_WORD = re.compile(rf"{IN_ANY_WORD}|(?P<plain>.)")
+SHELL_WORD = re.compile(
+    rf"(?P<single>'[^']*')|(?P<escaped>\\.)|(?P<comment>(?:^|(?<=\s))#.*)|(?P<open>')|{IN_ANY_WORD}"
+)
+# Between double quotes, ' and # are plain text, and so is a backslash before any but these four.
+QUOTED_WORD = re.compile(rf"(?P<escaped>\\[\"\\$`])|{IN_ANY_WORD}")
 ENV_VARIABLES = ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV")
 
 
@@ -273,9 +275,6 @@ def expand_shell(text: str, variables: Mapping[str, str]) -> str:
             if name not in variables:
                 raise ValueError(f"${name} is not set")
             result += variables[name]
-        elif quoted:
-            # Between double quotes, a backslash escapes only these four; before others it stays.
-            result += token[1:] if kind == "escaped" and token[1] in '"\\$`' else token
         elif kind == "comment":
             result = result.rstrip()
             break

@@ -151,7 +151,7 @@ def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["t
     settings = Settings.of(config, spec, flavour, ModelSource.from_config(spec, flavour, config))
     problems.extend(worth_reporting(findings(settings, purpose), config))
     # So far, settings and headers of weights; from here on, the files of the datasets.
-    context = DataContext.of(settings.config, spec, flavour.task, arguments.collect)
+    context = DataContext.of(settings.config, settings.spec, flavour.task, arguments.collect)
     if purpose == "survey":
         return _survey(settings, entries, context, problems)
     texts = [entry for entry in entries if entry.is_text_embeds]
