@@ -15,7 +15,16 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from simpletuner.config.option import BOTO3, JSON_OR_FILE, Group, check_installed, common, option, when
-from simpletuner.config.values import Flag, Integer, Text, TextList, Texts, parse_flag, parse_objects
+from simpletuner.config.values import (
+    FALSE_WORDS,
+    TRUE_WORDS,
+    Flag,
+    Integer,
+    Text,
+    TextList,
+    Texts,
+    parse_objects,
+)
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.redaction import HIDDEN, REFERENCE, hide_secrets
 from simpletuner.s3 import S3Login
@@ -234,7 +243,7 @@ class Hook:
     @property
     def verifies(self) -> bool:
         """Whether the receiver's certificate is checked."""
-        return not (self.ssl_no_verify or parse_flag(os.environ.get(NO_VERIFY) or False))
+        return not (self.ssl_no_verify or _no_verify() in TRUE_WORDS)
 
     def __str__(self) -> str:
         return f"{self.webhook_type} webhook at {self.host}, {self.log_level} and above"
@@ -267,6 +276,8 @@ class WebhookConfig(Group):
 
 def check_webhooks(config: WebhookConfig) -> Iterator[Problem]:
     """Addresses that are missing or of another protocol. No message shows an address."""
+    if config.hooks and _no_verify() not in {"", *TRUE_WORDS, *FALSE_WORDS}:
+        yield Problem(NO_VERIFY, f"{_no_verify()!r} is not true or false.")
     for index, hook in enumerate(config.hooks):
         where = f"{WEBHOOK_CONFIG}[{index}]"
         key = "webhook_url" if hook.webhook_type == "discord" else "callback_url"
@@ -279,6 +290,10 @@ def check_webhooks(config: WebhookConfig) -> Iterator[Problem]:
         elif not hook.verifies:
             message = f"the certificate of {hook.host} is not checked, so others could read what is sent there."
             yield Problem(where, message, fatal=False)
+
+
+def _no_verify() -> str:
+    return os.environ.get(NO_VERIFY, "").strip().lower()
 
 
 def _host(address: str) -> str:
