@@ -224,6 +224,7 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
 PLACEHOLDER = re.compile(r"\{(model_family|output_dir|id)\}")
 LONGEST_ID = 100
 UNSAFE_ID = re.compile(r"[/\\\x00-\x1f\x7f]")
+# Where placeholders such as {id} are replaced.
 PATH_KEYS = ("cache_dir", "cache_dir_vae", "instance_data_dir", "csv_file", "csv_cache_dir", "huggingface_cache_dir")
 PARTS: Mapping[str, type[Group]] = {
     "video": VideoConfig,

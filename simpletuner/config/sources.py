@@ -192,6 +192,7 @@ def locate(selectors: Mapping[str, str], problems: list[Problem]) -> Located:
 
 def launch_layer() -> Layer:
     """The launch variables of the environment, by the keys they set."""
+    # An empty variable counts as unset.
     given = {name: os.environ[name] for name in LAUNCH_VARIABLES if os.environ.get(name)}
     return Layer("environment", [(LAUNCH_VARIABLES[name], value) for name, value in given.items()])
 

@@ -112,6 +112,7 @@ class Plan(Settings):
     @cached_property
     def techniques(self) -> tuple[TechniqueSpec, ...]:
         """The techniques that change the computation of a step."""
+        # Expected micro-batches per epoch: what matters is their proportion.
         batches = {each.id: len(each.samples) * (each.repeats + 1) / each.batch_size for each in self.trained}
         shares = {name: count / sum(batches.values()) for name, count in batches.items()}
         regularised = {each.id: shares[each.id] for each in self.trained if each.config.is_regularisation_data}

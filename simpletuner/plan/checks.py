@@ -322,6 +322,7 @@ def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt]) -> Ite
     """Prompts must not contain control tokens: the tokenizer would read them as the end of the prompt or a picture."""
     texts: list[tuple[str, str | None]] = [(each.nickname, each.prompt) for each in prompts]
     texts.append(("validation_negative_prompt", config.validation.validation_negative_prompt))
+    # It becomes a caption, see `PreservationConfig.other_caption`.
     texts.append(("preservation_prompt", config.preservation.preservation_prompt))
     for name, text in texts:
         token = control_token(text or "")

@@ -117,7 +117,6 @@ def _check_cropping(dataset: Dataset) -> Iterator[Problem]:
     if dataset.config.crop or not dataset.config.is_trained or not dataset.samples:  # others follow a trained one
         return
     share, sample = max(((_cropped(each.geometry), each) for each in dataset.samples), key=itemgetter(0))
-    # The lower the resolution, the coarser is the model's grid beside it.
     if share > MOST_CROPPED:
         (width, height), resized = sample.geometry.size, sample.geometry.resized
         # The picture is wider than its bucket, by cross-multiplied ratios.

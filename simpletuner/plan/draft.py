@@ -87,6 +87,7 @@ class Draft:
 
     def after(self, changes: Mapping[str, Any]) -> Draft:
         """What this draft would be with the changes; None removes a key."""
+        # Shallow: values and judgement are replaced, never changed in place.
         draft = copy.copy(self)
         draft.values = self._with(changes)
         draft.judgement = self.judge(draft.values)

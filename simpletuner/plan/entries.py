@@ -109,6 +109,7 @@ def cache_folders(plan: Plan) -> list[Path]:
     folders = [text_folder(plan)]
     for dataset in plan.datasets:
         folders += [text_folder(plan, dataset), dataset.latent_dir]
+    # Several datasets may share a folder.
     return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
 
 

@@ -55,6 +55,7 @@ def as_launched(config: RunConfig, problems: list[Problem]) -> RunConfig:
         return config
     if place is None:
         return config
+    # A launcher has decided already; the key could only contradict it.
     if config.is_explicit("num_processes") and config.launch.num_processes != place.size:
         message = f"{config.launch.num_processes}, but the launcher started {place.size} processes; leave it out."
         problems.append(Problem("num_processes", message))
