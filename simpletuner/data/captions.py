@@ -156,6 +156,7 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
     stamp = stamp_of(f"{source.folder}/{file}", whole=whole)
     if stamp is None or stamp != known.stamp:
         captions = read_caption_file(source.root / file, whole=whole)
+        # Facts are saved in the index, so the next start opens no unchanged caption file.
         known = source.facts[name] = replace(known, captions=captions, stamp=stamp)
     return known.captions
 
@@ -206,6 +207,7 @@ def read_caption_file(path: Path, *, whole: bool = False) -> tuple[str, ...]:
         raise no_caption(f"has a caption file that is not UTF-8 text (byte {error.start})") from error
     if "\0" in text:  # UTF-16 without a mark decodes as UTF-8, with a NUL beside every Latin letter
         raise no_caption("has a caption file with NUL characters: UTF-16 without a byte order mark? Save it as UTF-8")
+    # Not `splitlines`, which also breaks at form feeds, U+0085 and U+2028 inside a caption.
     lines = [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
     captions = ("\n".join(lines).strip(),) if whole else tuple(lines)
     captions = tuple(caption for caption in captions if caption)
@@ -233,6 +235,7 @@ def _shuffle(settings: CaptionShuffle, caption: str) -> Sequence[str]:
         order = list(movable)
         generator("caption shuffle", settings.seed, caption, number).shuffle(order)
         text = joiner.join(fixed + order)
+        # Splitting removed the final period.
         forms.append(text + "." if settings.split_on == "period" and caption.endswith(".") else text)
     return list(dict.fromkeys(forms))
 
@@ -279,6 +282,7 @@ def _read_filter(entry: str, where: str, problems: list[Problem]) -> tuple[str |
     except (re.error, regex.error, IndexError) as error:
         if replacement:
             problems.append(Problem(where, f"{entry!r} is not a regular expression: {error}."))
+        # Plain text such as "(wide shot" need not be a regular expression.
         return entry, None, ""
     return None if replacement else entry, expression, new
 
@@ -315,6 +319,7 @@ def read_caption_table(config: ParquetConfig, where: str, problems: list[Problem
         message = "parquet needs the package pyarrow: pip install 'simpletuner[parquet]'."
         problems.append(Problem(f"{where}.metadata_backend", message))
         parquet = None
+    # The file is checked without the package, too, so that one start reports both.
     path = Path(config.path)
     if not path.is_file():
         problems.append(Problem(f"{where}.parquet.path", f"the file {config.path!r} does not exist."))
