@@ -38,6 +38,7 @@ class Writing:
 def find_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
     """Checkpoints, cache entries and weights offloaded to disk."""
     model, limits = budget.model, plan.config.checkpoints
+    # A LoRA is saved twice: exactly, to resume from, and as the file for pipelines.
     copies = 1 if model.is_full else 2
     average = AVERAGE + model.number_bytes if model.averaged else 0.0  # saved as state, and as weights
     one = model.trained_numbers * (copies * model.number_bytes + model.state_bytes + average)
@@ -86,6 +87,7 @@ def check_disk(plan: Plan, writings: Iterable[Writing]) -> Iterator[Problem]:
     """Problems of small disks: fatal if `at_once` does not fit, a warning if `total` may not."""
     by_disk: dict[int, list[Writing]] = {}
     for writing in writings:
+        # Folders on one disk compete for its space.
         by_disk.setdefault(existing(writing.folder).stat().st_dev, []).append(writing)
     for group in by_disk.values():
         place = existing(group[0].folder)
