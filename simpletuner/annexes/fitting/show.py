@@ -116,6 +116,7 @@ def _ledger_lines(dataset: Dataset) -> Iterator[str]:
         yield "  crops are redrawn and re-encoded each epoch (vae_cache_clear_each_epoch false keeps the first)"
     for label, count in sorted(dataset.sizes().items()):
         yield f"  bucket {label}: {count}"
+    # People look for what is missing.
     shown = dataset.ledger() if total <= LONGEST_LEDGER else dataset.unused()
     for entry in shown[:LONGEST_LEDGER]:
         yield f"  {entry.name}: {_fate(entry)}"
@@ -294,6 +295,7 @@ def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) 
 
     Bytes and seconds are plain numbers; unknown values are `null`.
     """
+    # Checks of the plan and of the budget may report the same problem.
     listed = [{"key": each.where, "message": each.message, "fatal": each.fatal} for each in dict.fromkeys(problems)]
     judged = {"problems": listed, "ok": not any(problem.fatal for problem in problems)}
     described = _described(*weighed) if weighed else {}

@@ -69,6 +69,7 @@ def web_item(address: str, name: str, config: DatasetConfig, base: Path) -> Item
         path = base / address
         return Item(address, name, partial(copy_file, path), _version(path))
     if scheme[1].lower() not in ("http", "https"):
+        # An item all the same, so that the plan lists its row with the reason.
         return Item(address, name, partial(_refuse, scheme[1]))
     most = WEB_CLIP if config.holds_clips else WEB_PICTURE
     return Item(address, name, partial(read_url, address, most, allow_private=config.allow_private_urls))

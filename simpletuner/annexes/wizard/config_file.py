@@ -45,6 +45,7 @@ def load_values(file: Path, problems: list[Problem]) -> dict[str, Any]:
         raise ConfigError(problems)
     canonical(layer, problems)
     named = [(main_name(written), value) for written, value in layer.values]
+    # Nothing stands for the default, but an empty resume_from_checkpoint for not resuming.
     return {key: value for key, value in named if value not in (None, "") or key == "resume_from_checkpoint"}
 
 
@@ -79,6 +80,7 @@ def backup_of(file: Path) -> Path:
 
 
 def _entry(name: str, value: Any) -> str:
+    # Newlines inside texts are escaped, so only lines of JSON are indented.
     text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
     return f"  {json.dumps(name)}: {text}"
 

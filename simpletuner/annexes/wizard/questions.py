@@ -318,6 +318,7 @@ def stale_keys(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
     after, stale = draft.after(changes), []
     for question in QUESTIONS:
         value = draft.values.get(question.key)
+        # False equals 0 in Python.
         is_kept = question.key in draft.loaded or (value == 0 and value is not False)
         if question.key in draft.values and not is_kept and not question.applies(after):
             stale += [question.key, *(question.implied(True) if value is True else ())]

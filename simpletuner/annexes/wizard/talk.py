@@ -43,6 +43,7 @@ class Talk:
 
     def __init__(self, *, defaults: bool = False) -> None:
         self.defaults = defaults
+        # rich would colour the numbers and paths in answers.
         self.console = Console(highlight=False)
         if sys.stdin.isatty() and importlib.util.find_spec("readline") is not None:
             import readline  # noqa: F401 - arrow keys and history in input()
@@ -192,6 +193,7 @@ def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[
     if answer == NONE:
         return None
     if answer.lower() in NOTHING and not question.option.required and not question.option.is_flag:
+        # Where a choice is called none, such as that of no tracker, "no" means it.
         if "none" not in choices:
             return None
         answer = "none"
