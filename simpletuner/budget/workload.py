@@ -49,6 +49,7 @@ class Bucket:
 
     @property
     def label(self) -> str:
+        # "768x512@61, batch 2"
         frames = f"@{self.frames}" if self.frames > 1 else ""
         return f"{self.width}x{self.height}{frames}" + (f", batch {self.batch}" if self.batch > 1 else "")
 
@@ -89,6 +90,7 @@ class Workload:
 
         def shrink(bucket: Bucket) -> Bucket:
             width, height = (max(grid, round(side * sides / grid) * grid) for side in (bucket.width, bucket.height))
+            # 4k + 1 frames, as the VAEs take them
             shorter = round((bucket.frames - 1) * frames / stride) * stride + 1
             return replace(bucket, width=width, height=height, frames=shorter)
 
@@ -225,6 +227,7 @@ class Parts:
         weights, adapted = weights_of(self.transformer.shapes), is_lora and self.trains
         return StepModel(
             cost=self.transformer,
+            # A full fine-tune computes in the dtype of the weights that it trains.
             dtype=transformer_dtype(precision) if is_lora else trained,
             number_bytes=BYTES[trained],
             state_bytes=optimizer_state_bytes(optimizer, BYTES[trained], is_bf16=trained == "bf16", widened=widened),

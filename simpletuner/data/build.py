@@ -44,6 +44,7 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
     builder = _Builder(entries, context, problems, _collect_remote(entries, context, problems))
     datasets = []
     for written, entry in zip(configs, entries, strict=True):
+        # Caches; and conditioning entries, which are read for the datasets that they are paired with.
         if entry.id not in links:
             continue
         if builder.folder(entry).is_there:
@@ -103,6 +104,7 @@ class _Builder:
             rejected=folder.rejected,
             repeats=0,
             rules=rules,
+            # Without a seed, crops depend on names alone, see `DataContext.seed`.
             seed=self.context.seed or 0,
             facts=folder.facts,
             origins=folder.listing.origins,
@@ -191,6 +193,7 @@ def _sample(name: str, dataset: Dataset, captions: CaptionSource) -> Sample:
             raise LeftOutError("partner unusable", f"has no partner in {partners.id}")
         if paired.problem is not None:
             raise LeftOutError("partner unusable", f"its partner {partners.name_for(name)} {paired.problem}")
+    # The rows of the table choose among the files.
     if dataset.config.metadata_backend == "parquet" and name not in captions.table:
         raise LeftOutError("not in the table", "is not in the table")
     facts, clips, clip = dataset.facts[name], dataset.clips, dataset.clip_for(name)

@@ -107,6 +107,7 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
         UserError: an expression of `caption_filter_list` takes too long.
     """
     known = source.facts.get(name)
+    # Without a stamp, the index holds captions as they were trained, edits included.
     if known and name in source.gone and known.captions and not known.stamp:
         return known.captions
     captions = _edited(_written(name, source), source.edits, str(source.root / name))
@@ -302,6 +303,7 @@ def _filter(filters: Sequence[tuple[str | None, regex.Pattern[str] | None, str]]
             except TimeoutError:
                 filtering = f"{expression.pattern!r} of caption_filter_list on {caption[:LONGEST_SHOWN]!r}"
                 raise TimeoutError(f"{filtering} takes more than {FILTER_SECONDS:g} s") from None
+    # Removed words leave two spaces.
     return [re.sub(r"[ \t]{2,}", " ", caption).strip()]
 
 
@@ -326,6 +328,7 @@ def read_caption_table(config: ParquetConfig, where: str, problems: list[Problem
         return {}
     if parquet is None or not _has_columns(parquet, path, config, where, problems):
         return {}
+    # Only what is needed, since such tables may hold the pictures themselves.
     columns = [column for column in (config.caption_column, config.fallback_caption_column) if column]
     rows = parquet.read_table(path, columns=list(dict.fromkeys([config.filename_column, *columns]))).to_pylist()
     named = {_name(str(row[config.filename_column]), config): row for row in rows if row[config.filename_column]}

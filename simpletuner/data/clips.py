@@ -286,6 +286,7 @@ def build_clip_rules(config: DatasetConfig, context: DataContext, problems: list
             problems.append(Problem(f"{config.id}.video", message, fatal=False))
         return None
     names_size = video.bucket_strategy == "resolution_frames"
+    # `+ 1`: the VAEs encode the first frame alone.
     wanted = video.num_frames or round(DEFAULT_SECONDS * native) + 1
     keeps_length = names_size and video.frame_interval and not video.num_frames
     num_frames = None if keeps_length else fitting_frames(wanted, stride)
@@ -348,6 +349,7 @@ def check_frame_rate(where: str, rules: ClipRules, clips: Mapping[str, ClipFacts
             f"what it learns moves {model_rate / rules.rate:.2f} times as fast"
         )
     rates = {name: clip.source_rate for name, clip in clips.items()}
+    # A single frame has the rate 0.
     slow = {name: rate for name, rate in rates.items() if 0 < rate < rules.rate * (1 - SAME_SPEED)}
     if slow:
         slowest = min(slow, key=lambda name: slow[name])

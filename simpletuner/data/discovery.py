@@ -358,6 +358,7 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
     if listing is None:
         listing = scan(root, wanted_suffixes(config, context)) if is_readable(root) else Scan()
     left_out = {**listing.ignored}
+    # Without an index no list has been made that could be kept.
     if known and (config.preserve_data_backend_cache or {"metadata", "aspect"} & {*(config.skip_file_discovery or ())}):
         detail = "was added after the list of files was made, and that list is kept"
         left_out |= {name: ("not chosen", detail) for name in listing.files if name not in known}

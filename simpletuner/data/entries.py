@@ -44,6 +44,7 @@ def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig], probl
         problems.append(Problem(f"{config.id}.image_embeds", message))
         return config.cache_dir_vae
     named = known[config.image_embeds]
+    # In this order, since `fill` gives every entry a cache_dir_vae.
     return named.cache_dir or named.cache_dir_vae
 
 
@@ -200,6 +201,7 @@ def link_partners(
         if config.is_conditioning or not holds_files(config):
             continue
         entries = _conditions_of(config, conditioning)
+        # Entries that the flavour cannot use count as linked: `_check_link` warns of them.
         linked.update(entry.id for entry in entries)
         links[config.id] = [entry for entry in entries if _is_usable(entry, context)]
         problems.extend(problem for entry in entries for problem in _check_link(entry, config, context))

@@ -151,6 +151,7 @@ class Sampler:
         if dataset.config.crop_aspect == "random":
             dataset = dataset.at_epoch(epoch)
         size = dataset.batch_size * self.world.size
+        # `passes` fills up every bucket to whole batches.
         return sum(-(-len(samples) * (dataset.repeats + 1) // size) for samples in dataset.buckets.values())
 
     def _weights(self, queues: Sequence[_Queue]) -> list[float]:

@@ -55,7 +55,7 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield f"  model    {plan.source['transformer'].location}"
     yield f"  output   {plan.output_dir}"
     yield f"  datasets {plan.dataset_file}"
-    drawn = "" if plan.config.run.seed or plan.resume else " (drawn for this run; set seed to repeat it)"
+    drawn = "" if plan.seed == plan.config.run.seed or plan.resume else " (drawn for this run; set seed to repeat it)"
     yield f"  seed     {plan.seed}{drawn}"
     yield ""
     yield from _length_lines(plan)
@@ -220,6 +220,7 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
     yield f"  {'micro-step':<{width}}" + "".join(f"{head:>10}" for head in heads)
     for bucket, step in buckets[:SHOWN_BUCKETS]:
         memory, cost = step.memory, step.cost
+        # The columns sum up to the peak of the step.
         parts = memory.weights, memory.trained + memory.update, memory.inputs, memory.block + memory.outside
         cells = (
             str(step.load.samples * step.load.tokens), f"{cost.executed.total / 1e12:.3g}", *map(gigabytes, parts),

@@ -130,6 +130,7 @@ def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:
 
     name, processes = str(config.dataset_name), min(config.num_proc, os.cpu_count() or 1)
     folder = Path(name).expanduser()
+    # The commit, as the branch may have moved since it was looked up.
     place = {"path": str(folder)} if folder.is_dir() else {"path": name, "revision": commit}
     try:
         table = datasets.load_dataset(
@@ -234,6 +235,7 @@ def _chunks(cell: Any, config: DatasetConfig) -> Iterable[bytes]:
         return [cell]
     if not isinstance(cell, dict) or not (cell.get("bytes") or cell.get("path")):
         raise DownloadError("holds neither a file nor an http(s) address")
+    # A table holds its files, or names files beside it.
     return [cell["bytes"]] if cell.get("bytes") else copy_file(Path(cell["path"]))
 
 

@@ -42,6 +42,7 @@ def read_table(config: DatasetConfig, problems: list[Problem]) -> list[tuple[str
     path, where = Path(config.csv_file or ""), f"{config.id}.csv_file"
     named = {"csv_url_column": config.csv_url_column, "csv_caption_column": config.csv_caption_column or ""}
     try:
+        # Spreadsheets write a byte order mark; `newline=""` keeps line breaks inside quoted captions.
         table = csv.DictReader(io.StringIO(read(path, LARGEST_PICTURE).decode("utf-8-sig"), newline=""))
         columns = list(table.fieldnames or ())
         missing = list(check_columns(named, columns, config.id))

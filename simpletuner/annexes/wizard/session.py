@@ -99,6 +99,7 @@ class Progress:
             self.position = self._answered.pop()
             return
         talk.refuse("This is the first question.")
+        # Piped input could go back for ever.
         self._stuck += 1
         if self._stuck == PATIENCE:
             raise InputEnded("There is no question before the first. Nothing was written.")
@@ -107,6 +108,7 @@ class Progress:
         """Save the answers next to the file."""
         path = kept_answers(self.draft.file)
         path.parent.mkdir(parents=True, exist_ok=True)
+        # By key, as another version may ask in another order.
         following = QUESTIONS[min(self.position, len(QUESTIONS) - 1)].key
         write_json(path, {"question": following, "loaded": sorted(self.draft.loaded), "values": self.draft.values})
         return path
