@@ -61,6 +61,7 @@ def _cache_writings(plan: Plan, budget: Budget, listing: Listing) -> Iterator[Wr
     features = feature_costs(plan.spec, listing)
     if features.stored:
         yield Writing("features", listing.features.missing[0].folder, features.stored, features.stored)
+    # The limit for `total`: every caption as long as the longest prompt.
     longest = max((bucket.text for bucket in budget.workload.buckets), default=0)
     width = budget.parts.transformer.shapes[f"{plan.spec.cost.prompt_layer}.weight"][1]
     texts = float(len(listing.texts.missing) * longest * width * BYTES[text_encoder_dtype(plan.config.precision)])

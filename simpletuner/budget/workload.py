@@ -141,6 +141,7 @@ def buckets_of(plan: Plan) -> list[Bucket]:
         for samples in dataset.buckets.values():
             # Samples of a bucket have one size and length.
             first = samples[0]
+            # The prompt of i2i holds the source picture.
             text = prompt_length(plan, first.partner.geometry.size if first.partner else None)
             bucket = Bucket(*first.geometry.size, first.frames, dataset.batch_size, 0.0, text, first.is_i2v)
             # A bucket's last batch is filled up, so it counts in full.
@@ -154,6 +155,7 @@ def prompt_length(plan: Plan, picture: tuple[int, int] | None) -> int:
     cost = plan.spec.cost
     held = picture if picture and plan.flavour.task in plan.spec.words.hold_picture else None
     longest = plan.spec.words.length(plan.config.text)
+    # A family that pads has one length, whatever the caption.
     return cost.padded_text or longest + (cost.picture_tokens(*held) if held else 0)
 
 
@@ -207,6 +209,7 @@ class Parts:
 
     def load(self, bucket: Bucket) -> BatchShape:
         """The micro-batch of a bucket, in tokens."""
+        # pixels -> latent positions -> tokens
         frames, height, width = self.spec.latent_size(bucket.width, bucket.height, bucket.frames)
         patch = self.spec.patch_size
         return BatchShape(bucket.batch, frames, height // patch, width // patch, bucket.text, bucket.timed)

@@ -106,6 +106,7 @@ class DataContext:
             **family,
             **{key: value for key, value in self.defaults if value is not None},
             **({"caption_strategy": config.type} if config.type in ("csv", "huggingface") else {}),
+            # Evaluation reads sample by sample (`BatchReader.read_sample`).
             "train_batch_size": 1 if is_eval else self.train_batch_size,
             "compress_cache": self.caching.compress_disk_cache,
             "vae_cache_disable": self.caching.vae_cache_disable,

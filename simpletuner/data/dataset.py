@@ -32,6 +32,7 @@ NOTICEABLE_ENLARGEMENT = 1.5
 
 def is_stretched(own: Size, other: Size) -> bool:
     """Whether two ratios differ, so that a partner that takes over the source's crop is stretched."""
+    # one ratio divided by the other
     return abs(own[0] * other[1] / (own[1] * other[0]) - 1) > STRETCH_TOLERANCE
 
 

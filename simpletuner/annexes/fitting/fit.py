@@ -76,6 +76,7 @@ def check_fit(budget: Budget) -> Iterator[Problem]:
         advice = f"This would fit: {'; '.join(map(str, changes))}."
     else:
         (_, rest), *_ = _after(budget, list(possible_changes(budget))).shortages()
+        # The same shortage after all changes: none of them touches that phase.
         advice = f"Even with every setting that helps, {rest}." if rest != lacking[0] else "No setting makes it fit."
     if not budget.device.is_gpu:
         advice += " To plan for a GPU elsewhere: simpletuner plan --device-memory 24."
@@ -350,6 +351,7 @@ def _levels(budget: Budget, keys: set[str]) -> list[list[Change]]:
     levels: list[list[Change]] = [[]]
     residents, checkpointing = "group_offload_resident_blocks", "gradient_checkpointing"
     if "enable_group_offload" in keys and not config.is_explicit(residents):
+        # With all blocks resident nothing would stream, which is another selection.
         for count in range(1, blocks):
             levels.append([Change({residents: count}, reason=f"{count} of {blocks} blocks stay resident")])
     is_free = not any(map(config.is_explicit, (checkpointing, f"{checkpointing}_interval", KEPT)))
@@ -382,6 +384,7 @@ def find_ways(budget: Budget) -> dict[str, Budget | str]:
     one process."""
     if budget.config.launch.num_processes == 1 or not budget.steps:
         return {}
+    # On a CPU, weights have nowhere to stream to.
     names = [name for name in WAYS if budget.device.is_gpu or not WAYS[name]["enable_group_offload"]]
     return {name: _other_way(budget, name) for name in names}
 

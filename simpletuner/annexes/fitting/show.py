@@ -285,6 +285,7 @@ def duration(seconds: float) -> str:
     """A duration with at most two digits: estimates are no more precise."""
     if seconds < 10:
         return f"{seconds:.2g} s"
+    # Up to 100 of a unit: "90 min" says more than "2 h".
     for unit, size, end in (("s", 1, 100), ("min", 60, 6000), ("h", 3600, 360_000)):
         if seconds < end:
             return f"{seconds / size:.0f} {unit}"

@@ -109,6 +109,7 @@ def _refusal(name: str, error: Exception) -> str:
     """The hub tells nobody whether a private dataset exists."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+    # `datasets` wraps the hub's errors, so the text is looked at too.
     if isinstance(error, GatedRepoError | RepositoryNotFoundError) or "gated" in str(error).lower():
         return (
             f"the hub has no dataset {name!r}, or it is private or gated: log in with `hf auth login`, and accept its "
@@ -196,6 +197,7 @@ def _why_not(row: Mapping[str, Any], config: DatasetConfig, rule: RowFilter) -> 
     least: dict[str, float | None] = {config.width_column: rule.min_width, config.height_column: rule.min_height}
     least |= {f"{rule.quality_column}.{metric}": bound for metric, bound in (rule.quality_thresholds or {}).items()}
     for column, bound in least.items():
+        # An unknown value passes no limit.
         if bound and (row[column] is None or row[column] < bound):
             return f"{column} is {row[column]}, below {bound:g}"
     return None
@@ -245,6 +247,7 @@ def _cut(data: bytes, cut: CompositeImage) -> bytes:
         picture = decode(data)
     except MediaError as error:
         raise DownloadError(str(error)) from error
+    # The right edge of a part is the left edge of the next, whatever the remainder.
     left, right = (picture.width * number // cut.image_count for number in (cut.select_index, cut.select_index + 1))
     file = io.BytesIO()
     picture.crop((left, 0, right, picture.height)).save(file, "PNG")

@@ -185,6 +185,7 @@ class Store:
         while len(head) < HEAD and (chunk := next(chunks, b"")):
             head += chunk
         name = item.name if PurePosixPath(item.name).suffix else item.name + self._suffix(head)
+        # No fsync: a file that a power cut tears is shorter than its record says, and is fetched again.
         with open_atomically(self.root / name, durable=False) as file:
             file.write(head)
             for chunk in chunks:

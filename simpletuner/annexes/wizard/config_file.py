@@ -29,6 +29,7 @@ def check_target(file: Path) -> None:
         raise UserError(f"{file}: the wizard writes JSON; name a file such as config/config.json.")
     if file.is_dir():
         raise UserError(f"{file} is a folder; name a file in it, such as {file / 'config.json'}.")
+    # The nearest folder that exists; those below it are created on saving.
     folder = next(parent for parent in file.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"{file} cannot be written: no permission in {folder}.")
@@ -53,6 +54,7 @@ def unusable_keys(draft: Draft) -> dict[str, str]:
     """Keys of a loaded file that training refuses, with the reason."""
     reasons: dict[str, str] = {}
     for problem in draft.judgement.problems:
+        # the key of a place such as "tread_config.routes[0]"
         key = re.split(r"[.\[]", problem.where)[0]
         if problem.fatal and key in draft.loaded:
             reasons.setdefault(key, problem.message)
@@ -71,6 +73,7 @@ def save(file: Path, text: str) -> None:
     """Write the file atomically; the previous one is kept as `.bak`."""
     target = file.resolve()  # a link is kept, and the file it points to is replaced
     if target.is_file():
+        # A copy, so that the file itself is in place until the new one replaces it.
         write_atomically(backup_of(target), target.read_bytes())
     write_atomically(target, text)
 

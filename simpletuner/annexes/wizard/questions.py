@@ -202,6 +202,7 @@ def _prompt_library(draft: Draft) -> str | None:
 
 def _other_length(steps: Any) -> dict[str, Any]:
     """Steps and epochs exclude each other: with steps the epochs become 0, without steps such a 0 is removed."""
+    # An answer may still be text.
     return {"num_train_epochs": 0} if str(steps or 0) != "0" else {"num_train_epochs": None}
 
 
@@ -254,6 +255,7 @@ QUESTIONS = (
     Question(
         "max_train_steps",
         "Training steps (0: count epochs instead)",
+        # A file that counts epochs goes on counting them.
         propose=lambda draft: 0 if draft.values.get("num_train_epochs") else STEPS,
         implied=_other_length,
     ),

@@ -45,6 +45,7 @@ class Talk:
         self.defaults = defaults
         # rich would colour the numbers and paths in answers.
         self.console = Console(highlight=False)
+        # Windows has no readline.
         if sys.stdin.isatty() and importlib.util.find_spec("readline") is not None:
             import readline  # noqa: F401 - arrow keys and history in input()
 
@@ -73,6 +74,7 @@ class Talk:
             if self._accept(question, draft, value, choices, is_proposed=not answer):
                 draft.change(question.changes(value, draft))
                 return
+            # Enter now takes the corrected spelling.
             proposed = question.suggestion(answer, choices, draft) or proposed
         self._give_up(question, draft, choices)
 
@@ -198,6 +200,7 @@ def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[
             return None
         answer = "none"
     numbered = {str(number): name for number, name in enumerate(choices, start=1)}
+    # A longer list was not shown, so its numbers mean nothing.
     answer = numbered.get(answer, answer) if 1 < len(choices) <= LONGEST_LIST else answer
     if answer in question.meanings:
         return question.meanings[answer]
