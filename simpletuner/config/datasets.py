@@ -209,6 +209,11 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
         return self.dataset_type == "video" or (self.dataset_type == "eval" and self.video != VideoConfig())
 
     @property
+    def varies_by_epoch(self) -> bool:
+        """Whether epochs may have different numbers of batches for a reason other than the epochs it takes part in."""
+        return self.crop_aspect == "random" or self.start_step > 1 or self.end_step is not None
+
+    @property
     def is_trained(self) -> bool:
         """Whether its samples are drawn in training."""
         return self.dataset_type in ("image", "video") and not self.is_conditioning

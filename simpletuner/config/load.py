@@ -77,6 +77,21 @@ def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig:
 
     Problems are added to the list. If one is fatal, the config is only good for finding more of them.
     """
+    values, origins = _merge(layers, problems)
+    invalid: list[Problem] = []
+
+    def build(group: type[GroupType]) -> GroupType:
+        return build_group(group, {name: values[name] for name in group.model_fields if name in values}, invalid)
+
+    groups = {attribute: build(group) for attribute, group in GROUPS.items()}
+    families = FamilyOptions({group: build(group) for group in family_groups()})
+    problems.extend(_with_origin(problem, origins) for problem in invalid)
+    origins = {name: origins.get(name, "default") for name in all_options()}
+    return RunConfig(**cast(Any, groups), family=families, origins=origins)
+
+
+def _merge(layers: Sequence[Layer], problems: list[Problem]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The value of every key that a layer sets, and the layer that it is from."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     family = dict(layers[0].values) if layers and layers[0].label == FAMILY_DEFAULT else {}
@@ -90,16 +105,7 @@ def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig:
                 del values[name], origins[name]
                 if name in family:
                     values[name], origins[name] = family[name], FAMILY_DEFAULT
-    invalid: list[Problem] = []
-
-    def build(group: type[GroupType]) -> GroupType:
-        return build_group(group, {name: values[name] for name in group.model_fields if name in values}, invalid)
-
-    groups = {attribute: build(group) for attribute, group in GROUPS.items()}
-    families = FamilyOptions({group: build(group) for group in family_groups()})
-    problems.extend(_with_origin(problem, origins) for problem in invalid)
-    origins = {name: origins.get(name, "default") for name in all_options()}
-    return RunConfig(**cast(Any, groups), family=families, origins=origins)
+    return values, origins
 
 
 def build_group(group: type[GroupType], values: Mapping[str, Any], problems: list[Problem]) -> GroupType:

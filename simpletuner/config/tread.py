@@ -101,8 +101,13 @@ def check_routes(routes: Sequence[Route], blocks: int | None) -> Iterator[Proble
             yield _problem(f"the route from {route.written} {ends} starts after its end.")
             continue
         inside.append((counted, route))
-    inside.sort(key=lambda pair: pair[0].first)
-    for (one, first), (following, second) in itertools.pairwise(inside):
+    yield from _check_overlaps(inside)
+
+
+def _check_overlaps(routes: Sequence[tuple[Route, Route]]) -> Iterator[Problem]:
+    """Routes counted from the start, with the same as written."""
+    in_order = sorted(routes, key=lambda pair: pair[0].first)
+    for (one, first), (following, second) in itertools.pairwise(in_order):
         if following.first <= one.last:
             shared = f"block {following.first}" if following.first == one.last else f"blocks {following.first} and on"
             yield _problem(f"the routes from {first.written} and {second.written} overlap ({shared}).")

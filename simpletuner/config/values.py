@@ -159,14 +159,14 @@ def parse_sizes(value: object) -> object:
     if isinstance(value, tuple):
         return value
     parts = [part.strip().lower() for part in str(parse_text(value)).split(",") if part.strip()]
-    matches = [SIZE.fullmatch(part) for part in parts]
-    wrong = [repr(part) for part, match in zip(parts, matches, strict=True) if match is None]
+    wrong = [repr(part) for part in parts if not SIZE.fullmatch(part)]
     if wrong:
         named = f"contains {', '.join(wrong)}, which is not" if len(parts) > 1 else "is not"
         raise ValueError(f"{named} a size such as 1024 or 1280x768")
     if not parts:
         raise ValueError("contains no size")
-    return tuple((int(match[1]), int(match[2] or match[1])) for match in matches if match)
+    # "1024" is a square; older files have "1024.0"
+    return tuple((int(float(part.partition("x")[0])), int(float(part.rpartition("x")[2]))) for part in parts)
 
 
 def write_sizes(sizes: tuple[Size, ...] | None) -> str | None:

@@ -140,11 +140,7 @@ def _check_folders(configs: Sequence[DatasetConfig], context: DataContext) -> It
     """Folders must exist, unless an index may stand in for them, and not contain the previews, which are pictures."""
     local = [config for config in configs if config.type == "local" and config.instance_data_dir]
     named = [(config, Path(config.instance_data_dir or "")) for config in local]
-    missing = []
-    for config, folder in named:
-        latents = Path(config.cache_dir_vae or "")
-        if not is_readable(folder) and not (context.defaults.ignore_missing_files and load_index(latents, folder)):
-            missing.append(f"{config.id}: {str(folder)!r}")
+    missing = [f"{config.id}: {str(folder)!r}" for config, folder in named if _is_missing(config, folder, context)]
     if missing:
         hint = "paths are relative to the working directory"
         message = f"these folders do not exist or cannot be listed ({hint}): {'; '.join(missing)}."
@@ -154,6 +150,12 @@ def _check_folders(configs: Sequence[DatasetConfig], context: DataContext) -> It
         if context.output_dir.resolve().is_relative_to(folder.resolve()):
             message = f"{str(folder)!r} contains output_dir ({str(context.output_dir)!r}): previews would be trained."
             yield Problem(f"{config.id}.instance_data_dir", message)
+
+
+def _is_missing(config: DatasetConfig, folder: Path, context: DataContext) -> bool:
+    if is_readable(folder):
+        return False
+    return not (context.defaults.ignore_missing_files and load_index(Path(config.cache_dir_vae or ""), folder))
 
 
 def _check_caches(
@@ -196,18 +198,18 @@ def link_partners(
     """The conditioning entries that each dataset is paired with and that the flavour can use."""
     conditioning = {config.id: config for config in configs if config.is_conditioning}
     links: dict[str, list[DatasetConfig]] = {}
-    linked: set[str] = set()
+    unused = list(conditioning)
     for config in configs:
         if config.is_conditioning or not holds_files(config):
             continue
         entries = _conditions_of(config, conditioning)
-        # Entries that the flavour cannot use count as linked: `_check_link` warns of them.
-        linked.update(entry.id for entry in entries)
+        # Entries that the flavour cannot use are not unused: `_check_link` warns of them.
+        unused = [name for name in unused if conditioning[name] not in entries]
         links[config.id] = [entry for entry in entries if _is_usable(entry, context)]
         problems.extend(problem for entry in entries for problem in _check_link(entry, config, context))
         problems.extend(_check_partners(config, links[config.id], context))
     message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
-    problems.extend(Problem(name, message, fatal=False) for name in conditioning if name not in linked)
+    problems.extend(Problem(name, message, fatal=False) for name in unused)
     return links
 
 

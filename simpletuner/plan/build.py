@@ -146,7 +146,7 @@ def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["t
     flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
     settings = Settings.of(config, spec, flavour, ModelSource.from_config(spec, flavour, config))
     problems.extend(worth_reporting(findings(settings, purpose), config))
-    context = DataContext.of(settings.config, spec, flavour.task, arguments.collect)
+    context = DataContext.of(settings.config, settings.spec, flavour.task, arguments.collect)
     if purpose == "survey":
         return _survey(settings, entries, context, problems)
     texts = [entry for entry in entries if entry.is_text_embeds]
@@ -220,7 +220,7 @@ def plan_length(config: RunConfig, sampler: Sampler) -> Length:
 def count_batches(sampler: Sampler, epochs: int) -> int:
     """Number of batches in the first `epochs` epochs."""
     configs = [dataset.config for dataset in sampler.datasets]
-    if any(each.crop_aspect == "random" or each.start_step > 1 or each.end_step is not None for each in configs):
+    if any(config.varies_by_epoch for config in configs):
         return sum(sampler.batches_per_epoch(epoch) for epoch in range(1, epochs + 1))
     # All epochs between two changes have the same length, so one of each stretch is counted.
     changes = {each.start_epoch for each in configs} | {each.end_epoch + 1 for each in configs if each.end_epoch}

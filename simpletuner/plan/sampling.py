@@ -216,9 +216,10 @@ def _choose(
     names = ", ".join(each.path.name for each in whole) or "none"
     known = {name: each for each in whole for name in ("latest", str(each.step), each.path.name)}
     asked = [str(each.step) for each in whole] or ["latest"] if wanted is None else wanted
-    for name in (name for name in asked if name not in known):
-        message = f"{name!r} is not a complete checkpoint. In {folder} there are: {names}."
-        problems.append(Problem("checkpoint", message))
+    for name in asked:
+        if name not in known:
+            message = f"{name!r} is not a complete checkpoint. In {folder} there are: {names}."
+            problems.append(Problem("checkpoint", message))
     return list({known[name].step: known[name] for name in asked if name in known}.values())
 
 

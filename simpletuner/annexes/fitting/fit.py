@@ -321,7 +321,7 @@ def _selections(changes: Sequence[Change]) -> Iterator[list[Change]]:
     """Every selection of the changes, mild ones first; of one that includes another, only with that."""
     for number in range(1 << len(changes)):
         selected = [change for place, change in enumerate(changes) if number >> place & 1]
-        # STATE_ON_HOST contains RELEASED, so without that it would be the same selection again.
+        # STATE_ON_HOST contains RELEASED: selected without it, it would repeat the selection of both.
         left = (change for change in changes if change not in selected)
         if not any(each.values.items() <= change.values.items() for each in left for change in selected):
             yield selected

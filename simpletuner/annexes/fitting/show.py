@@ -116,7 +116,7 @@ def _ledger_lines(dataset: Dataset) -> Iterator[str]:
         yield "  crops are redrawn and re-encoded each epoch (vae_cache_clear_each_epoch false keeps the first)"
     for label, count in sorted(dataset.sizes().items()):
         yield f"  bucket {label}: {count}"
-    # People look for what is missing.
+    # In a long ledger, people look for what is missing.
     shown = dataset.ledger() if total <= LONGEST_LEDGER else dataset.unused()
     for entry in shown[:LONGEST_LEDGER]:
         yield f"  {entry.name}: {_fate(entry)}"
