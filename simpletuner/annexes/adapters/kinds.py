@@ -163,7 +163,11 @@ def check_lycoris(file: LycorisFile, shapes: Mapping[str, Shape], *, quantised: 
     for entry in (value for key in MAPS for value in preset.get(key, {}).values()):
         yield from _unknown(entry, (*OF_LAYERS, *UNUSED, *REFUSED_KEYS), "setting of an algo map")
         yield from _check_settings({**content, **entry}, quantised)
-    known = f"The classes are: {', '.join(file.classes)}."
+    yield from _check_classes(file, shapes)
+
+
+def _check_classes(file: LycorisFile, shapes: Mapping[str, Shape]) -> Iterator[Problem]:
+    preset, known = file.preset, f"The classes are: {', '.join(file.classes)}."
     named = dict.fromkeys((*preset.get("target_module", []), *preset.get("module_algo_map", {})))
     strange = [word for word in named if word not in file.classes]
     for word in strange:
