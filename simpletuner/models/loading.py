@@ -22,7 +22,7 @@ import diffusers
 import torch
 from accelerate import init_empty_weights
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoCausalConv3d, HunyuanVideoMidBlock3D
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
@@ -98,7 +98,7 @@ def told_plainly(part: Part) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"{part.described} cannot be loaded: {reason}") from error
 
