@@ -15,7 +15,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -113,6 +113,7 @@ def replace_folder(temporary: Path, final: Path) -> None:
     """
     if not temporary.name.endswith(UNFINISHED_FOLDER_SUFFIX):
         raise ValueError(f"{temporary}: an unfinished folder must be named ...{UNFINISHED_FOLDER_SUFFIX}")
+    # Contents before the name: after a power cut, a rename may have reached the disk before the data.
     _flush_tree(temporary)
     if final.exists():
         aside = final.with_name(final.name + OLD_FOLDER_SUFFIX)
@@ -190,8 +191,10 @@ def sweep_files(folder: Path, *, deep: bool = False, older_than: float = 0.0) ->
     """
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, each) for each in names if each[0] == "." and STRAY_FILE.fullmatch(each)):
-            if path.stat().st_mtime <= time.time() - older_than:
-                path.unlink(missing_ok=True)
+            # In a shared cache, its writer may have renamed it since the folder was listed.
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime <= time.time() - older_than:
+                    path.unlink()
         if not deep:
             break
 
@@ -211,6 +214,7 @@ def sweep_folders(parent: Path, name: re.Pattern[str]) -> None:
 def _flush_tree(folder: Path) -> None:
     # Some libraries write files that only their owner can read; give all of them the mode that the umask allows.
     mode = folder.stat().st_mode & 0o666
+    # Folders as well: a new file's name is an entry of its folder, which is flushed on its own.
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             path.chmod(mode)

@@ -72,6 +72,7 @@ def _parse(text: bytes) -> dict[str, Any]:
         for name, entry in header.items():
             if name != METADATA:
                 _check_entry(name, **entry)
+    # Whatever a file that is no header does to the parser; `_check_entry(**entry)` raises TypeError for other keys.
     except (TypeError, AttributeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError):
         raise ValueError("its header cannot be read") from None
     return header
@@ -80,6 +81,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 def _check_entry(name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> None:
     if dtype not in BITS:
         raise ValueError(f"{name} has the unknown dtype {dtype!r}")
+    # Not isinstance: true is an int.
     are_numbers = all(type(number) is int and number >= 0 for number in (*shape, *data_offsets))
     bits = math.prod(shape) * BITS[dtype] if are_numbers else 0
     if not are_numbers or len(data_offsets) != 2 or bits != 8 * (data_offsets[1] - data_offsets[0]):

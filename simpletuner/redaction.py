@@ -148,7 +148,5 @@ def _is_secret_name(name: str) -> bool:
 
 def _hide_group(match: re.Match[str]) -> str:
     start, end = match.span("secret")
-    if match.group("secret") == HIDDEN:
-        return match.group()
     whole, offset = match.group(), match.start()
     return whole[: start - offset] + HIDDEN + whole[end - offset :]

@@ -58,6 +58,7 @@ class S3Login:
         )
         client = session.client("s3", endpoint_url=self.endpoint_url, use_ssl=self.use_ssl, config=settings)
         if self.headers:
+            # Before signing: a header added later would break the signature.
             client.meta.events.register("before-sign.s3", adding(self.headers))
         return client
 

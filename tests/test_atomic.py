@@ -219,6 +219,16 @@ def test_sweeping_takes_unfinished_files_of_ours_alone(tmp_path: Path) -> None:
     assert all(path.exists() for path in theirs)
 
 
+def test_sweeping_passes_over_a_file_that_its_writer_has_just_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / ".left.0123456789ab.tmp"
+    left.touch()
+    monkeypatch.setattr(os, "walk", lambda folder: [(str(folder), [], [".gone.0123456789ab.tmp", left.name])])
+    sweep_files(tmp_path)
+    assert not left.exists()
+
+
 def test_a_folder_caught_between_two_renames_comes_back(tmp_path: Path) -> None:
     for name in ("pipeline-old-tmp", "checkpoint-4-tmp", "checkpoint-6", "checkpoint-6-old-tmp", "mine-tmp"):
         (tmp_path / name).mkdir()

@@ -134,6 +134,7 @@ class Autopsy(Companion):
         plan, done, before = session.plan, session.state.global_step, session.state.data_before
         step, batches = done + (before is not None), list[PlannedBatch]()
         if before is not None:
+            # Planned anew from the position before the step: reading ahead has moved the loader on.
             batches = session.loader.planned(before, session.assembly.settings.accumulation)
         cause, advice = cause_of(error, f"step {step}" if batches else self.phase, session, batches, done)
         start, rows = checkpoint_before(plan, done), [*deque(read_rows(plan.output_dir / METRICS_FILE), LAST_STEPS)]
@@ -243,6 +244,7 @@ def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
         if not all(part.isfinite().all() for part in outputs if isinstance(part, Tensor)):
             modules.append(name or type(module).__name__)
 
+    # Inner modules finish before those that contain them, so the first entry is the innermost.
     hooks = [module.register_forward_hook(partial(check, name)) for name, module in model.named_modules()]
     try:
         yield modules
@@ -321,6 +323,7 @@ def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bo
     for change in changes(failure, plan):
         events.say(change, warning=True)
     prepare_machine(plan)
+    # `output_dir` is <run>/failures/step-N/replay by now.
     KERNELS.open(None, *plan.output_dir.absolute().parents[2:3])  # those of the run that failed
     accelerator, epoch = make_accelerator(), plan.resume.manifest.epoch if plan.resume else 1
     listing = list_entries(plan, complete_catalogue(plan), epoch)
@@ -354,6 +357,7 @@ def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bo
 
 def changes(failure: Failure, plan: Plan) -> Iterator[str]:
     """What is no longer as it was when the run failed."""
+    # Through JSON, as the recorded facts went: tuples are lists there.
     now = json.loads(json.dumps(facts_of(plan)))
     for name in sorted(failure.facts.keys() & now.keys() - OWN_SETTINGS):
         if failure.facts[name] != now[name]:
@@ -366,6 +370,7 @@ def find_guilty(assembly: Assembly, reader: BatchReader, batches: Sequence[Plann
         return "The weights are half-updated: to find the sample, add optimizer_release_gradients=false."
     for micro_step, planned in enumerate(batches):
         whole = len(planned.samples)
+        # Of 12: 12, 6 and 3, the slices that divide it evenly.
         halves = {whole >> times for times in range(whole.bit_length()) if whole % (1 << times) == 0}
         for size in sorted({1, *halves}):
             if names := guilty_names(assembly, reader, planned, size, done, micro_step):

@@ -46,7 +46,8 @@ SETTINGS = (
     "validation_seed_source", "validation_num_inference_steps", "validation_guidance", "validation_negative_prompt",
     "base_model_precision", "mixed_precision", "text_encoder_1_precision", "vae_dtype", "validation_decoding",
 )  # fmt: skip
-UNIMPORTANT = ("lora", "versions")  # what a sweep does not render a cell again for
+# `content` identifies the LoRA wherever it is, and an upgrade alone renders nothing again.
+UNIMPORTANT = ("lora", "versions")
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Studio:
             for (own, strength), group in itertools.groupby(
                 shots, lambda shot: (shot.weights, shot.recipe["strength"])
             ):
+                # Shots come ordered by weights and strength, so a LoRA is applied once for all of its pictures.
                 transformer = self._load(own)
                 # A DoRA's magnitudes have no strength, so at 0 it would not be the base model.
                 loras = [(own.lora, strength)] if own.lora is not None and strength else []
@@ -141,6 +143,7 @@ class Studio:
     def _load(self, weights: Weights) -> nn.Module:
         """The transformer for these weights: a full fine-tune has its own, LoRAs share one."""
         if self.transformer is None or (weights.transformer is not None and weights != self.loaded):
+            # The old transformer and the pipeline that holds it go first: two would not fit.
             self.transformer, self.renderer = None, Renderer(self.plan.config, self.plan.frame_rate)
             gc.collect()
             self.adapter = build_adapter(replace(self.plan, source=weights.replace_in(self.plan.source)))
@@ -199,11 +202,13 @@ def render_sweep(
     absent = [shot for shot in shots if not name(shot).exists()]
     if len(absent) < len(shots):
         events.say(f"{len(shots) - len(absent)} of {len(shots)} cells are there already.")
+    # A cell's name is the digest of its recipe, so a changed setting renders a new file and an old one stays valid.
     studio.render(absent, name, events, "Sweeping")
     records = []
     for shot in sorted(shots, key=lambda shot: (shot.number, shot.recipe["strength"])):
         made, row = shot.recipe, shot.subject.prompt.short_name
         if len(strengths) > 1:
+            # A strength per row, since the columns are checkpoints.
             row += f" at {made['strength']:g}"
         path = name(shot).relative_to(plan.output_dir).as_posix()
         shown = {key: made[key] for key in ("width", "height", "seed", "index", "prompt")}

@@ -123,6 +123,7 @@ class GuardedTracker:
                 tracker.log(event.losses, event.step)
             case happened.MediaRendered():
                 self._round.append(event.media)
+            # One call a round: of a key that is logged twice in a step, wandb keeps the last value.
             case happened.PhaseEnded() if self._round:
                 media, self._round = self._round, []
                 tracker.log_media(media, media[0].step)
@@ -157,9 +158,11 @@ class WandbTracker:
             project=run.project,
             name=run.name,
             id=run_id,
+            # Offline there is no server to resume from, and wandb warns of the setting.
             resume="allow" if run_id and wandb_mode() == "online" else None,
             dir=str(run.logging_dir),
             config=dict(run.settings),
+            # A resumed run may have other settings, which wandb refuses otherwise.
             allow_val_change=True,
             # The console may show anything and the command line may contain a webhook's address: send neither.
             settings=wandb.Settings(
@@ -228,8 +231,10 @@ class TensorboardTracker:
 
         self._output_dir = run.output_dir
         folder = run.logging_dir / run.project / run.name
+        # `purge_step` hides steps after the checkpoint, which this session logs again.
         self._writer: Any = SummaryWriter(str(folder), purge_step=run.start_step + 1)
         text = json.dumps(run.settings, indent=2, ensure_ascii=False, default=str)
+        # Indented by four, so that Markdown shows it as code.
         self._writer.add_text("config", "    " + text.replace("\n", "\n    "), run.start_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

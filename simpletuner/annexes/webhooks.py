@@ -69,6 +69,7 @@ class Outbox:
         with self._changed:
             self._messages.append(message)
             if len(self._messages) > WAITING:
+                # Of equals `min` takes the first, which has waited longest.
                 victim = min(self._messages, key=_worth)
                 if _worth(victim) < KEPT:
                     self._messages.remove(victim)
@@ -172,6 +173,7 @@ class Delivery:
             if response.is_error:
                 self._complain(logging.WARNING, f"answers with status {response.status_code}.")
             target = response.next_request
+            # 303 means delivered, and that an answer can be fetched elsewhere.
             if target is None or response.status_code == 303:
                 return
             # Another host, or whoever reads along without HTTPS, would learn the token.
@@ -229,6 +231,7 @@ def discord_form(hook: Hook, payload: Payload, folder: Path) -> dict[str, Any]:
     paths = [*payload.get("images", ()), *(clip["src"] for clip in payload.get("videos", ()))]
     files, notes = _attachments([folder / path for path in paths])
     text = "\n".join([f"`({hook.message_prefix})` {text}" if hook.message_prefix else text, *notes])
+    # Discord refuses longer messages as a whole.
     text = text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"
     # Discord reads payload_json where there is one; prompts may name people, who should not be called.
     settings = json.dumps({"content": text, "allowed_mentions": {"parse": []}})
@@ -274,6 +277,7 @@ def delivered(config: RunConfig, folder: Path, events: EventStream, job_id: str)
     try:
         yield
     finally:
+        # All queues close before one is waited for, so that slow receivers share the time instead of adding theirs up.
         now = time.monotonic()
         for delivery in deliveries:
             delivery.close(now + TIMEOUT)

@@ -43,6 +43,7 @@ def fill(
 
     setup_logging()
     with shown_events() as events:
+        # Brings torch, which takes seconds: after the errors of the plan.
         from simpletuner.run.caches import fill_caches
 
         fill_caches(plan, events, Share(number - 1, count))
@@ -61,6 +62,7 @@ def verify(context: typer.Context) -> None:
 
     folders, damaged = cache_folders(plan), 0
     for folder, verification in begin_verifications(folders).items():
+        # On stderr: stdout lists the damaged entries, for pipes.
         with shown_events(sys.stderr) as events:
             if verification.last:
                 since = f"{verification.entries:,} entries, read since {verification.started:%c} UTC"

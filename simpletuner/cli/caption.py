@@ -28,6 +28,7 @@ def caption(
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
 
+    # A survey: files without captions are errors for training only.
     plan, wording = planned(context.args, "survey"), Wording(style, trigger)
     check_captions(plan, wording, dataset)
     files = list(uncaptioned(plan.datasets, dataset))[:limit]

@@ -59,6 +59,7 @@ def copy_example(
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{folder} exists already; choose another folder with --dest.")
     try:
+        # Whole or not at all: half a copy would be refused as an existing folder at the next try.
         with build_folder(folder) as unfinished:
             shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
             for path in unfinished.glob("*.json"):

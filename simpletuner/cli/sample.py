@@ -93,6 +93,7 @@ def _planned(
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
 
+    # The first word is the source unless it is a setting; an existing file may be called `a=b`.
     source = tokens[0] if tokens and (Path(tokens[0]).exists() or not re.match("--|[^=]+=", tokens[0])) else None
     arguments, problems = command_settings(tokens[source is not None :])
     arguments.settings = [(SHORT.get(plain_key(key), key), value) for key, value in arguments.settings]

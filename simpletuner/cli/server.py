@@ -83,6 +83,7 @@ def server(
     if ssl_no_verify:
         os.environ["SIMPLETUNER_SSL_NO_VERIFY"] = "true"  # runs inherit it
     page = make_server(project, access, mode, **pair, reload_dirs=[str(Path(__file__).parents[1])])
+    # The port first: a run that was started would outlive a server that cannot listen.
     with listen(host, port or (CALLBACK_PORT if mode == "callback" else PORT)) as listener:
         if env is not None:
             typer.echo(f"Started {env}; its output is in {Runs(project).start(env, {}).folder}")
@@ -113,6 +114,7 @@ def open_page(port: int, *, no_auth: bool) -> ServePage:
     from simpletuner.annexes.page.serve import listen, page_of_run
 
     access = replace(find_access(LOOPBACK, None, no_auth=no_auth), in_run=True)
+    # Taken now: that the port is in use shows before torch and the model are loaded.
     return partial(page_of_run, listen(LOOPBACK, port), access)
 
 

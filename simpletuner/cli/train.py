@@ -90,6 +90,7 @@ def _start(
     with uncollected():
         plan, budget = ready_plan(arguments, problems)
     plan = agreed(plan, budget, yes=yes)
+    # Only the plan knows the number of processes; made here, its problems are printed once.
     if plan.config.launch.num_processes > 1:
         start_processes(plan.config.launch, command)
     else:
@@ -171,6 +172,7 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
     if not world.is_main:
         yield shared_events(EventStream(), world, plan.length.total_steps, ExitStack())
         return
+    # Signals before the lock, which a SIGTERM must release; the lock before anything is written to the folder.
     with signals_as_interrupt(), ExitStack() as stack:
         stack.enter_context(lock_output(plan.output_dir))
         events, payloads = stack.enter_context(shown_events()), Payloads()

@@ -36,6 +36,7 @@ def package_versions() -> dict[str, str]:
     versions = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
+            # From the metadata of the installation: importing the packages would take seconds.
             versions[name] = version(name)
     return versions
 

@@ -112,6 +112,7 @@ class StepReport:
         peaks = {"peak_memory_gb": self.memory_bytes, "reserved_memory_gb": self.reserved_bytes}
         return {
             **self.metrics,
+            # Microseconds, and megabytes below: further digits would be noise.
             **{name: round(value, 6) for name, value in timing.items() if value is not None},
             **{name: round(size / 1e9, 3) for name, size in peaks.items() if size is not None},
             "timesteps": [round(each, 1) for each in self.timesteps],
@@ -252,6 +253,7 @@ class EventStream:
 
     def publish(self, event: Event) -> None:
         """Pass an event to all subscribers."""
+        # Held during the calls: all subscribers see one order, and none needs a lock of its own.
         with self._lock:
             if isinstance(event, StepReport | StateChanged):
                 self.step = event.step
@@ -295,5 +297,6 @@ class RunningPhase:
             Interrupted: the run was asked to stop.
         """
         self.done += count
+        # Published before it may raise: these units are done.
         self._stream.publish(PhaseAdvanced(self.phase, self.done, note))
         self._stream.stop.check()

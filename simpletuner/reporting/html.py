@@ -73,6 +73,7 @@ def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader([FOLDER, FOLDER.parent]),
         autoescape=True,
+        # A misspelt name in a template raises, where the default would leave a hole in the page.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -213,6 +214,7 @@ def thin_extremes(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
     kept: list[Point] = []
     for low, high in pairwise(edges):
         stretch = points[low:high]
+        # By step; the set makes one point of a stretch in which both are the same.
         kept.extend(sorted({min(stretch, key=itemgetter(1)), max(stretch, key=itemgetter(1))}))
     return kept
 
@@ -247,6 +249,7 @@ def evaluation_names(metrics: Columns) -> list[str]:
 
 
 def _compact(points: Sequence[Point]) -> list[list[float]]:
+    # Five digits are finer than a pixel of a chart.
     return [[step, float(f"{value:.5g}")] for step, value in points]
 
 
@@ -438,8 +441,10 @@ def _smaller_copy(picture: Image.Image, allowance: int) -> bytes:
 
 def _webp(picture: Image.Image, side: int) -> bytes:
     """The picture, reduced in place to a side length at most."""
+    # With a gap, Pillow first shrinks by whole factors, which is fast, and filters from at least twice the size.
     picture.thumbnail((side, side), reducing_gap=2.0)
     buffer = io.BytesIO()
+    # Method 2 of 0 to 6: the report is rewritten in the middle of training, so speed counts more than size.
     picture.save(buffer, "WEBP", quality=QUALITY, method=2)
     return buffer.getvalue()
 

@@ -53,10 +53,12 @@ def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = ""
     file_error = None
     if debug_file is not None:
         try:
+            # A folder that cannot be written, such as a read-only one, does not keep a command from running.
             handlers.append(DebugFile(debug_file, process))
         except OSError as error:
             file_error = error.strerror
     install(handlers)
+    # Only now is there a handler that shows it.
     if file_error:
         logging.getLogger(__name__).warning("%s cannot be written (%s); there is no debug log.", debug_file, file_error)
 
@@ -65,6 +67,7 @@ def install(handlers: list[logging.Handler]) -> None:
     """Let these handlers replace those of an earlier call and of libraries that print to the console themselves."""
     root = logging.getLogger()
     for old in list(root.handlers):
+        # Known by the formatter, so that handlers of a host program stay.
         if isinstance(old.formatter, RedactingFormatter):
             root.removeHandler(old)
             old.close()
@@ -84,6 +87,7 @@ class ConsoleHandler(logging.StreamHandler):
     """Writes to the current `sys.stderr`, which is a proxy printing above the live display while that runs."""
 
     def __init__(self) -> None:
+        # Not StreamHandler's, which would keep the `sys.stderr` of this moment.
         logging.Handler.__init__(self)
 
     @property
@@ -95,6 +99,7 @@ class DebugFile(logging.FileHandler):
     """Stops writing when the disk is full, where the standard handler prints a traceback for every record."""
 
     def __init__(self, path: Path, process: str) -> None:
+        # File names that are not UTF-8 hold surrogates, which a strict file would refuse.
         super().__init__(path, mode="a", encoding="utf-8", errors="backslashreplace")
         self.setLevel(logging.DEBUG)
         self.setFormatter(RedactingFormatter(f"%(asctime)s {process}%(levelname)-8s %(name)s: %(message)s"))

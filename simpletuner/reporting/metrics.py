@@ -114,6 +114,7 @@ class StepLines:
         row = {"step": step, **{key: _finite(value) for key, value in values.items() if key != "step"}}
         line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with writing_to(self.path):
+            # On a full disk, a raw write may stop halfway without an error.
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, "short write")
 
@@ -178,11 +179,13 @@ class Columns:
             if name != "step" and is_number(value):
                 column = self._values.get(name) or self._values.setdefault(name, array("d"))
                 if len(column) < place:
+                    # A column has the indices of `steps`: NaN where its metric is missing. It may end earlier.
                     column.extend(repeat(math.nan, place - len(column)))
-                del column[place:]
+                del column[place:]  # a second row of the step replaces the value of the first
                 column.append(value)
         drawn = row.get("timesteps")
         for each in filter(is_number, drawn if isinstance(drawn, list) else ()):
+            # Pure noise, 1000, belongs to the last bar.
             self.timesteps[int(min(each, NOISE_LEVELS - 1)) * BARS // NOISE_LEVELS] += 1
 
     @property
@@ -193,6 +196,7 @@ class Columns:
     def points(self, name: str, newest: int | None = None) -> list[Point]:
         """(step, value) of every step, or of the newest ones, at which a metric is a number."""
         start = max(0, len(self.steps) - newest) if newest else 0
+        # Not strict: a column ends at the last step that has its metric.
         pairs = zip(self.steps[start:], self._values.get(name, ())[start:], strict=False)
         return [(step, value) for step, value in pairs if not math.isnan(value)]
 
@@ -218,6 +222,7 @@ def shares(seconds: float, data_seconds: float, weights_seconds: float | None = 
 
 def is_number(value: Any) -> bool:
     """Whether a value can be a point of a curve; true, false and what is not finite cannot."""
+    # Not isinstance, since true is an int; NaN fails the comparison.
     return type(value) in (float, int) and abs(value) <= sys.float_info.max
 
 
@@ -244,6 +249,7 @@ def parse_row(line: bytes, number: str = "step") -> dict[str, Any] | None:
         row = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
+    # Columns keep steps in 64 bits.
     count = row.get(number) if isinstance(row, dict) else None
     return row if type(count) is int and 0 <= count < 2**63 else None
 

@@ -98,11 +98,13 @@ class Pace:
     def _add(self, step: events.StepReport) -> None:
         self.last, self.step = step, step.step
         self._spent += step.seconds
+        # The step waited for the encoder as for data: `remaining_seconds` counts that as a round, not as pace.
         caching, self._within_step = min(self._within_step, step.data_seconds), 0.0
         seconds = step.seconds - caching
         self._seconds.add(seconds)
         self._data.add(step.data_seconds - caching)
         self._weights.add(step.weights_seconds or 0.0)
+        # MFU weighted by time: the mean of the ratios would overrate fast steps.
         self._useful.add(seconds * (step.mfu or 0.0))
         self.loss = self._loss.add(step.loss)
         if self.steps_done % self._loss_every == 0:
@@ -210,12 +212,14 @@ class SlowSteps:
         parts = {COMPUTE: max(0.0, report.seconds - sum(waits.values())), **waits}
         history = self._histories[kind]
         history.add({WHOLE: sum(parts.values()), **parts})
+        # Medians, which single slow steps do not move.
         recent, usual = history.lately(WHOLE), history.usual(WHOLE)
         slowdown = recent / usual if usual and len(history.ordered[WHOLE]) >= ENOUGH else 1.0
         if slowdown < RECOVERED:
             self._slow.discard(kind)
         if slowdown < SLOWER:
             return None
+        # One notice an episode, however many shapes slow down in it.
         begins = not self._slow
         self._slow.add(kind)
         reason = REASONS[max(parts, key=history.growth)]

@@ -186,6 +186,7 @@ def _shown(media: metrics.MediaRecord) -> Payload:
 
 def _finite(payload: Payload) -> Payload:
     """With null for NaN and infinity, which JSON cannot express."""
+    # Only `parse_constant` sees NaN and infinity wherever they are nested: `default` is called for unknown types alone.
     plain: Payload = json.loads(json.dumps(payload), parse_constant=lambda name: None)
     return plain
 
@@ -200,6 +201,7 @@ class EventLog:
         self.path, self._payloads = folder / EVENTS_FILE, payloads
         with writing_to(self.path), self.path.open("a+b") as file:
             file.seek(-min(TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            # Without this, the first event would be appended to half a line, and both be lost.
             torn = file.read().rpartition(b"\n")[2]
             file.truncate(file.tell() - len(torn))
         self._last = last_id(self.path)
@@ -240,6 +242,7 @@ def offset_after(file: BinaryIO, number: int) -> int:
     """
 
     def next_id(start: int) -> int:
+        # From one byte before, so that a line that begins at `start` counts.
         file.seek(max(0, start - 1))
         if start:
             file.readline()
@@ -247,6 +250,7 @@ def offset_after(file: BinaryIO, number: int) -> int:
 
     if number > _last_id(file):
         return 0
+    # Over byte offsets: some thirty reads find the place in a log of a gigabyte.
     return bisect_right(range(file.seek(0, os.SEEK_END)), number, key=next_id)
 
 
@@ -287,6 +291,7 @@ class RunRecord:
             metrics.MetricsFile(folder / metrics.METRICS_FILE, step),
             metrics.MediaFile(folder / metrics.MEDIA_FILE, step),
         )
+        # Read after both files were opened: that drops the rows which an earlier run left for step 0.
         here = [row for row in metrics.read_rows(folder / metrics.METRICS_FILE) if row["step"] == step]
         previews = [record for record in metrics.read_media(folder / metrics.MEDIA_FILE) if record.step == step]
         self.recorded = Recorded(any(name.startswith(events.EVALUATED) for row in here for name in row), previews)
@@ -295,6 +300,7 @@ class RunRecord:
 
     def __call__(self, event: events.Event) -> None:
         match event:
+            # An evaluation precedes the report of its step, and shares its row.
             case events.Evaluated() if event.step > self._step:
                 self._losses = event.losses
             case events.Evaluated():  # on resume, for a step that was recorded without its evaluation

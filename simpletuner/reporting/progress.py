@@ -104,7 +104,7 @@ class LastingStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.encoding = stream.encoding
+        self.encoding = stream.encoding  # by which rich decides whether it may draw boxes
 
     def write(self, text: str) -> int:
         with self._lost_silently():
@@ -166,6 +166,7 @@ class PlainDisplay(Display):
                 self.say(line_of(event))
 
     def begin(self, pace: Pace) -> None:
+        # Rounded up, for at most TRAINING_LINES.
         self._every = max(1, -(-(pace.total_steps - pace.step) // TRAINING_LINES))
         self._printed_at = self._now()
         note = f", continuing after step {pace.step}" if pace.step else ""

@@ -39,6 +39,7 @@ class LiveDisplay(Display):
             progress.MofNCompleteColumn(),
             progress.TextColumn("{task.fields[unit]}"),
             progress.TimeRemainingColumn(compact=True),
+            # File names may hold brackets, which rich would read as markup.
             progress.TextColumn("{task.fields[note]}", style="dim", markup=False),
             console=self._console,
         )
@@ -86,7 +87,7 @@ class LiveDisplay(Display):
             get_renderable=self._render,
             console=self._console,
             refresh_per_second=REFRESHES_PER_SECOND,
-            transient=True,
+            transient=True,  # `close` prints a summary in its place
             # Only output to the terminal would damage the display; a redirected stream stays as it is.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
@@ -95,6 +96,7 @@ class LiveDisplay(Display):
 
     def _print(self, text: Text) -> None:
         if text.plain:
+            # Paths stay in one piece for copying.
             self._console.print(text, soft_wrap=True)
 
     def _render(self) -> RenderableType:

@@ -23,11 +23,13 @@ def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Value]]
     Raises:
         ConfigError: this process cannot make it, or it differs from the main one's.
     """
+    # Processes of one machine share its download cache: the leader fills it, the rest only read.
     mine = 0 if world.is_main else 1 if world.is_leader else 2
     made, seed = None, None
     for turn in range(3):
         if turn == mine:
             made = make(seed)
+        # Also the barrier that ends a turn.
         seed = world.broadcast(made[0].seed if made else None)
     assert made is not None
     problems = differences(world.gather((socket.gethostname(), describe(made[0]))))
@@ -68,6 +70,7 @@ def differences(described: list[tuple[str, Mapping[str, str]]]) -> list[Problem]
         for key in first.keys() | values.keys():
             expected, actual = first.get(key, "absent"), values.get(key, "absent")
             if actual != expected:
+                # Processes that differ alike share one line of the error.
                 places.setdefault((key, expected, actual), []).append(f"{rank} on {host}")
     return [
         Problem(key, f"is {expected} in the first process, but {actual} in process {shorten(where, 4)}.")

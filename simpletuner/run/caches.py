@@ -80,6 +80,7 @@ class Encoding:
 
         def work(bar: ProgressBar) -> Mapping[Any, str]:
             # One after the other: weights that are cast or quantised are in host memory until they are on the device.
+            # A process without entries takes its turn, too: `in_turn` is collective.
             encoder = world.in_turn(self.load_text_encoder if entries else lambda: None)
             return dict.fromkeys(fill_texts(entries, encoder, size, bar) if encoder else (), "")
 
@@ -110,6 +111,7 @@ class Encoding:
     def _share(self, count: int, world: World, what: str, unit: str, stage: str, work: Work) -> dict[Any, str]:
         """Encode `count` entries here and others elsewhere; returns what the work of all processes returned."""
         notes: dict[Any, str] = {}
+        # The total of all processes decides, or those with entries would wait for one that skipped the phase.
         total = sum(world.gather(count))
         if total:
             share_work(
@@ -132,6 +134,7 @@ class Encoding:
         Raises:
             UserError: they cannot be encoded.
         """
+        # Libraries replace functions of torch while they load a model, so no other thread may do so.
         encoder = self._vae or in_loop(self._kept_latent_encoder)
         with self._turn:  # the loop's reading thread and evaluation share the VAE
             return encode_now(entry, encoder, self.plan.config.caching)
@@ -150,6 +153,7 @@ class Encoding:
     def _restore_damaged(self, entry: AnyEntry) -> None:
         logger.warning("The cache entry of %s was damaged and is encoded again.", entry.key.digest())
         if isinstance(entry, TextEntry):
+            # `World()` is this process alone: the others have not met the damage and would not join.
             self.texts([entry], World())
         elif isinstance(entry, FeatureEntry):
             self.features([entry], World())
@@ -199,7 +203,7 @@ class CacheFiller:
             UserError: too few samples are left, or an entry could not be encoded.
         """
         if remove_damaged(self.plan, self.listing, self.share):
-            self.listing = replace(self.listing)  # what it found in the folders no longer holds
+            self.listing = replace(self.listing)  # without `ahead`, which listed the removed entries as cached
         try:  # one encoder after the other, so that only one is in memory
             self.encoding.texts(self._texts_here(), self.world)
             failures = self.encoding.latents(self.share.of(self.listing.ahead.missing), self.world)
@@ -210,7 +214,9 @@ class CacheFiller:
             raise
         if failures:
             self.plan = without_failures(self.plan, failures, self.world)
+            # Pairs and features of removed files must not be waited for.
             self.listing = list_entries(self.plan, self.catalogue, self.listing.epoch)
+        # Last: features are computed from the cached latents.
         self.encoding.features(self.share.of(self.listing.features.missing), self.world)
         self._check_complete()
 
@@ -227,6 +233,7 @@ class CacheFiller:
         listing, together = self.listing, self.world.size > 1
         holes: list[AnyEntry] = [*listing.texts.missing, *listing.ahead.missing, *listing.features.missing]
         end = time.monotonic() + (SECONDS_TO_APPEAR if together else 0)
+        # A share alone leaves holes, which the other shares fill at their own time.
         while holes := [entry for entry in missing(holes) if together or self.share.holds(entry)]:
             if time.monotonic() >= end:
                 advice = " All machines must use the same folders." if together else ""
@@ -312,6 +319,7 @@ def prepare_caches(
         share: what to encode; None for everything, divided among these processes.
     """
     plan, share = encoding.plan, share or Share(world.rank, world.size)
+    # One process moves files: a second would find them gone.
     if share.index == 0:
         quarantine(plan.datasets, plan.output_dir)
     world.leader_first(lambda: fetch(plan, encoding.events))
@@ -340,6 +348,7 @@ def fetch(plan: Plan, events: EventStream) -> None:
     absent += [encoder.part for encoder in encoders if encoder.local() is None]
     if absent:
         download(absent, events)
+        # The plan could check only the parts that were on this machine.
         found = check_parts(plan.spec, plan.flavour, plan.source)
         found += check_block_numbers(plan.config, plan.spec, plan.source)  # now that their number is known
         found += [problem for encoder in encoders for problem in encoder.problems()]
@@ -384,5 +393,6 @@ def without_failures(plan: Plan, failures: dict[tuple[str, str], str], world: Wo
     if any(problem.fatal for problem in problems):
         raise UserError("\n".join(str(problem) for problem in problems if problem.fatal))
     world.main_only(lambda: quarantine(reduced.datasets, plan.output_dir))
+    # Fewer samples make shorter epochs, so another number of steps if epochs were asked for.
     sampler = make_sampler(reduced.trained, plan.config, plan.seed)
     return replace(reduced, length=plan_length(plan.config, sampler))

@@ -60,6 +60,7 @@ def read_ledger(output_dir: Path) -> Ledger | None:
 
 def strike(output_dir: Path, *done: Task) -> None:
     """Take tasks off the ledger."""
+    # Read again, since several companions strike their tasks in between.
     if ledger := read_ledger(output_dir):
         left = tuple(task for task in ledger.tasks if task not in done)
         Ledger(ledger.step, ledger.epoch, left).write(output_dir)

@@ -32,6 +32,7 @@ from simpletuner.reporting.payloads import EVENTS_FILE, last_id
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
+# Twelve beats fit into ABANDONED_SECONDS: a few failed writes do not lose the lock.
 REFRESH_SECONDS = 15.0
 # Longer than a file may take to appear on other machines, and than C code usually keeps the owner's threads waiting.
 ABANDONED_SECONDS = 180.0
@@ -57,7 +58,7 @@ class Owner:
     command: str
     since: float
     after: int = -1
-    beat: str = f"{0:08}"
+    beat: str = f"{0:08}"  # a rewrite in place leaves no tail of a longer number
 
     @property
     def content(self) -> bytes:
@@ -97,6 +98,7 @@ def lock_output(folder: Path) -> Iterator[None]:
     """
     path = folder / LOCK_FILE
     try:
+        # The page tells sessions apart by the last event before them, since clocks may be set.
         owner = replace(this_process(), after=last_id(folder / EVENTS_FILE))
         while not create(path, owner.content) and not take_over(path, owner.content):
             pass  # released between the two calls
@@ -123,6 +125,7 @@ def refresh(path: Path, owner: Owner, over: threading.Event) -> None:
             if not owner.holds(path):
                 winner = read_owner(path, file.read())
                 print(f"{path} was taken over by {winner}, because this process was silent.", file=sys.stderr)
+                # Not `sys.exit`, which would end this thread alone while training goes on writing.
                 os._exit(1)
             file.seek(0)
             file.write(replace(owner, beat=f"{beat:08}").content)
@@ -177,6 +180,7 @@ def take_over(path: Path, content: bytes) -> bool:
             file.truncate()
             file.write(content)
             file.flush()
+            # Between reading and writing, the lock may have been deleted and made anew under the same name.
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 logger.info("Took over %s: %s has ended without removing it.", path, owner)
                 return True

@@ -40,12 +40,14 @@ def quarantine(datasets: Iterable[Dataset], output_dir: Path) -> None:
             # A moved download would be fetched again.
             if config.type != "local" or not asked.get(file.reason) or not _exists(root / file.name):
                 continue
+            # The folder is resolved, not the file: a link to a file elsewhere is moved as a link.
             if not (root / file.name).parent.resolve().is_relative_to(root.resolve()):
                 logger.warning("%s is outside of %s and is not moved: it %s", root / file.name, root, file.detail)
                 continue
             for name in [file.name, *_own_captions(root, file.name)]:
                 target, origin = _free_place(folder / PurePosixPath(name)), (root / name).absolute()
                 target.parent.mkdir(parents=True, exist_ok=True)
+                # Output and data may be on different file systems, between which a rename fails.
                 shutil.move(root / name, target)
                 _record(folder, file, origin, target)
 
@@ -55,6 +57,7 @@ def _own_captions(root: Path, name: str) -> list[str]:
     folder = (root / name).parent
     key = pair_key(PurePosixPath(name).name)
     siblings = [file for file in folder.iterdir() if pair_key(file.name) == key] if folder.is_dir() else []
+    # `cat.png` and `cat.jpg` share `cat.txt`.
     owners = [file for file in siblings if file.suffix.lower() in PICTURE_SUFFIXES | CLIP_SUFFIXES]
     captions = [file for file in siblings if file.suffix.lower() == CAPTION_SUFFIX]
     if len(owners) > 1:

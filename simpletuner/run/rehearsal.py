@@ -43,6 +43,7 @@ def rehearse(
     Raises:
         UserError: the device ran out of memory.
     """
+    # Activations grow with the tokens, which are proportional to the pixels of all frames.
     planned = max(batches, key=lambda batch: len(batch.samples) * batch.samples[0].frames * math.prod(batch.size))
     samples, (width, height) = planned.samples, planned.size
     frames = f", {samples[0].frames} frames" if samples[0].frames > 1 else ""
@@ -89,6 +90,7 @@ def _measure(assembly: Assembly, budget: Budget, title: str, phase: str, act: Ca
     peak = float(torch.cuda.max_memory_allocated())
     if phase == "training":  # after the backward pass, with its gradients
         peak = max(peak, torch.cuda.memory_allocated() + budget.model.update_bytes * _numbers(assembly))
+    # Without the optimizer's state a rehearsal would promise memory that step 1 takes.
     peak += coming_state(assembly, budget)
     torch.cuda.reset_peak_memory_stats()
     return f"Rehearsed {title}: {gigabytes(peak)}, planned {gigabytes(expected)}"
@@ -111,6 +113,7 @@ def _numbers(assembly: Assembly) -> int:
 def unchanged(assembly: Assembly) -> Iterator[None]:
     """Restore random states and the techniques' state afterwards, and clear the gradients."""
     states = random_states()
+    # Some techniques change in the forward pass: CREPA's running average, the watch of scheduled sampling.
     kept = [copy.deepcopy(technique.state_dict()) for technique in assembly.techniques]
     try:
         yield

@@ -78,6 +78,7 @@ class Session:
         with events.phase("Loading the transformer", stage="init_load_base_model"):
             techniques = [technique.build() for technique in plan.techniques]
             assembly = assemble(config, training_spec(plan), encoding.adapter, techniques, accelerator, world)
+        # From the initial weights; `load_checkpoint` replaces the average of a resumed run.
         ema = Ema(assembly.parameters, config.ema, accelerator.device) if config.ema.use_ema else None
         dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
         reader = BatchReader(caches.catalogue, dropout, plan.seed, encoding.restore, encoding.encode, features)
@@ -86,7 +87,9 @@ class Session:
             state = load_checkpoint(plan.resume, assembly, loader, ema, same_data=plan.same_data)
         else:
             state = TrainState(global_step=config.lora.init_lora_step if config.lora.init_lora else 0)
+        # Drawing noise takes long, so the reading thread does it ahead of the step.
         loader.complete = partial(with_noise, assembly)
+        # Noise is keyed by the micro-batch's number in the whole run, not in this session.
         loader.count = state.global_step * assembly.settings.accumulation
         return cls(plan, events, caches.catalogue, assembly, ema, reader, loader, state)
 
@@ -182,6 +185,7 @@ def build_subjects(plan: Plan, catalogue: Catalogue, reader: BatchReader) -> lis
     pictures = preview_sources(plan)
     return [
         Subject(
+            # The short name is part of file names: pictures of one prompt must not overwrite one another.
             prompt=prompt if len(pictures) == 1 else replace(prompt, short_name=f"{prompt.short_name}-{index}"),
             embeds=partial(embeds, prompt.prompt, picture, False),
             negative=partial(embeds, negative_text, picture, True),
@@ -210,6 +214,7 @@ def publish_result(
         NonFiniteError: a weight is NaN or infinite; nothing is written.
         RuntimeError: the file does not load as it was saved.
     """
+    # Replicas hold the same weights. Shards have to be gathered, in which every process takes part.
     if not assembly.world.is_main and assembly.trained.sharers.size == 1:
         return ""
     dtype = DTYPES[transformer_dtype(plan.config.precision)]
@@ -247,4 +252,5 @@ def weight_note(plan: Plan, state: TrainState) -> Mapping[str, str]:
         for placeholder, value in values.items():
             text = text.replace(placeholder, value)
         note["modelspec.description"] = text
+    # Weight files are shared: a token in a run's name or comment would travel with them.
     return redact_texts(note)

@@ -63,7 +63,9 @@ def run_plan(
         device = accelerator.device
         check_device(plan.config.precision, device)
         adapter = build_adapter(plan)
+        # The others wait until leftovers of an earlier session are gone.
         world.on_main(lambda: prepare_folder(plan))
+        # A resumed run keeps the kernels that were measured before: others would round differently.
         KERNELS.open(plan.output_dir, *([plan.resume.path.parent] if plan.resume else []), world=world)
         epoch = plan.resume.manifest.epoch if plan.resume else 1
         caches = prepare_caches(Encoding(plan, adapter, device, events), epoch, budget.listing, world)
@@ -71,6 +73,8 @@ def run_plan(
         dtype = DTYPES[transformer_dtype(plan.config.precision)]
         rates = world.main_only(lambda: device_rates(plan.output_dir, device, dtype))
 
+        # After the caches, since encoders and transformer need not fit on the device together.
+        # `caches.plan` lacks files that could not be decoded, so it replaces the plan from here on.
         session = Session.open(caches, accelerator, world)
         plan, state, loader = session.plan, session.state, session.loader
         if plan.resume:
@@ -90,6 +94,7 @@ def run_plan(
             around.enter_context(stop_on_interrupt(events.stop, lambda: announce_stop(session)))
             train(session.assembly, loader, state, callbacks, events.stop)
 
+        # Before the result: after a kill that leaves one, the next start knows what is still to do.
         ledger = Ledger(state.global_step, state.epoch, (*(task for one in companions for task in one.tasks), "end"))
         world.main_only(lambda: ledger.write(plan.output_dir))
         result = publish_result(plan, session.assembly, session.ema, weight_note(plan, state), session.first_batch)
@@ -132,6 +137,7 @@ def end(plan: Plan, events: EventStream, companions: Sequence[Companion], ledger
         "To train longer, start the same command with a larger max_train_steps.",
     ]
     events.publish(StateChanged("finished", ledger.step, plan.length.total_steps, "\n".join(lines)))
+    # Last: after a kill before this line, the next start announces the end again.
     strike(plan.output_dir, "end")
 
 

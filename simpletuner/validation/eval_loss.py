@@ -96,6 +96,7 @@ class EvaluationLoss:
             lambda events: events.phase(title, total, "timesteps", EVALUATION),
             partial(self._measure, assembly, own_share(assembly, samples)),
             losses.__setitem__,
+            # Under FSDP2 a forward pass gathers weights from all processes, so they evaluate every sample together.
             in_lockstep=assembly.is_sharded,
         )
         device, groups = assembly.accelerator.device, defaultdict[tuple[bool, str], list[Tensor]](list)
@@ -103,6 +104,7 @@ class EvaluationLoss:
             groups[use_ema, name].append(losses[place].to(device))
         means: dict[str, float] = {}
         for use_ema in weights:
+            # Weights that are evaluated alone keep the plain name, and with it the curve of a run without EMA.
             suffix = "/ema" if use_ema and len(weights) > 1 else ""
             by_dataset = {name: torch.cat(groups[use_ema, name]).mean().item() for name in self.datasets}
             means |= {f"{EVALUATED}{name}{suffix}": mean for name, mean in by_dataset.items()}
@@ -113,6 +115,7 @@ class EvaluationLoss:
     def _measure(self, assembly: Assembly, samples: Placed[Evaluation], bar: ProgressBar, keep: Keep[Tensor]) -> None:
         """Pass on the losses of samples, with the moving average or without."""
         with quiet(assembly):
+            # `samples` are ordered by weights, so the average is applied once, not for each sample.
             for use_ema, group in itertools.groupby(samples, key=lambda item: item[1][0]):
                 with self.ema.applied() if use_ema and self.ema else nullcontext():
                     for place, (_, _, sample) in group:
@@ -120,12 +123,14 @@ class EvaluationLoss:
                         for loss in self._losses(assembly, sample):
                             losses.append(loss)
                             bar.advance(1, sample.name)
+                        # In host memory, from where they are sent to the other processes.
                         keep(place, torch.cat(losses).cpu())
 
     def _losses(self, assembly: Assembly, sample: Sample) -> Iterator[Tensor]:
         """The loss of a sample at each noise level, each of shape `1`."""
         batch = self.read(sample).to(assembly.accelerator.device)
         for index, sigma in enumerate(even_sigmas(self.config.eval_timesteps)):
+            # Keyed by the sample's name: other samples keep their noise when one is added or removed.
             noise = sample_noise(batch.latents, [generator_for(self.seed, 0, index, 0, f"evaluate {sample.full_name}")])
             noisy = assembly.adapter.prepare(make_noisy(batch, torch.tensor([sigma]), noise))
             prediction = assembly.adapter.predict(assembly.transformer, noisy)

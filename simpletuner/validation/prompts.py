@@ -68,6 +68,7 @@ def collect_prompts(config: ValidationConfig, problems: list[Problem]) -> list[V
     taken = {UNCONDITIONAL, PRIMARY}  # reserved: a library's prompt of that name is renamed
     named = [ValidationPrompt(unique(file_safe(entry[0]), taken), *entry) for entry in library]
     primary = [ValidationPrompt(PRIMARY, PRIMARY, config.validation_prompt)] if config.validation_prompt else []
+    # The primary prompt comes last: the model card and its program show `prompts[-1]`.
     return [*plain, *named, *primary]
 
 
@@ -136,6 +137,7 @@ def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool, problem
 def unique(name: str, taken: set[str]) -> str:
     """The name, numbered if it is in `taken`, to which it is added."""
     candidate, number = name, 1
+    # Some file systems do not distinguish names by case.
     while candidate.lower() in taken:
         number += 1
         candidate = f"{name}_{number}"

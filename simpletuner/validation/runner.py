@@ -275,8 +275,10 @@ class ValidationRunner:
             NonFiniteError: a weight is NaN or infinite.
         """
         step, world = state.global_step, assembly.world
+        # Paths are compared without, since they hold the number of frames that came out (`768x512@61`).
         recorded = {replace(record, path="") for record in self.recorded}
         shots = [shot for shot in self._shots(step, benchmark) if shot.record() not in recorded]
+        # A request, or the end of the run, may ask for a step that an interval has just rendered.
         if not shots or self._rendered_at == step:
             return
         world.main_only(lambda: discard_unfinished(self.output_dir))
@@ -290,6 +292,7 @@ class ValidationRunner:
                 lambda events: events.phase(title, len(shots), unit, PREVIEWS, stage=stage),
                 partial(self._render_all, assembly, own_share(assembly, shots)),
                 lambda place, record: self.events.publish(MediaRendered(record)),
+                # Under FSDP2 all processes take part in every forward pass.
                 in_lockstep=assembly.is_sharded,
             )
             self._rendered_at = step
@@ -332,11 +335,13 @@ class ValidationRunner:
     def _render(self, assembly: Assembly, shot: Shot, bar: ProgressBar) -> MediaRecord:
         """Sample one preview and write it."""
         request = self.renderer.request(shot.subject, shot.size, shot.seed)
+        # Advancing by 0 checks for a request to stop, so that a long clip can be cut short between sampling steps.
         request = replace(request, between_steps=lambda: bar.advance(0, shot.name))
         if self.config.validation.validation_preview and assembly.world.is_main:
             request = replace(request, watch=self._growing(assembly, shot, request))
         frames = self._pipeline(assembly).render(request)
         path = self._path(shot, frames)
+        # Sharded processes render every preview together, and one of them writes it.
         if assembly.world.is_main or not assembly.is_sharded:
             self.renderer.write(frames, path)
         record = shot.record(path.relative_to(self.output_dir).as_posix())
@@ -344,6 +349,7 @@ class ValidationRunner:
 
     def _growing(self, assembly: Assembly, shot: Shot, request: PreviewRequest) -> GrowingPreview:
         """The writer of a preview while it is sampled."""
+        # Fitted when first needed: it takes several passes of the VAE.
         if self._colours is None:
             self._colours = ColourMap.fit(self._pipeline(assembly).encoder, assembly.adapter.spec)
         every, total = self.config.validation.validation_preview_steps, request.num_inference_steps
@@ -389,6 +395,7 @@ def own_share(assembly: Assembly, items: Sequence[Item]) -> Placed[Item]:
 @contextmanager
 def quiet(assembly: Assembly) -> Iterator[None]:
     """Evaluation mode without gradients; global random states are restored afterwards."""
+    # Code of libraries may draw from the global generators.
     states = random_states()
     assembly.transformer.eval()
     try:

@@ -36,6 +36,7 @@ class ColourMap:
     @torch.no_grad()
     def fit(cls, encoder: LatentEncoder, spec: FamilySpec) -> ColourMap:
         """Fit the map to a VAE's decodings of a colour chart, and of random latents around it at several scales."""
+        # A video VAE's first latent frame stands for one frame, the next for several: a second one shows both kinds.
         frames = 1 if spec.media == "image" else 2
         colours = smooth_noise(3, 1, CELLS // 3).clamp(-1, 1)
         pixels = interpolate(colours[:, :, 0], scale_factor=spec.vae_stride, mode="bicubic").clamp(-1, 1).unsqueeze(2)
@@ -113,6 +114,7 @@ class GrowingPreview:
 
         On the path (1 - sigma) clean + sigma noise, the velocity is dz/dsigma, and clean = z - sigma velocity.
         """
+        # The first step has no velocity yet; equal levels would divide by zero.
         if self._before is None or self._before[0] == sigma:
             return z
         before, earlier = self._before

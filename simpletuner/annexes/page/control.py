@@ -103,10 +103,13 @@ class Runs:
         if fatal := [*outside, *(problem for problem in judgement.problems if problem.fatal)]:
             raise Refusal(422, fatal)
         run = self._at(self.project.inside(judgement.config.run.output_dir))
+        # Lists and objects as JSON, which the command line parses.
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+        # Two clicks at once must not both see a free folder.
         with self._lock:
             refuse_if_busy(run)
             after = last_id(run.folder / EVENTS_FILE)
+            # Before the process can write events: those after `after` are of the new session.
             write_json(run.folder / STARTED_FILE, {"config": name, "settings": dict(settings), "after": after})
             options = [f"--{key}={text}" for key, text in texts.items()]
             run.child = self._spawn(run.folder, ["train", chosen_by(name, file), *options])
@@ -132,11 +135,13 @@ class Runs:
         return self.start(run.config, {**run.settings, **here, **settings})
 
     def _spawn(self, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
+        # These choose a config, and the new run has been given one.
         environment = {key: value for key, value in os.environ.items() if key not in ENV_VARIABLES}
         with (folder / CONSOLE_FILE).open("ab") as console:
             console.write(redact(f"{PROMPT}{shlex.join(arguments)}\n").encode())
             console.flush()
             return subprocess.Popen(
+                # A session of its own: Ctrl-C in the server's terminal does not reach the run.
                 [*PROGRAM, *arguments], cwd=self.project.folder, env=environment, stdin=subprocess.DEVNULL,
                 stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip

@@ -125,6 +125,7 @@ class Configuration:
         """
         values, outside = self.project.without_outside(self.values)
         if self.environment.is_file():
+            # A config.env sets options as well, and commands that use this config read it.
             extra = read_env_file(self.environment, []).get(EXTRA_ARGUMENTS, "")
             beside = [*read_env_layer(self.environment, []).values, *parse_arguments([], [], extra).settings]
             outside += self.project.without_outside(dict(beside))[1]
@@ -142,6 +143,7 @@ class Configuration:
         """Write them into an empty folder; returns the arguments that make a command use them."""
         write_json(folder / "config.json", self.values)
         if self.environment.is_file():
+            # Commands look for it beside the config.
             shutil.copy(self.environment, folder)
         datasets = self.datasets
         if self.entries is not None:
@@ -220,6 +222,7 @@ def replace_file(
 
 def etag(path: Path) -> str:
     """Identifies the content of a file."""
+    # Of the content: times are coarse on some file systems, and saving a file unchanged is no conflict.
     return f'"{hashlib.sha256(path.read_bytes()).hexdigest()[:32]}"'
 
 
@@ -243,6 +246,7 @@ def writable(project: Project, path: Path) -> Path:
     """
     if project.inside(path, packaged=True).is_relative_to(EXAMPLES):
         raise Refusal(403, "This belongs to a packaged example; `simpletuner examples copy` makes one to change.")
+    # `data_backend_config` may name any file of the project: none but JSON is overwritten.
     if path.suffix != ".json":
         raise Refusal(403, f"{path.name!r} is not written: configs and dataset files end in .json.")
     return project.inside(path)
@@ -292,6 +296,7 @@ def with_values(values: Mapping[str, Any], content: Any) -> Any:
     content = {} if content is None else content
     settings = unwrapped(content)
     for key, value in values.items():
+        # All spellings of the key: a stale alias beside the new value would contradict it.
         for name in [name for name in settings if main_name(name) == main_name(key)] or [key]:
             settings[name] = unmasked(value, settings.get(name), key)
             if value is None:
@@ -321,6 +326,7 @@ def unmasked(value: Any, old: Any, key: str = "") -> Any:
     if value == SECRET:
         if masked(old, key) != SECRET:
             raise Refusal(422, [Problem(key, "was to stay what it is, but is not set; enter it again.")])
+        # The answer may quote it in a problem.
         hide(old)
         return old
     if isinstance(value, dict):
@@ -335,6 +341,7 @@ def counterpart(entry: Any, index: int, old: Any) -> Any:
     """The entry of an old list with the same id, else at the same index; None if there is none."""
     entries = old if isinstance(old, list) else []
     if isinstance(entry, dict) and "id" in entry:
+        # By id, since the page may have moved or removed entries.
         return next((each for each in entries if isinstance(each, dict) and each.get("id") == entry["id"]), None)
     return entries[index] if index < len(entries) else None
 
@@ -347,6 +354,7 @@ def browse(request: Request) -> Response:
         raise Refusal(404, f"{str(folder)!r} is not a folder.")
     try:
         with os.scandir(folder) as scan:
+            # One more than is shown reveals that there are more.
             entries = list(islice(scan, MOST_NAMES + 1))
     except OSError as error:
         raise Refusal(403, f"{str(folder)!r} cannot be read: {error.strerror}.") from None

@@ -126,6 +126,7 @@ def fields(family: str | None = None) -> tuple[Field, ...]:
     """Every option, in the order of the page, with the defaults of a family."""
     spec = FAMILIES[family] if family else None
     grouped, options, shown = sections(), all_options(), list[Field]()
+    # A section may claim single keys of a group, which are not shown again under the group.
     moved = {key for section in SECTIONS for key in section.keys}
     for section in SECTIONS:
         shown += [_field(options[key], spec, section.id, "") for key in section.keys]
@@ -188,4 +189,5 @@ def label_of(option: Option) -> str:
     prefix = option.section.lower().replace(" ", "_") + "_"
     words = option.name.rpartition(".")[2].removeprefix(prefix).split("_")
     text = " ".join(filter(None, (SPELLINGS.get(word, word.capitalize()) for word in words)))
+    # iREPA keeps its small letter.
     return text[:1].upper() + text[1:] if text[:2] != "iR" else text

@@ -164,6 +164,7 @@ class Guard:
                 app = self.app
             except Refusal as refusal:
                 app = refusal.answer()
+        # Values that a request brings are hidden in its own answer alone.
         with hidden_for_now():
             await app(scope, receive, send_secured)
 
@@ -211,6 +212,7 @@ def socket_user(client: End, server: End) -> int | None:
     for table in TABLES:
         with suppress(OSError):  # another system, or one that hides the table
             for line in table.read_text(encoding="ascii").splitlines()[1:]:
+                # Columns of proc(5): 1 local address, 2 remote address, 7 user, 9 inode.
                 columns = line.split()
                 # A socket that its process has closed is listed for a while, without an inode and as root's.
                 if columns[1] in local and columns[2] in remote and columns[9] != "0":

@@ -114,6 +114,8 @@ async def events(request: Request) -> Response:
     """The events of a run as they come."""
     run = await run_in_threadpool(chosen, request)
     last, path = request.headers.get("last-event-id", ""), run.folder / EVENTS_FILE
+    # A browser that reconnects names the last event it has seen; a new one begins with the next.
+    # 18 digits fit into 64 bits, whatever a client sends.
     after = int(last[:18]) if last.isdecimal() else await run_in_threadpool(last_id, path)
     headers = {"Cache-Control": "no-store"}
     return StreamingResponse(event_stream(path, after), media_type="text/event-stream", headers=headers)
@@ -130,6 +132,7 @@ async def event_stream(path: Path, after: int) -> AsyncIterator[str]:
         for event in filter(None, (parse_row(line, "id") for line in lines)):
             sent_at = time.monotonic()
             yield f"id: {event['id']}\nevent: {event.get('type')}\ndata: {json.dumps(event)}\n\n"
+        # Proxies close streams that stay silent.
         if time.monotonic() - sent_at > HEARTBEAT:
             sent_at = time.monotonic()
             yield ": alive\n\n"

@@ -103,6 +103,7 @@ async def run_while_wanted(request: Request, command: Sequence[str], folder: Pat
         return output.decode(errors="replace"), messages.decode(errors="replace")
     finally:
         if child.returncode is None:
+            # Plans write nothing that a kill could damage.
             child.kill()
             await reading
 

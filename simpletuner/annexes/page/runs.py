@@ -76,10 +76,12 @@ class Tail:
             return []
         with self.path.open("rb") as file:
             now = os.fstat(file.fileno())
+            # Replaced by an atomic write, or truncated.
             if now.st_ino != self._file or now.st_size < self._offset:
                 self._restart(now.st_ino, self.begin(file))
             file.seek(self._offset)
             part = file.read(PART)
+        # A line longer than a part is no event: it is passed on in pieces that do not parse.
         end = part.rfind(b"\n") + 1 or (PART if len(part) == PART else 0)
         self._offset += end
         return part[:end].splitlines(keepends=True)
@@ -138,6 +140,7 @@ def last_step(path: Path) -> tuple[dict[str, Any], str]:
     metrics, damage = dict[str, Any](), ""
     for line in reversed(ending(path, PART)):
         row = parse_row(line)
+        # Rows of one step add up: on resume, an evaluation has a row of its own.
         if row and metrics and row["step"] != metrics["step"]:
             break
         metrics = (row or {}) | metrics
@@ -359,6 +362,7 @@ class Run:
 
     def _judge(self, owner: Owner | None, is_alive: bool, story: Story, console: str) -> tuple[Status, str]:
         is_elsewhere = owner is not None and owner.host != socket.gethostname()
+        # What a session said of its end counts for more than its process, which may take a while to exit.
         if story.status in ENDED:
             return ENDED[story.status], story.message
         if is_alive or (is_elsewhere and time.time() - self.seen < SILENCE):

@@ -147,10 +147,12 @@ def make_server(project: Project, access: Access, mode: Mode = "unified", **more
         http=Connection,
         ws="none",
         lifespan="off",
+        # uvicorn would replace the handlers of the run.
         log_config=None,
         log_level="error",
         access_log=False,
         server_header=False,
+        # X-Forwarded-For must not decide whose connection it is.
         proxy_headers=False,
         limit_concurrency=MOST_CONNECTIONS,
         timeout_graceful_shutdown=END_SECONDS,
@@ -165,6 +167,7 @@ class PageServer(Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         logging.getLogger("uvicorn.error").disabled = True
         for connection in list(self.server_state.connections):
+            # `close` would first wait for a slow client to read what is buffered.
             cast(H11Protocol, connection).transport.abort()
         await asyncio.sleep(0)  # streams notice that their browsers are gone
         for task in self.server_state.tasks:
@@ -199,6 +202,7 @@ def page_of_run(listener: socket.socket, access: Access, output_dir: Path, event
     """Serve the page of a run from a thread of its process while the block lasts."""
     project = Project(Path.cwd().resolve(), (output_dir.resolve(),), run=output_dir.resolve())
     server = make_server(project, access, "trainer")
+    # Outside the main thread, uvicorn leaves the signals to the run.
     thread = threading.Thread(target=server.run, args=([listener],), name="page", daemon=True)
     thread.start()
     hint = f"/?token=TOKEN with the token in {access.source}" if access.needs_token(listener) else ""

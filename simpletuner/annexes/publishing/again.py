@@ -27,6 +27,7 @@ def publish_again(output_dir: Path, arguments: Arguments, problems: list[Problem
     """
     settings, recorded = recorded_settings(output_dir, arguments, problems)
     setup_logging()
+    # The lock keeps a run from replacing files that are being uploaded.
     with lock_output(output_dir), signals_as_interrupt(), shown_events() as events:
         for problem in problems:
             events.say(str(problem), warning=True)
@@ -52,11 +53,13 @@ def recorded_settings(
     given, keys = canonical(arguments.layer(), problems), PublishConfig.model_fields.keys()
     for key in sorted(given.keys() - keys):
         problems.append(Problem(key, "has no effect: only settings of the section Publishing are used here."))
+    # Settings are recorded without secrets, so the keys of a store come from the config file below.
     old = {key: without_hidden(recorded[key]) for key in keys & recorded.keys()}
     if PUBLISHING_CONFIG not in given and old.get(PUBLISHING_CONFIG) != recorded.get(PUBLISHING_CONFIG):
         origin = whole[-1].manifest.identity.origins.get(PUBLISHING_CONFIG, "")
         old[PUBLISHING_CONFIG] = _stores_with_keys(origin, problems) or old[PUBLISHING_CONFIG]
     settings = build_group(PublishConfig, {**old, **given}, problems)
+    # Whoever calls this command wants an upload, whatever `push_to_hub` was in training.
     if not settings.stores or "hub_model_id" in given:
         settings = settings.model_copy(update={"push_to_hub": True})
     problems.extend(check_unset(settings, fatal=True))

@@ -67,6 +67,7 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
     facts, media = card_facts(plan, repository, step, epoch), _named(read_media(plan.output_dir / MEDIA_FILE), step)
     chosen = {key: value for key, value in config.flat().items() if config.is_explicit(key) and key not in PRIVATE}
     settings = public_settings(chosen)
+    # Runs with equal settings have equal hashes, whatever they are called.
     recipe = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
     values = {**facts, "gallery": bool(media), "recipe": recipe}
     with build_folder(plan.output_dir / CARD_FOLDER) as folder:
@@ -125,6 +126,7 @@ def _is_private(value: Any) -> bool:
     if not isinstance(value, str):
         return False
     with suppress(OSError, ValueError):  # too long for a path
+        # A bare name is private if it exists here; PATH recognises paths that do not.
         if Path(value).expanduser().exists():
             return True
     return HIDDEN in value or PATH.search(value) is not None
@@ -136,6 +138,7 @@ def draw_curve(points: Sequence[tuple[int, float]]) -> Image.Image:
     span, rise = max(last - first, 1), (max(loss for _, loss in points) - best[1]) or 1.0
 
     def at(point: tuple[int, float]) -> tuple[float, float]:
+        # Margins of 48 in 960 x 420; y grows downwards.
         return 48 + 864 * (point[0] - first) / span, 372 - 324 * (point[1] - best[1]) / rise
 
     picture = Image.new("RGB", (960, 420), "white")
@@ -155,6 +158,7 @@ def plain(text: object) -> str:
 
 def fenced(text: str, language: str = "") -> str:
     """Text as a block of code, in a fence that it cannot close."""
+    # A fence is closed by as many backticks as it has, so it needs more than any run of them in the text.
     longest = max((len(each) for each in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text}\n{fence}"
@@ -171,6 +175,7 @@ def _render(template: str, values: Mapping[str, Any]) -> str:
 def card_facts(plan: Plan, repository: str, step: int, epoch: int) -> dict[str, Any]:
     """What the templates show."""
     config, base = plan.config, plan.source["transformer"]
+    # A folder of this machine means nothing to others.
     base_name = plan.flavour.repository if base.is_local else base.location
     rows = (row for row in read_rows(plan.output_dir / METRICS_FILE) if row["step"] <= step)
     return {

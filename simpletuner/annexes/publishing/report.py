@@ -63,7 +63,7 @@ def write_report(path: Path, data: Mapping[str, Any]) -> None:
         refresh=REFRESH if data["state"] == "running" else None,
         **shown,
     )
-    write_atomically(path, page, durable=False)
+    write_atomically(path, page, durable=False)  # it can be made again from the record
 
 
 def facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -72,6 +72,7 @@ def facts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "Step", f"{data['step']:,} of {data['total_steps']:,}"
     losses = [value for _, value in metrics.points("train_loss")]
     if losses:
+        # Means of tenths: single losses depend on the noise level that was drawn.
         tenth = max(1, len(losses) // 10)
         first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
         yield "Loss, first to last tenth", f"{first:.3g} → {last:.3g}"
@@ -187,6 +188,7 @@ class RunReport(Companion):
         try:
             write_report(self.plan.output_dir / REPORT_FILE, self.data(state, message))
         except (OSError, UserError) as error:
+            # Warned of once: a full disk would repeat it at every rewrite.
             if not self._failed:
                 logger.warning("The report cannot be written, and the run goes on without it. %s", error)
             self._failed = True

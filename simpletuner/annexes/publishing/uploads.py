@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 # Seconds to wait after the first and after the second attempt; the third is the last one.
 WAITS = (5.0, 20.0)
+# Seconds that a script of the user may take.
 LONGEST = 600.0
 
 
@@ -90,9 +91,11 @@ class Uploads(Companion):
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
         """Upload the checkpoint that was completed last; that of the last step goes with the result."""
+        # Here and not in `__call__`: companions come after the previews, which the card shows.
         due, self._due = self._due, None
         if due is not None and self._is_pushed(due) and due.step < assembly.settings.total_steps:
             saved, epoch = due, state.epoch
+            # A bucket gets a copy of the whole output folder, once, with the result.
             hubs = [place for place in self.destinations if not isinstance(place, BucketCopy)]
             self._add(lambda: self._send(saved.path, saved.step, epoch, [saved.path], hubs), saved.path)
             if not self.publish.push_to_hub_background:
@@ -194,6 +197,7 @@ class Uploads(Companion):
     def _send(
         self, folder: Path, step: int, epoch: int, checkpoints: Sequence[Path], places: Sequence[Destination]
     ) -> None:
+        # In the worker, in turn: an upload before this one still needs the card of its step.
         if self.describe and self._plan:
             self.describe(self._plan, step, epoch)
         upload = make_upload(self.output_dir, folder, step, checkpoints)
@@ -206,6 +210,7 @@ class Uploads(Companion):
                     self._run_script("post_upload_script", script, folder, step, url)
 
     def _attempt(self, name: str, place: Destination, upload: Upload) -> str:
+        # None: no attempt follows.
         for wait in (*self.waits, None):
             try:
                 return place.upload(upload)
@@ -394,6 +399,7 @@ class BucketCopy:
         """Upload what is not there yet in the same size since it was written; returns the address."""
         from boto3.s3.transfer import TransferConfig
 
+        # S3 takes at most 5 GiB in one part.
         whole = {"multipart_threshold": 5 * 2**30} if self.store.force_single_part else {}
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self.store.bucket, Prefix=f"{self.prefix}/"
