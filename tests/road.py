@@ -41,8 +41,8 @@ def watch(frame: FrameType, event: str, argument: object) -> None:
         hops += file_of_function(frame.f_back) not in (None, file)
     elif frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith(BACKWARD):
         imported = sum(name.partition(".")[0] == "simpletuner" for name in sys.modules)
-        counts = {"files executed": len(executed), "files imported": imported, "hops between files": hops}
-        REPORT.write_text(json.dumps(counts))
+        counts = {"files imported": imported, "hops between files": hops}
+        REPORT.write_text(json.dumps({"executed": sorted(executed), "counts": counts}))
         os._exit(0)
 
 

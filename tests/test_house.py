@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import PACKAGE, House, complexity, read
+from tests.house import COMPLEX, PACKAGE, House, complexity, read
 
 TABLES = {"schema.py"}  # one option after the other, looked up and not read through
 
@@ -32,6 +32,10 @@ def test_functions_are_short(house: House) -> None:
     assert above(sizes, 50) == {}
     assert statistics.median(sizes.values()) <= 6
     assert sorted(sizes.values())[len(sizes) * 9 // 10] <= 15
+
+
+def test_few_functions_have_many_branches(house: House) -> None:
+    assert len(above(house.complexities(), COMPLEX)) <= 25
 
 
 def test_classes_and_files_are_not_large(house: House) -> None:

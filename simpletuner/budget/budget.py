@@ -58,6 +58,7 @@ class PhasePeak:
         """The peak of several processes from that of one."""
         # Text encoders are loaded one after the other, or by one process.
         readers = 1 if self.name == CAPTIONS else processes
+        # Streamed and shared weights are in memory once, however many processes map them.
         host = self.common + processes * (self.host - self.common)
         return replace(self, host=host, passing=readers * self.passing, processes=processes)
 
@@ -67,6 +68,7 @@ class PhasePeak:
 
     def needed(self, device: Device) -> float:
         """Bytes of the device's memory, which without a GPU is the machine's."""
+        # On a CPU, the "device" of every process is the same RAM.
         return self.device if device.is_gpu else self.device * self.processes + self.host
 
     def shortage(self, device: Device, *, headroom: float = 0.0) -> str | None:
@@ -81,6 +83,7 @@ class PhasePeak:
                 return f"{self.name} needs {gigabytes(needed)}, this machine has {gigabytes(room)} and no GPU"
             taken = f" ({device.taken_by_others}; plan_device_memory_gb plans without it)" if device.taken else ""
             return f"{self.name} needs {gigabytes(needed)} on the device, where {gigabytes(room)} can be used{taken}"
+        # On a CPU, `needed` includes the host's part.
         host, wanted = device.host_memory, self.on_host(device)
         if device.is_gpu and host is not None and wanted > host:
             return f"{self.name} needs {gigabytes(wanted)} of host memory, this machine has {gigabytes(host)}"
@@ -123,6 +126,7 @@ class Budget:
         buckets = zip(self.workload.buckets, self.steps, strict=True)
         micro = sum(step.cost.seconds * bucket.share for bucket, step in buckets)
         computing = micro * self.config.schedule.gradient_accumulation_steps
+        # As if the shorter of the two were hidden behind the longer.
         return max(computing, self.sent.total / link_rate(self.device, self.config.launch.num_machines))
 
     @property
@@ -168,15 +172,18 @@ class Budget:
         config, parts, workload = self.config, self.parts, self.workload
         vae, text = parts.encoder_bytes(config)
         if workload.encodes_text:
+            # The language head, and a vision tower that no prompt needs, are dropped on the host.
             kept = text * (1 - parts.text_dropped / parts.text_parameters)
             on_device = kept * (STREAMED_TEXT if config.offload.group_offload_text_encoder else 1.0)
             yield PhasePeak(CAPTIONS, on_device + text * TEXT_ACTIVATIONS, HOST_BASE, text)
         if workload.encoded:
             samples = config.caching.vae_batch_size
             batches = [replace(load, samples=min(samples, load.samples)) for load in workload.encoded]
+            # bytes of the decoded RGB pixels of a batch
             clip = 3.0 * max(load.samples * load.frames * load.width * load.height for load in batches)
             # Bytes on the host, gathered into a batch and page-locked.
             host = HOST_BASE + workload.waiting + 2 * clip
+            # `to_pixels` widens them to float32 on the device.
             peak = vae + self._vae_bytes(batches) + clip * BYTES["fp32"]
             yield PhasePeak(f"encoding {parts.spec.media_noun}", peak, host)
         if workload.encodes_features:
@@ -195,14 +202,17 @@ class Budget:
         on_device, on_host = model.average_memory("device"), model.average_memory("host")
         waiting = HOST_BASE + streamed + on_host.kept + model.state_on_host_bytes
         idle = trained - model.gradient_bytes  # between two steps
+        # Features that are not cached keep their encoder on the device beside the transformer.
         live = not all(kind.is_cached for technique in parts.techniques for kind in technique.features)
         for bucket, step in zip(workload.buckets, self.steps, strict=True):
             resident, teaching = (self._teacher(bucket), self._teaching(bucket)) if live else (0.0, 0.0)
             peak = step.memory.total + resident
+            # Three moments: the backward pass; the encoder before it; the average's update after it, without gradients.
             peak = max(peak, frozen + trained + teaching, frozen + idle + resident + on_device.updating)
             host = waiting + max(model.inputs_on_host_bytes(step.load), on_host.updating)
             yield PhasePeak(f"training at {bucket.label}", peak + beside, host, trains=True, common=streamed)
         if workload.previews:
+            # Optimizer state stays on the device during previews; gradients do not.
             peak = idle + self._rendering() + parts.lora_bytes + on_device.waiting + beside
             yield PhasePeak(PREVIEWS, peak, waiting + on_host.waiting, common=streamed)
         written = model.saving_bytes  # by one process
@@ -240,6 +250,7 @@ class Budget:
         tiled, tile = (True, TILE) if how == "tiles" else (self.config.caching.vae_enable_tiling, VaeLoad.tile)
         shape = 1, largest.frames, largest.width, largest.height
         picture = VaeLoad(*shape, tiled=tiled, strips=how != "whole", tile=tile)
+        # As the pipelines decode, whatever `vae_dtype` is for encoding.
         size = BYTES["fp32" if parts.spec.defaults.get("vae_dtype") == "fp32" else self.model.dtype]
         workspace = WORKSPACE if how == "whole" and largest.frames > 1 and parts.on_gpu else 0.0
         decoding = vae + parts.cost.vae_decode(parts.vae, picture) * size * (1 + workspace)
@@ -287,6 +298,7 @@ def preview_rounds(plan: Plan) -> int:
         return 0
     validation, total = plan.config.validation, plan.length.total_steps
     rounds = Rounds(validation.validation_step_interval, at_end=True)
+    # A resumed run has previews of the untrained model already.
     untrained = plan.resume is None and not validation.disable_benchmark
     return rounds.after(total - remaining_steps(plan), total) + untrained
 

@@ -219,6 +219,7 @@ def torch_uses_gpus() -> bool:
     file = Path(torch.origin).with_name("version.py") if torch and torch.origin else Path()
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     values = re.findall(r"^(?:cuda|hip|xpu)\b.*= (.+)", text, re.MULTILINE)
+    # Lines such as `cuda: Optional[str] = '12.8'`; a CPU build has None in all of them.
     return not values or set(values) != {"None"}
 
 
@@ -229,6 +230,7 @@ def rates_of(name: str) -> Rates:
     if part is None:
         return whole
     share = int(part["sevenths"]) / 7
+    # Slices do not divide the bus.
     return replace(whole, matmul=share * whole.matmul, attention=share * whole.attention, memory=share * whole.memory)
 
 
@@ -262,6 +264,7 @@ def query_gpu() -> Gpu | None:
     if part := _slice(ask_driver("-L") if driver() else [], _first_visible()):
         return part
     try:
+        # From the right, whatever the name holds.
         name, total, used = _ask_about("gpu=name,memory.total,memory.used", _first_visible())[0].rsplit(",", 2)
         taken = float(used) * 2**20
         return Gpu(name.strip(), float(total) * 2**20, taken if taken > IDLE else 0.0)
@@ -278,6 +281,7 @@ def query_users() -> str:
 def compute_capability() -> tuple[int, int] | None:
     """CUDA compute capability of that GPU; None if unknown."""
     first = _first_visible()
+    # Queries answer for whole GPUs only, see `_slice`; those of one machine are taken to be alike.
     answer = "".join(_ask_about("gpu=compute_cap", "" if first.startswith("MIG-") else first)[:1])
     numbers = re.fullmatch(r"(\d+)\.(\d+)", answer)
     return (int(numbers[1]), int(numbers[2])) if numbers else None
@@ -326,6 +330,7 @@ def _slice(listed: Sequence[str], chosen: str) -> Gpu | None:
         whole, part = WHOLE.match(line), SLICE.search(line)
         if whole is not None:
             gpu = whole["name"]
+            # CUDA also accepts the beginning of a UUID.
             is_meant = (chosen or "0") == whole["index"] or (chosen.startswith("GPU-") and chosen in line)
         elif part is not None and (chosen in line if chosen.startswith("MIG-") else is_meant):
             return Gpu(f"{gpu} {part[0]}", float(part["gigabytes"]) * SLICE_SHARE * 2**30)
@@ -339,6 +344,7 @@ def host_memory() -> float | None:
     except (ValueError, OSError, AttributeError):
         return None
     try:
+        # cgroup v2, where "max" stands for no limit.
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
     except OSError:
         limit = ""

@@ -38,6 +38,7 @@ class Writing:
 def find_writings(plan: Plan, budget: Budget) -> Iterator[Writing]:
     """Checkpoints, cache entries and weights offloaded to disk."""
     model, limits = budget.model, plan.config.checkpoints
+    # A LoRA is saved twice: exactly, to resume from, and as the file for pipelines.
     copies = 1 if model.is_full else 2
     average = AVERAGE + model.number_bytes if model.averaged else 0.0  # saved as state, and as weights
     one = model.trained_numbers * (copies * model.number_bytes + model.state_bytes + average)
@@ -60,6 +61,7 @@ def _cache_writings(plan: Plan, budget: Budget, listing: Listing) -> Iterator[Wr
     features = feature_costs(plan.spec, listing)
     if features.stored:
         yield Writing("features", listing.features.missing[0].folder, features.stored, features.stored)
+    # The limit for `total`: every caption as long as the longest prompt.
     longest = max((bucket.text for bucket in budget.workload.buckets), default=0)
     width = budget.parts.transformer.shapes[f"{plan.spec.cost.prompt_layer}.weight"][1]
     texts = float(len(listing.texts.missing) * longest * width * BYTES[text_encoder_dtype(plan.config.precision)])
@@ -86,6 +88,7 @@ def check_disk(plan: Plan, writings: Iterable[Writing]) -> Iterator[Problem]:
     """Problems of small disks: fatal if `at_once` does not fit, a warning if `total` may not."""
     by_disk: dict[int, list[Writing]] = {}
     for writing in writings:
+        # Folders on one disk compete for its space.
         by_disk.setdefault(existing(writing.folder).stat().st_dev, []).append(writing)
     for group in by_disk.values():
         place = existing(group[0].folder)

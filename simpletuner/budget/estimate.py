@@ -249,6 +249,7 @@ class StepModel:
         if self.sharded:
             return (self.rest + sum(self.blocks)) / self.processes + self.gathered_bytes
         slots = min(self.residents, len(self.blocks)) + SLOTS * self.group
+        # A slot is as large as the largest block.
         here = min(sum(self.blocks), max(self.blocks) * slots) if self.streamed else sum(self.blocks)
         return self.rest + here
 
@@ -282,18 +283,22 @@ class StepModel:
     def memory(self, load: BatchShape) -> StepMemory:
         """Peak memory of a step with one micro-batch."""
         blocks, chosen, added = self.activations(load), self.checkpointed, self.added(load)
+        # Of offloaded inputs, a few are still leaving or back already; the largest ones are assumed.
         inputs = self._held(load)[-SLOTS:] if self.inputs_on_host else self._held(load)
         whole = [block.saved + block.held for block, is_one in zip(blocks, chosen, strict=True) if not is_one]
         attention = [block.attention for block, is_one in zip(blocks, chosen, strict=True) if is_one]
         product = PRODUCT * self.cost.widest(load) if self.multiplies else 0.0
         backward = StepMemory(
             weights=self.frozen_bytes,
+            # Modules of techniques are trained in float32: weight and gradient.
             trained=self.trained_bytes + added.parameters * (2 * BYTES["fp32"] + self.state_bytes),
             inputs=added.held + sum(inputs) + sum(whole) + (sum(attention) if self.keep_attention else 0.0),
+            # A checkpointed block saves its activations again when it is recomputed.
             block=product + max(block.transient + (block.saved if any(chosen) else 0.0) for block in blocks),
             outside=self._activations(load).outside,
         )
         temporary = self.update_bytes * (self.trained_numbers / self.trained_shares + added.parameters)
+        # Activations are free again by then, so only what exceeds them raises the peak.
         return replace(backward, update=max(0.0, temporary - backward.inputs - backward.block - backward.outside))
 
     def added(self, load: BatchShape) -> TechniqueCost:
@@ -372,8 +377,10 @@ class Step:
         passes = 1 + added.passes
         executed = main + extra.times(added.passes) + alone + Work(added.flops)
         traffic = main_traffic + extra_traffic * added.passes + self._forward_traffic * added.forwards
+        # `LAUNCHES` counts forward and backward; a forward pass is a third of them.
         launching = self._launches * ((1 + self._recomputed / 3) * passes + added.forwards / 3)
         computing = max(self._seconds(executed, traffic), launching)
+        # A block is needed in the forward and again in the backward pass.
         copying = self._copying(2 * passes + added.forwards)
         seconds = max(computing, copying) if model.overlapped else computing + copying
         seconds += 2 * model.state_on_host_bytes / self.device.rates.transfer  # as if nothing of it were hidden
@@ -389,9 +396,12 @@ class Step:
         model, share, forward = self.model, self._recomputed, self._forward(load)
         backward = model.cost.backward(load, model.adapters, full=model.is_full)
         blocks = model.cost.forward(load, model.adapters, blocks_only=True)
+        # Recomputed: all of a checkpointed block but the attention that was kept.
         again = blocks.times(share, 0.0 if model.keep_attention else share)
+        # Scores that a flash kernel recomputes are executed, but not part of the model's FLOPs.
         flash = Work(0.0, (FLASH_BACKWARD - ATTENTION_BACKWARD) * forward.attention)
         moved = model.cost.activations_by_block(load, BYTES[model.dtype], model.adapters)
+        # 1 forward, 2 backward (see `Activations.traffic`), and the recomputed share
         traffic = sum(block.traffic for block in moved) * (3 + share)
         return forward.total + backward.total, forward + backward + again + flash, traffic
 
@@ -461,6 +471,7 @@ def sent_bytes(model: StepModel, added: TechniqueCost, micro_steps: int) -> Sent
     if not model.sharded:
         return Sent(reduced=2 * share * reduced)
     backward = 1 + added.passes
+    # Weights that are given up after the forward pass are gathered again for the backward pass.
     times = backward + added.forwards + (backward if model.reshards else 0.0)
     scatters = 1 if model.whole_gradients else backward * micro_steps
     return Sent(2 * share * reduced, share * weights * times * micro_steps, share * weights * scatters * model.is_full)

@@ -72,6 +72,7 @@ def fastest(work: Callable[[], object], device: torch.device, rounds: int) -> fl
 def _measure_cuda(device: torch.device, dtype: torch.dtype) -> DeviceRates:
     rate = matmul_flops(device, dtype, SIDE)
     rates = DeviceRates(device_name(device), rate, host_to_device_bytes(device), _name(dtype))
+    # The peak that a run reports must not be the benchmark's.
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return rates

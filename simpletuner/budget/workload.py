@@ -49,6 +49,7 @@ class Bucket:
 
     @property
     def label(self) -> str:
+        # "768x512@61, batch 2"
         frames = f"@{self.frames}" if self.frames > 1 else ""
         return f"{self.width}x{self.height}{frames}" + (f", batch {self.batch}" if self.batch > 1 else "")
 
@@ -89,6 +90,7 @@ class Workload:
 
         def shrink(bucket: Bucket) -> Bucket:
             width, height = (max(grid, round(side * sides / grid) * grid) for side in (bucket.width, bucket.height))
+            # 4k + 1 frames, as the VAEs take them
             shorter = round((bucket.frames - 1) * frames / stride) * stride + 1
             return replace(bucket, width=width, height=height, frames=shorter)
 
@@ -115,6 +117,7 @@ def workload_of(plan: Plan, listing: Listing | None) -> Workload:
         encoded=[VaeLoad(count, frames, *size) for (size, frames), count in shapes.items()],
         encodes_text=listing is None or len(listing.texts.missing) > 0,
         previews=previews_of(plan),
+        # The queue holds about as much: WAITING_BYTES of `caching.fill`, which would import torch.
         waiting=min(pixels, 1e9),
         encoded_in_training=list({VaeLoad(1, sample.frames, *sample.geometry.size) for sample in later}),
         encodes_features=bool(feature_kinds(plan)) and (listing is None or len(listing.features.missing) > 0),
@@ -136,9 +139,12 @@ def buckets_of(plan: Plan) -> list[Bucket]:
     counts: Counter[Bucket] = Counter()
     for dataset in plan.trained:
         for samples in dataset.buckets.values():
+            # Samples of a bucket have one size and length.
             first = samples[0]
+            # The prompt of i2i holds the source picture.
             text = prompt_length(plan, first.partner.geometry.size if first.partner else None)
             bucket = Bucket(*first.geometry.size, first.frames, dataset.batch_size, 0.0, text, first.is_i2v)
+            # A bucket's last batch is filled up, so it counts in full.
             counts[bucket] += -(-len(samples) * (dataset.repeats + 1) // dataset.batch_size)
     buckets = [replace(bucket, share=count / counts.total()) for bucket, count in counts.items()]
     return sorted(buckets, key=lambda bucket: bucket.pixels, reverse=True)
@@ -149,6 +155,7 @@ def prompt_length(plan: Plan, picture: tuple[int, int] | None) -> int:
     cost = plan.spec.cost
     held = picture if picture and plan.flavour.task in plan.spec.words.hold_picture else None
     longest = plan.spec.words.length(plan.config.text)
+    # A family that pads has one length, whatever the caption.
     return cost.padded_text or longest + (cost.picture_tokens(*held) if held else 0)
 
 
@@ -158,6 +165,7 @@ def previews_of(plan: Plan) -> list[Bucket]:
     if not plan.prompts:
         return []
     frames = 1 if plan.spec.frame_rate is None else validation.validation_num_video_frames or 1
+    # Some pipelines run both branches of guidance as one batch, others one after the other.
     batch = 2 if plan.spec.cost.guided_together and (validation.validation_guidance or 1) > 1 else 1
     timed = plan.flavour.task == "i2v" and plan.spec.cost.guided_together
     previews = [Bucket(*size, frames, batch, 0.0, prompt_length(plan, size), timed) for size in plan.sizes]
@@ -201,6 +209,7 @@ class Parts:
 
     def load(self, bucket: Bucket) -> BatchShape:
         """The micro-batch of a bucket, in tokens."""
+        # pixels -> latent positions -> tokens
         frames, height, width = self.spec.latent_size(bucket.width, bucket.height, bucket.frames)
         patch = self.spec.patch_size
         return BatchShape(bucket.batch, frames, height // patch, width // patch, bucket.text, bucket.timed)
@@ -221,6 +230,7 @@ class Parts:
         weights, adapted = weights_of(self.transformer.shapes), is_lora and self.trains
         return StepModel(
             cost=self.transformer,
+            # A full fine-tune computes in the dtype of the weights that it trains.
             dtype=transformer_dtype(precision) if is_lora else trained,
             number_bytes=BYTES[trained],
             state_bytes=optimizer_state_bytes(optimizer, BYTES[trained], is_bf16=trained == "bf16", widened=widened),
@@ -229,6 +239,7 @@ class Parts:
             checkpoint_interval=precision.checkpoint_interval,
             kept_blocks=precision.gradient_checkpointing_kept_blocks,
             keep_attention=precision.gradient_checkpointing and keeps_attention(config.speed),
+            # Only frozen weights stream: evicted ones are never copied back.
             streamed=offload.enable_group_offload and is_lora,
             residents=offload.group_offload_resident_blocks,
             group=offload.group_offload_blocks_per_group,
@@ -302,6 +313,7 @@ def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
         targets=plan.lora_targets,
         vae=vae or {},
         vae_parameters=count_parameters(source["vae"]) or cost.vae_parameters,
+        # The published number covers all encoders, so one that is absent replaces the whole sum.
         text_parameters=sum(counts) if all(counts) else cost.text_parameters,
         assumed=tuple(compress(absent, absent.values())),
         techniques=plan.techniques,

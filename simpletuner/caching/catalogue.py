@@ -74,6 +74,7 @@ class FeatureKind:
     @cached_property
     def identity(self) -> tuple[tuple[str, str | float], ...]:
         """Everything it depends on besides the latents; its encoder must be on this machine."""
+        # The content, since another checkpoint may take the same name.
         place = self.encoder.local() if self.encoder else None
         content = {"encoder": checkpoint_identity(place)} if place else {}
         return tuple(sorted((self.maker | content).items()))
@@ -139,6 +140,7 @@ class Share:
     def holds(self, entry: AnyEntry) -> bool:
         """Whether the entry belongs to it. Features belong to the share of the latents they are computed from."""
         key = entry.latents.key if isinstance(entry, FeatureEntry) else entry.key
+        # Digests are uniform, so shares are about equal, and processes agree on them without communicating.
         return int(key.digest(), 16) % self.count == self.index
 
     def of(self, entries: Iterable[CacheEntry]) -> list[CacheEntry]:
@@ -227,6 +229,7 @@ class Catalogue:
         """The latents that a sample is conditioned on: its partner's, or its frame 0 encoded alone (i2v)."""
         if sample.partner is not None:
             return self.latent(sample.partner)
+        # Alone, as the pipelines encode the user's picture: latent 0 of a whole clip differs from it.
         return self.latent(sample.first_frame) if sample.is_i2v else None
 
     def text(
@@ -241,6 +244,7 @@ class Catalogue:
             negative: whether it is a negative prompt.
         """
         encoders, folder, compress = self.encoders, self.prompts, self.compress
+        # Elsewhere samples with one caption share its entry, whatever their pictures.
         picture = picture if encoders.prompt_holds_picture else None
         if dataset_id is not None:
             caches = self.datasets[dataset_id]
@@ -284,6 +288,7 @@ class Catalogue:
             for sample in dataset.samples:
                 for caption in (*sample.captions, *(map(preserve, sample.captions) if preserve else ())):
                     yield self.text(dataset.id, caption, sample.partner, sample.full_name)
+            # With a picture in the prompt, the empty caption differs from sample to sample.
             if with_empty:
                 for sample in dataset.samples if self.encoders.prompt_holds_picture else dataset.samples[:1]:
                     yield self.text(dataset.id, "", sample.partner, sample.full_name)
@@ -302,6 +307,7 @@ class Entries(Generic[CacheEntry]):
     def __iter__(self) -> Iterator[CacheEntry]:
         seen: set[tuple[str, Path]] = set()
         for entry in self.make():
+            # Datasets may share a caption and keep it in different caches.
             mark = entry.key.digest(), entry.folder
             if mark not in seen:
                 seen.add(mark)
@@ -322,6 +328,7 @@ class Entries(Generic[CacheEntry]):
 
 def look_up(entries: Iterable[CacheEntry]) -> tuple[int, list[CacheEntry]]:
     """The number of distinct entries, and the absent ones; each folder is listed once."""
+    # A listing per folder instead of a `stat` per entry, which on a network disk is a round trip.
     folders: dict[Path, dict[str, bool]] = {}  # key -> was counted
     number, absent = 0, []
     for entry in entries:

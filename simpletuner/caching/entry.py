@@ -67,6 +67,7 @@ def store_entry(folder: Path, key: str, blob: bytes, provenance: dict[str, str],
     header[METADATA] = {**provenance, KEY: key}
     data = memoryview(blob)[start:]
     header[METADATA][CHECKSUM] = _checksum(header, data)
+    # A frame in both cases, so that readers need not know how an entry was written.
     packer = zstandard.ZstdCompressor(level=ZSTD_LEVEL if compress else STORED_LEVEL)
     write_atomically(entry_path(folder, key), packer.compress(join_header(header, data)), durable=False)
 
@@ -124,7 +125,7 @@ def _read_head(source: zstandard.ZstdDecompressionReader) -> tuple[bytes, dict[s
         ValueError: there is no readable header.
     """
     head = source.read(LENGTH_BYTES)
-    head += source.read(min(header_end(head), LARGEST_ENTRY) - len(head))
+    head += source.read(header_end(head) - len(head))
     return head, split_header(head)[1]
 
 

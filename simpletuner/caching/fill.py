@@ -83,6 +83,7 @@ class ShrinkingEncoder(Generic[Item, Encoded]):
         """
         done: list[Encoded] = []
         while len(done) < len(items):
+            # What was encoded before memory ran out is kept.
             part = items[len(done) : len(done) + (self.most or len(items))]
             made = self._tried(part)
             if made is None:
@@ -107,6 +108,7 @@ class ShrinkingEncoder(Generic[Item, Encoded]):
 
     def _shrink(self, items: Sequence[Item]) -> None:
         gc.collect()  # exceptions and their frames form cycles that may keep tensors alive
+        # Blocks that were cached for the larger batch do not fit the smaller one.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if len(items) > 1:
@@ -148,6 +150,7 @@ def fill_texts(entries: Sequence[TextEntry], encoder: TextEncoder, size: int, ba
                     notes.append(f"{entry.source}: the caption is too long; this part is cut off: {cut!r}")
             writes = _settle(writes)
             bar.advance(len(group), group[-1].source)
+    # The pool has waited for its writers; this raises what the last of them failed with.
     _settle(writes, wait=True)
     return notes
 
@@ -236,6 +239,7 @@ def fill_features(
 
 
 def _encode_texts(encoder: TextEncoder, group: Sequence[TextEntry]) -> list[TextEmbeds]:
+    # A batch is filled up with its last entry, whose picture is decoded once.
     requests = {each: TextRequest(each.caption, _picture(each.picture), each.bare) for each in dict.fromkeys(group)}
     embeds = encoder.encode([requests[entry] for entry in group])
     tensors = [embedding.values() for embedding in embeds]
@@ -245,6 +249,7 @@ def _encode_texts(encoder: TextEncoder, group: Sequence[TextEntry]) -> list[Text
 
 def _encode_latents(encoder: LatentEncoder, group: Sequence[Decoded]) -> list[Tensor]:
     pixels = np.stack([array for _, array in group])
+    # A seed per entry: its draw from the posterior depends neither on the batch nor on the order.
     latents = encoder.encode(to_pixels(pixels, encoder.device), [entry.key.seed() for entry, _ in group])
     _stop_if_not_finite("VAE", [[latent] for latent in latents], [entry for entry, _ in group], "vae_dtype fp32")
     return list(latents)
@@ -315,6 +320,7 @@ def _batches(decoding: Iterable[Decoding], size: int, failures: Failures) -> Ite
 
 def _decode_ahead(entries: Sequence[LatentEntry], most: int, decoders: ThreadPoolExecutor) -> Iterator[Decoding]:
     """Entries grouped by shape, each with the future of its pixels; decodes ahead up to `most` or `WAITING_BYTES`."""
+    # By shape, since the VAE encodes batches of one shape.
     shapes: dict[tuple[Size, int], list[LatentEntry]] = defaultdict(list)
     for entry in entries:
         shapes[entry.sample.geometry.size, entry.sample.frames].append(entry)
@@ -344,6 +350,7 @@ def _decode(sample: Sample) -> np.ndarray:
         UserError: the file is not the one that the key was computed from, or cannot be read.
     """
     if sample.clip is None:
+        # The bytes that are hashed are those that are decoded, so no change can come in between.
         data = files.read(sample.path, files.LARGEST_PICTURE)
         _check_same(sample, hashlib.sha256(data).hexdigest())
         return media.fit(media.decode(data), sample.geometry)[None]
@@ -372,6 +379,7 @@ def _picture(sample: Sample | None) -> Image.Image | None:
 def write_entry(entry: AnyEntry, tensors: dict[str, Tensor], together: int = 1) -> None:
     """Cache what an encoder made of an entry, and of how many entries at once."""
     provenance = provenance_of(entry.key, entry.source)
+    # Not part of the key: another batch size changes only the rounding.
     if together > 1:
         provenance["encoded_together"] = str(together)
     CacheStore(entry.folder, entry.compress).write(entry.key.digest(), tensors, provenance)

@@ -81,6 +81,7 @@ class Verification:
             self._save(folder)
 
     def _read(self, folder: Path, key: str) -> None:
+        # It may have been encoded again since it was found damaged.
         self.damaged.pop(key, None)
         try:
             read_entry(folder, key)
@@ -105,6 +106,7 @@ def begin_verifications(folders: Iterable[Path]) -> dict[Path, Verification]:
         known[folder] = Verification()
         with suppress(OSError, ValidationError):
             known[folder] = _VERIFICATION.validate_json((folder / VERIFIED_NAME).read_bytes())
+    # One pass covers all folders: after an interruption, those that were finished are not read again.
     if all(each.finished or not each.last for each in known.values()):
         return {folder: Verification() for folder in known}
     return known
@@ -134,6 +136,7 @@ def find_garbage(folder: Path, wanted: Collection[str], family: str) -> Garbage:
     entries = {
         key: provenance.get("source", "damaged")
         for key, (provenance, ingredients) in origins.items()
+        # Damaged entries and features name no family and count as this one's.
         if ingredients.get("encoder.family", family) == family
     }
     oldest = time.time() - LEFTOVER_AGE_SECONDS
@@ -158,6 +161,7 @@ def entries_of(
 
     encoded = [entry for entry in latents if shows(entry.sample)]
     samples = [entry.sample for entry in encoded]
+    # By key, since a caption that files share names only the first of them as its source.
     captions = {text_of(one.dataset_id, text, one.partner).key for one in samples for text in one.captions}
     return [*encoded, *(entry for entry in texts if entry.source == file or entry.key in captions)]
 

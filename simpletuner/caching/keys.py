@@ -49,6 +49,7 @@ class EncoderIdentity:
     def text(self) -> str:
         """Its part of a key's text."""
         values = {f"encoder.{field.name}": getattr(self, field.name) for field in fields(self)}
+        # Without braces, to be spliced into a key's text where `encoder.` comes in sorted order.
         return canonical_json({name: value for name, value in values.items() if value is not None})[1:-1]
 
 
@@ -98,6 +99,7 @@ class LatentKey(CacheKey):
 
     def text(self) -> str:
         """Written out for speed; an empty `read_as` is left out."""
+        # The very bytes of `canonical_json`, keys sorted: another order or space would orphan every cached latent.
         (left, top), (wide, high), (width, height) = self.crop, self.resized, self.size
         rate = "null" if self.rate is None else canonical_json(self.rate)
         read_as = f'"read_as":{canonical_json(self.read_as)},' if self.read_as else ""
@@ -250,8 +252,10 @@ def _json_identity(path: Path) -> str:
 def _safetensors_identity(path: Path) -> str:
     """Hash of the size, the header and slices of each tensor. Even a truncated file gets a distinct identity."""
     size = path.stat().st_size
+    # A buffer would read kilobytes for every slice.
     with path.open("rb", buffering=0) as file:
         length = int.from_bytes(file.read(8), "little")
+        # The length of a damaged file may be any number.
         header = file.read(min(length, size))
         spans = list(_tensor_spans(header, 8 + length)) or [(0, size)]
         return _slices_identity(file, header + str(size).encode(), spans, SLICES_PER_TENSOR)
@@ -276,5 +280,6 @@ def _slices_identity(file: RawIOBase, prefix: bytes, spans: list[tuple[int, int]
         for position in sorted({start + room * n // max(count - 1, 1) for n in range(count)}):
             file.seek(position)
             hasher.update(file.read(min(SLICE_BYTES, end - position)))
+        # Spans of other sizes may have the same slices.
         hasher.update(f"{start}-{end}".encode())
     return hasher.hexdigest()

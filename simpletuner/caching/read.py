@@ -87,6 +87,7 @@ class BatchReader:
         features = {
             kind.name: [self.read(self.catalogue.feature(kind, sample))[FEATURES] for sample in planned.samples]
             for kind in self.features
+            # A batch comes from one dataset.
             if planned.samples[0].dataset_id not in kind.unneeded
         }
         batch = self._batch(planned.samples, embeds)
@@ -116,6 +117,7 @@ class BatchReader:
 
     def _embeds(self, planned: PlannedBatch, index: int) -> TextEmbeds:
         sample, slot = planned.samples[index], planned.slots[index]
+        # By the place in the global batch, as the sampler draws captions.
         dropped = fraction(self.seed, planned.epoch, planned.index, slot, "caption dropout") < self.caption_dropout
         caption = "" if dropped else planned.captions[index]
         return self.read(self.catalogue.text(sample.dataset_id, caption, sample.partner))
@@ -141,6 +143,7 @@ def read_or_restore(entry: AnyEntry, restore: Callable[[AnyEntry], None]) -> dic
     try:
         return store.read(key)
     except (DamagedEntryError, FileNotFoundError):
+        # Once only: an entry that is damaged as soon as it is written is an error.
         restore(entry)
         return store.read(key)
 

@@ -22,6 +22,7 @@ PATCH = 14  # pixels per side of a patch of DINOv2
 SELF_FLOW = "Self-Flow is not supported: it needs a moving-average teacher and a timestep for every token"
 
 
+# Refused by name: other trainers have it, and "not one of" would not say what is missing.
 def _refuse_self_flow(value: object) -> object:
     if value == "self_flow":
         raise ValueError(f"is not available: {SELF_FLOW}")
@@ -83,7 +84,7 @@ class CrepaConfig(TechniqueGroup):
         label="Vision Encoder",
     )
     crepa_encoder_image_size: Integer = common(
-        518,
+        518,  # 37 patches per side, the size at which DINOv2 ended its training
         "Pixels per side of its pictures, a multiple of 14. Smaller is faster and coarser.",
         ge=64,
         label="Vision Encoder Size",
@@ -135,6 +136,7 @@ class CrepaConfig(TechniqueGroup):
     @property
     def needs_encoder(self) -> bool:
         """Whether features of a vision encoder are used: not at a weight that is always 0."""
+        # Of a schedule from 0, the end counts.
         decays = self.crepa_scheduler != "constant" and self.crepa_lambda_end > 0
         return self.crepa_enabled and not self.from_backbone and (self.crepa_lambda > 0 or decays)
 
@@ -143,6 +145,7 @@ class CrepaConfig(TechniqueGroup):
         side = self.crepa_encoder_image_size // PATCH
         if self.crepa_encoder_resize == "square":
             return side, side
+        # rows · columns <= side² and rows : columns ≈ height : width. 1e-9: sqrt may end just below a whole number.
         rows, columns = (int(side * math.sqrt(ratio) + 1e-9) for ratio in (height / width, width / height))
         return max(rows, 1), max(columns, 1)
 
@@ -181,6 +184,7 @@ class CrepaConfig(TechniqueGroup):
                 "vae_cache_clear_each_epoch": dataset.vae_cache_clear_each_epoch,
             }
             later = [key for key, is_on in reasons.items() if is_on]
+            # Clearing comes between epochs, when features are cached anew like the latents.
             if later and later[0] != "vae_cache_clear_each_epoch" and self.crepa_cache != "off":
                 message = f"{self.crepa_cache!r} needs latents that are cached before training;"
                 yield Problem("crepa_cache", f"{message} with {later[0]} use off.")
@@ -196,6 +200,7 @@ class CrepaConfig(TechniqueGroup):
 def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
     """One source of features, and a teacher that is another block than the student."""
     source, flag = crepa.crepa_feature_source, crepa.crepa_use_backbone_features
+    # A default contradicts nothing.
     both = is_explicit("crepa_feature_source") and is_explicit("crepa_use_backbone_features")
     if both and flag != (source == "backbone"):
         message = f"{source!r} contradicts crepa_use_backbone_features {str(flag).lower()}; remove one of them."

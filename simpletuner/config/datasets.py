@@ -85,6 +85,7 @@ def parse_ratios(value: object) -> list[tuple[float, float]]:
     """(ratio, weight) of each entry of a list of numbers, or of objects whose weights sum to 1."""
     if not isinstance(value, list) or not value:
         raise ValueError("is not a list of ratios")
+    # Plain numbers are equally likely; weights of a mixed list would be a guess.
     if not any(isinstance(entry, dict) for entry in value):
         return [(_positive(entry), 1.0) for entry in value]
     if not all(isinstance(entry, dict) and set(entry) == {"aspect", "weight"} for entry in value):
@@ -106,6 +107,7 @@ def _positive(value: object, *, or_zero: bool = False) -> float:
 Ratios = Annotated[list[tuple[float, float]], BeforeValidator(parse_ratios)]
 
 
+# A key that is None here takes the value of config.json, if that has it too.
 class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """Dataset"""
 
@@ -187,7 +189,7 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     conditioning: Json | None = option(None, "Generate a conditioning dataset.")
     allow_private_urls: Flag = option(False, "Allow addresses in private networks.")
     huggingface: Json | None = option(None, "The keys of type huggingface inside an object.")
-    video: VideoConfig = option(VideoConfig(), "Rules for clips.")
+    video: VideoConfig = option(VideoConfig(), "Rules for clips.")  # frozen, so all entries may share it
     sana_motion_score: Number | None = option(
         None,
         "Motion score of its captions (Sana Video), instead of the run's. A caption that already ends with a "
@@ -209,6 +211,11 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
         return self.dataset_type == "video" or (self.dataset_type == "eval" and self.video != VideoConfig())
 
     @property
+    def varies_by_epoch(self) -> bool:
+        """Whether epochs may have different numbers of batches for a reason other than the epochs it takes part in."""
+        return self.crop_aspect == "random" or self.start_step > 1 or self.end_step is not None
+
+    @property
     def is_trained(self) -> bool:
         """Whether its samples are drawn in training."""
         return self.dataset_type in ("image", "video") and not self.is_conditioning
@@ -217,6 +224,7 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
 PLACEHOLDER = re.compile(r"\{(model_family|output_dir|id)\}")
 LONGEST_ID = 100
 UNSAFE_ID = re.compile(r"[/\\\x00-\x1f\x7f]")
+# Where placeholders such as {id} are replaced.
 PATH_KEYS = ("cache_dir", "cache_dir_vae", "instance_data_dir", "csv_file", "csv_cache_dir", "huggingface_cache_dir")
 PARTS: Mapping[str, type[Group]] = {
     "video": VideoConfig,
@@ -252,6 +260,7 @@ def parse_datasets(
         problems.append(Problem(str(path), "holds no datasets."))
         return []
     entries = [_read_entry(entry, index, path, problems, placeholders) for index, entry in enumerate(content)]
+    # Before references are checked: a disabled entry must not be the target of one.
     enabled = [entry for entry in entries if entry is not None and not entry.disabled]
     if all(entry is not None and entry.disabled for entry in entries):
         problems.append(Problem(str(path), "all datasets are disabled."))
@@ -274,7 +283,7 @@ def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     known = {
         "text_embeds": [dataset.id for dataset in texts],
         "conditioning_data": [dataset.id for dataset in datasets if dataset.is_conditioning],
-        "source_dataset_id": [*counts],
+        "source_dataset_id": [*counts],  # any entry
     }
     for dataset in datasets:
         for key, ids in known.items():
@@ -318,11 +327,13 @@ def _read_entry(
     name = entry.get("id") or entry.get("--id")
     where = f"{path.name}: {name}" if isinstance(name, str | int) and name else number
     found = list(check_written(entry))
+    # The keys may stand in an object of that name or beside the others; the inner ones win.
     if isinstance(inner := entry.get("huggingface"), dict):
         entry = {**{key: value for key, value in entry.items() if key != "huggingface"}, **inner}
     keys = _canonical(entry, DatasetConfig, found)
     if _is_disabled(keys):
-        return DatasetConfig(id=where, disabled=True)
+        return DatasetConfig(id=where, disabled=True)  # and drops what was wrong in it
+    # Aliases and comments inside of nested objects; `canonical` handles one level.
     for part, group in PARTS.items():
         if isinstance(keys.get(part), dict):
             inside = list[Problem]()
@@ -330,13 +341,16 @@ def _read_entry(
             found.extend(within(part, inside))
     for key in ("type", "dataset_type"):
         if str(keys.get(key)) in DATASET_INSTEAD:
+            # Popped, so that pydantic does not refuse the word a second time.
             found.append(Problem(key, f"{keys[key]!r} does not exist here: {DATASET_INSTEAD[keys.pop(key)]}."))
+    # While the keys are still a dict: a built group is immutable.
     values = {**placeholders, "id": str(keys.get("id", ""))}
     for folder, key in [(keys, key) for key in PATH_KEYS] + [(keys.get("parquet"), "path")]:
         if isinstance(folder, dict) and isinstance(folder.get(key), str):
             folder[key] = resolve_alias(PLACEHOLDER.sub(lambda match: values[match.group(1)], folder[key]))
     config = build_group(DatasetConfig, keys, found)
     problems.extend(within(where, found))
+    # File systems count bytes, not letters.
     if len(config.id.encode()) > LONGEST_ID:
         problems.append(Problem(f"{number}.id", f"is longer than {LONGEST_ID} bytes; folders are named after it."))
     if UNSAFE_ID.search(config.id) or config.id in (".", ".."):

@@ -16,7 +16,7 @@ from simpletuner.redaction import SECRET_NAME, hide
 TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
 ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
 UNSET = "needs the environment variable {}, which is not set"
-DEEPEST_NESTING = 100
+DEEPEST_NESTING = 100  # levels; far below the 1000 frames that Python allows functions which recurse into a value
 Pairs = list[tuple[str, Any]]
 
 
@@ -43,6 +43,7 @@ def read_json(path: Path, problems: list[Problem], kind: type = object, needed: 
         message = f"has a comma before a closing bracket (line {line}); it was ignored."
         problems.append(Problem(str(path), message, fatal=False))
 
+    # `dict` would keep the last value, too, but without a word.
     def keep_last(pairs: Pairs) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key, value in pairs:
@@ -68,6 +69,7 @@ def read_json(path: Path, problems: list[Problem], kind: type = object, needed: 
 def read_text(path: Path, problems: list[Problem]) -> str | None:
     """A UTF-8 file as text, or None with the problem added to the list."""
     try:
+        # -sig: editors on Windows begin a file with a byte order mark, which json refuses.
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         problems.append(Problem(str(path), f"is not UTF-8 text (byte {error.start})."))
@@ -85,11 +87,12 @@ def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
     """
     try:
         value = json.loads(text, object_pairs_hook=object_of)
-    except json.JSONDecodeError:
+    except json.JSONDecodeError:  # a ValueError, which the last branch would take for the other kind
         raise
     except RecursionError:
         raise UnusableJsonError("is nested too deeply") from None
     except ValueError:
+        # int() refuses more than 4300 digits.
         raise UnusableJsonError("contains a number with thousands of digits") from None
     _check_usable(value)
     return value
@@ -108,6 +111,7 @@ def expand_environment(
     def lookup(match: re.Match[str]) -> str:
         name = match.group(1)
         if secret or SECRET_NAME.search(name):
+            # Before the value can be part of a message or a log line.
             hide(os.environ.get(name, ""))
         if name not in os.environ:
             if keep_unset:
@@ -155,6 +159,7 @@ def json_kind(value: Any) -> str:
 
 def _check_usable(value: Any) -> None:
     """Refuse what would fail later: NUL characters or lone surrogates in a text, and deep nesting."""
+    # A list of what is left, since recursion could fail on the depth that it is to measure.
     waiting = [(value, 1)]
     while waiting:
         inner, depth = waiting.pop()
@@ -164,5 +169,6 @@ def _check_usable(value: Any) -> None:
             waiting += [(part, depth + 1) for pair in inner.items() for part in pair]
         elif isinstance(inner, list):
             waiting += [(part, depth + 1) for part in inner]
+        # JSON can spell half of a UTF-16 pair, which cannot be written as UTF-8, and NUL, which no path can hold.
         elif isinstance(inner, str) and ("\0" in inner or any("\ud800" <= letter <= "\udfff" for letter in inner)):
             raise UnusableJsonError(f"contains an invalid character, in {inner!a:.80}")

@@ -105,4 +105,4 @@ class LaunchConfig(Group):
     @property
     def local_processes(self) -> int:
         """Processes on each machine."""
-        return self.num_processes // self.num_machines
+        return self.num_processes // self.num_machines  # `check_launch` refuses a remainder

@@ -63,6 +63,7 @@ def check_layersync(config: LayerSyncConfig, routes: Sequence[Route], blocks: in
     elif len(given) == 2 and given[BLOCKS[0]] > given[BLOCKS[1]]:
         message = f"{given[BLOCKS[1]]} comes before {BLOCKS[0]} {given[BLOCKS[0]]}; LayerSync aligns with a deeper one."
         yield Problem(BLOCKS[1], message, fatal=False)
+    # One route drops the same tokens in both blocks, and a block without a route has them all.
     touched = [route for route in routes if blocks is not None and route.among(blocks).holds(*given.values())]
     if len(touched) > 1:
         message = "and the student block are in two routes of tread_config, which keep different tokens; use one route."

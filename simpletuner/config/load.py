@@ -37,7 +37,8 @@ from simpletuner.redaction import hide_secrets
 
 # Sections whose values nothing needs before something is sent.
 SENDING = ("Publishing", "Webhooks")
-LONGEST_SHOWN = 120
+LONGEST_SHOWN = 120  # characters of a wrong value: a pasted object would bury the message
+# By pydantic's type of error, whose message would name Python's types.
 EXPECTED = {"list_type": "a list", **dict.fromkeys(("dict_type", "model_type", "dataclass_type"), "an object")}
 SIGNS = {"greater_than_equal": "≥", "greater_than": ">", "less_than_equal": "≤", "less_than": "<"}
 
@@ -77,8 +78,26 @@ def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig:
 
     Problems are added to the list. If one is fatal, the config is only good for finding more of them.
     """
+    values, origins = _merge(layers, problems)
+    # Apart from the others, whose messages already name their layer.
+    invalid: list[Problem] = []
+
+    def build(group: type[GroupType]) -> GroupType:
+        return build_group(group, {name: values[name] for name in group.model_fields if name in values}, invalid)
+
+    groups = {attribute: build(group) for attribute, group in GROUPS.items()}
+    families = FamilyOptions({group: build(group) for group in family_groups()})
+    problems.extend(_with_origin(problem, origins) for problem in invalid)
+    origins = {name: origins.get(name, "default") for name in all_options()}
+    # GROUPS is read from the annotations of RunConfig, so the names fit; mypy cannot know.
+    return RunConfig(**cast(Any, groups), family=families, origins=origins)
+
+
+def _merge(layers: Sequence[Layer], problems: list[Problem]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The value of every key that a layer sets, and the layer that it is from."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    # What a null falls back to.
     family = dict(layers[0].values) if layers and layers[0].label == FAMILY_DEFAULT else {}
     for layer in layers:
         for name, value in canonical(layer, problems).items():
@@ -90,16 +109,7 @@ def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig:
                 del values[name], origins[name]
                 if name in family:
                     values[name], origins[name] = family[name], FAMILY_DEFAULT
-    invalid: list[Problem] = []
-
-    def build(group: type[GroupType]) -> GroupType:
-        return build_group(group, {name: values[name] for name in group.model_fields if name in values}, invalid)
-
-    groups = {attribute: build(group) for attribute, group in GROUPS.items()}
-    families = FamilyOptions({group: build(group) for group in family_groups()})
-    problems.extend(_with_origin(problem, origins) for problem in invalid)
-    origins = {name: origins.get(name, "default") for name in all_options()}
-    return RunConfig(**cast(Any, groups), family=families, origins=origins)
+    return values, origins
 
 
 def build_group(group: type[GroupType], values: Mapping[str, Any], problems: list[Problem]) -> GroupType:
@@ -129,18 +139,20 @@ def canonical(
     source = f" ({layer.label})" if layer.label else ""
     for written, raw in layer.values:
         key = plain_key(written)
+        # Before any message can quote the value, that for an unknown key included.
         hide_secrets({key: raw})
         if key not in names:
             unknown = Problem(written, f"{unknown_key(key, names)}{source}")
             problems.append(foreign_key_problem(written, key, raw, source, instead) or unknown)
             continue
         name, option = names[key].name, names[key]
+        # A plan without these variables can still be made; `check_unset` warns.
         keep = option.section in SENDING
         value = expand_environment(raw, name, problems, secret=option.may_hold_secret, keep_unset=keep)
         if value == "":  # an empty resume_from_checkpoint asks for a new run; unset is latest
             value = "none" if name == "resume_from_checkpoint" else None
         if value is None:
-            values.setdefault(name, None)
+            values.setdefault(name, None)  # one spelling that is null does not unset another one
             continue
         if values.get(name) is not None and not same_value(values[name], value):
             message = f"is given twice: {spelled[name]}={values[name]!r} and {written}={value!r}{source}."
@@ -152,6 +164,7 @@ def canonical(
 
 def _with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
     """The problem with the source of its value, such as a file, appended."""
+    # `webhook_config[0].webhook_url` has the origin of webhook_config.
     origin = origins.get(re.split(r"[.\[]", problem.where)[0])
     return replace(problem, message=f"{problem.message} ({origin})") if origin else problem
 
@@ -178,6 +191,7 @@ def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: typ
     A misspelt word becomes the nearest allowed one, a required key that is missing or invalid gets the first allowed
     word or an empty text; any other invalid key falls back to its default.
     """
+    # The caller reports what is invalid; here, only the other checks matter.
     result = dict(values)
     for details in error.errors():
         name = str(details["loc"][0])
@@ -185,7 +199,9 @@ def with_stand_ins(values: Mapping[str, Any], error: ValidationError, model: typ
         field = model.model_fields.get(name)
         if field is None:
             continue
+        # A misspelt word should not hide what is wrong with the word that was meant.
         guess = nearest(str(details["input"]), _allowed(details)) if details["type"] == "literal_error" else None
+        # A deeper word is part of a list or object, which goes as a whole.
         if guess is not None and len(details["loc"]) == 1:
             result[name] = guess
         elif field.is_required():
@@ -210,7 +226,7 @@ def _key_path(details: ErrorDetails) -> str:
     for part in details["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier():
+        elif part.isidentifier():  # members of a union have names such as function-before[parse_text(), str]
             path += f".{part}" if path else part
     return path
 
@@ -238,17 +254,20 @@ def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
 def _allowed(details: ErrorDetails) -> list[str]:
     """The words of a `literal_error`."""
     expected = str(details.get("ctx", {})["expected"])
+    # pydantic writes: 'a', 'b' or 'c'.
     return [word.strip("' ") for word in expected.replace(" or ", ", ").split(",")]
 
 
 def _known_keys(structure: Any, path: str) -> dict[str, Any]:
     """The keys, with their types, of the object in which a path ends: a group or a dataclass."""
     first, _, rest = path.partition(".")
+    # By what users write: `selection_ratio` is the alias of a field called ratio.
     if issubclass(structure, BaseModel):
         keys = {field.alias or name: field.annotation for name, field in structure.model_fields.items()}
     else:
         hints = get_type_hints(structure, include_extras=True)
         keys = {_alias(hints[field.name]) or field.name: hints[field.name] for field in dataclasses.fields(structure)}
+    # `routes[1].selection_ratio`: on to the dataclass in the annotation of `routes`.
     return _known_keys(next(_structures_in(keys[first.partition("[")[0]])), rest) if rest else keys
 
 

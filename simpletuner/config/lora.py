@@ -56,6 +56,7 @@ class LoraConfig(Group):
         "Settings file of LyCORIS, JSON with algo, multiplier, and linear_dim or full_matrix.",
         requires=when(lora_type="lycoris"),
     )
+    # Energy: the sum of the squared singular values of a layer's update.
     export_energy: Number = converted(
         0.99, "Energy kept when another adapter is converted to a LoRA (limited by export_rank).", gt=0, le=1
     )
@@ -107,6 +108,7 @@ class LoraConfig(Group):
     @property
     def starts_from_base(self) -> bool:
         """Whether the adapter before step 1 is computed from the base weights."""
+        # DoRA starts from the norms of the base weights, olora and pissa from their factors.
         computed = self.use_dora or self.lora_init_type not in ("default", "gaussian")
         return computed or self.lora_type == "lycoris"  # whose file may say so
 

@@ -101,6 +101,7 @@ class PreservationConfig(TechniqueGroup):
     def other_caption(self, caption: str) -> str:
         """The caption for which the prediction is preserved while a sample with `caption` is trained."""
         prompt = self.preservation_prompt or ""
+        # A function, since a backslash in a replacement text would begin an escape.
         replaced, found = self._trigger.subn(lambda match: prompt, caption)
         return replaced if found else prompt
 
@@ -109,6 +110,7 @@ class PreservationConfig(TechniqueGroup):
         """Finds the trigger as whole words in any letter case; without a trigger it finds nothing."""
         if self.preservation_trigger is None:
             return re.compile(r"(?!)")
+        # Not \b: it fails beside a mark, as in the trigger <me>.
         return re.compile(rf"(?<!\w){re.escape(self.preservation_trigger)}(?!\w)", re.IGNORECASE)
 
     def check(self, config: RunConfig) -> Iterator[Problem]:

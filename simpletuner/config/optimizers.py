@@ -35,7 +35,7 @@ UpdateKernel = Literal["loop", "foreach", "fused", "triton"]
 # reads and writes each weight four times as often. From this size on, a GPU (1 TB/s) needs longer for these passes than
 # the host for a launch (20 µs).
 LARGE_WEIGHT = 1 << 18
-MANY_WEIGHTS = 64
+MANY_WEIGHTS = 64  # with fewer, one launch for each is less than `foreach` needs
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,7 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
     ),
     "optimi-adam": _optimi_adam(f"{DECAYING}:Adam", OPTIMI | {"decouple_wd": False}),
     "optimi-sgd": _optimi("optimi:SGD", {"momentum": 0.0, "weight_decay": 0.0, "decouple_wd": False}, moments=0),
+    # Numbers and float32 scales: a byte and a scale per 256, or half a byte and a scale per 128.
     "ao-adamw8bit": _torchao("simpletuner.training.low_bit:AdamW8bit", moment_bytes=1 + 4 / 256),
     "ao-adamw4bit": _torchao("simpletuner.training.low_bit:AdamW4bit", moment_bytes=0.5 + 4 / 128),
     "adamw_schedulefree": _schedule_free(AVERAGED),
@@ -157,10 +158,12 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerSpec] = {
         {"beta1": 0.95, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "precondition_frequency": 10},
         is_adam=True, package=PYTORCH_OPTIMIZER, moments=4,
     ),
+    # Newton-Schulz orthogonalises whole matrices; vectors and convolutions are updated by AdamW.
     "muon": OptimizerSpec(
         f"{DECAYING}:MuonWithAdamW", {"momentum": 0.95, "nesterov": True, "ns_steps": 5, **ADAMW}, is_adam=True,
         element_wise=False,
     ),
+    # Besides Adam's moments it keeps the weights it began with and a weighted sum of gradients.
     "prodigy": _whole_weights(
         "prodigyopt:Prodigy",
         ADAM | {"d0": 1e-6, "d_coef": 1.0, "use_bias_correction": False, "safeguard_warmup": False},
@@ -235,6 +238,7 @@ def widens_second_moment(config: OptimizerConfig, mixed_precision: str) -> bool:
     name, settings = optimizer_name(config, mixed_precision), optimizer_settings(config, mixed_precision)
     spec = OPTIMIZERS[name]
     betas = [float(settings[beta]) for beta in BETAS if beta in settings]
+    # The last beta is that of the squares, also of Adan's three.
     return spec.is_adam and spec.keeps_bf16 and not spec.rounds_randomly and is_lost_in_bf16(betas[-1])
 
 
@@ -264,9 +268,9 @@ def optimizer_settings(config: OptimizerConfig, mixed_precision: str) -> dict[st
     settings = dict(spec.settings)
     if spec.is_adam:
         settings |= _given(config, ADAM_KEYS)
-    if "beta1" in settings:
+    if "beta1" in settings:  # momentum of SGD and RMSprop is no beta
         settings |= _given(config, PAIR)
-    return settings | _overrides(config, spec)[0]
+    return settings | _overrides(config, spec)[0]  # most specific last
 
 
 def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[Problem]:
@@ -291,6 +295,7 @@ def check_release(config: RunConfig) -> Iterator[Problem]:
         return
     name = optimizer_name(optimizer, config.precision.mixed_precision)
     clips_norm = optimizer.grad_clip_method == "norm" and optimizer.max_grad_norm > 0
+    # Worded to follow "exclude each other".
     norm = "the norm of all gradients together is known only at the end. Use value, or max_grad_norm 0."
     accumulation = "a gradient that is freed at once cannot be added to others. Use train_batch_size."
     several = "processes average their gradients before they update. Use fsdp_enable, which divides them."
@@ -324,6 +329,7 @@ def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec) -> I
         yield Problem("optimizer_beta1", "and optimizer_beta2 must be given together.")
     unused = [*(() if spec.is_adam else ADAM_KEYS), *(() if "beta1" in spec.settings else PAIR)]
     yield from (NoEffect(key, f"has no effect on the optimizer {name!r}.") for key in unused)
+    # An unset rate counts: its default of 1e-4 is as wrong.
     if name == "prodigy" and (config.learning_rate or 0) < PRODIGY_LOWEST_RATE:
         message = "prodigy finds the rate itself and multiplies it by this one, which should be 1."
         yield Problem("learning_rate", message, fatal=False)
@@ -361,7 +367,7 @@ def _parse_setting(key: str, text: str, default: OptimizerValue) -> OptimizerVal
     Raises:
         ValueError: worded to follow the value.
     """
-    if isinstance(default, bool):
+    if isinstance(default, bool):  # before numbers: True is an int
         return bool(parse_flag(text))
     number = parse_number(text)
     if key in BETAS and not 0 <= number < 1:

@@ -62,6 +62,7 @@ class When:
     @property
     def stated(self) -> str:
         """It in words, with all its parts."""
+        # "lr_scheduler linear or sine" becomes "lr_scheduler other than linear or sine".
         words = str(self).replace(" ", " other than ", 1) if self.negated else str(self)
         return f"{words} with {self.also.stated}" if self.also else words
 
@@ -193,8 +194,10 @@ def option(
         ge, gt, le, lt: limits of a number; with a lower one, the upper one is `LARGEST_NUMBER` unless another is given.
         words: see `Words`.
     """
+    # No default limit without a lower one: such numbers, as Sana's motion score, are no amounts.
     if (ge is not None or gt is not None) and le is None and lt is None:
         le = LARGEST_NUMBER
+    # pydantic keeps what it does not know in json_schema_extra; `describe` reads it back.
     return Field(default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=cast(Any, words))
 
 
@@ -203,6 +206,7 @@ common = functools.partial(option, common=True)
 
 def accepted(default: Any, reason: str, *, ge: float | None = None) -> Any:
     """Declare a key of other trainers that changes nothing here, for a reason."""
+    # A condition on no key never holds, so the key never has an effect.
     return option(default, f"Accepted; {reason}.", ge=ge, requires=when(because=reason))
 
 
@@ -241,7 +245,7 @@ class Option:
         if self.form:
             return self.form
         if self.choices:
-            return " \\| ".join(f"`{word}`" for word in self.choices)
+            return " \\| ".join(f"`{word}`" for word in self.choices)  # a bare | would end the cell of a Markdown table
         base = _strip_optional(self.annotation)
         names = {bool: "true/false", int: "integer", float: "number", str: "text"}
         if get_origin(base) is list:
@@ -258,6 +262,7 @@ class Option:
         """Its aliases and its conditions on other keys, with a title each."""
         return {
             "Also written": list(self.aliases),
+            # A condition without keys is that of `accepted`.
             "Requires": [str(each) for each in self.requires if each.keys and not each.negated],
             "No effect with": [str(each) for each in self.requires if each.negated],
             "Excludes": [each.stated for each in self.excludes],
@@ -267,6 +272,7 @@ class Option:
     def may_hold_secret(self) -> bool:
         """Whether values from `{env:...}` are hidden: true of texts for services elsewhere."""
         outside = self.section in ("Tracking", "Publishing", "Webhooks")
+        # A flag, a number or a choice gives nothing away.
         return outside and self.type_name in ("text", "list", "JSON", JSON_OR_FILE)
 
     @property
@@ -289,10 +295,13 @@ def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
     """The `Option` of a field that `option()` declared in a group."""
     words: dict[str, Any] = dict(cast(Any, field.json_schema_extra))
     for rule in words.keys() & {"requires", "excludes"}:
+        # A single condition may be written without its tuple.
         words[rule] = (words[rule],) if isinstance(words[rule], When) else words[rule]
+    # The switch of a group does not require itself, and a condition on the switch replaces the group's.
     named = {name}.union(*(condition.keys for condition in words.get("requires", ())))
     if group.requires and not named & group.requires.keys.keys():
         words["requires"] = (group.requires, *words.get("requires", ()))
+    # pydantic splits the limits into Ge, Gt, Le and Lt of annotated_types, one attribute per object.
     bounds = ((name, getattr(rule, name)) for rule in field.metadata for name in LIMITS if hasattr(rule, name))
     return Option(
         name=name,
@@ -320,6 +329,7 @@ def _strip_optional(annotation: Any) -> Any:
     if get_origin(annotation) is Annotated:
         return _strip_optional(get_args(annotation)[0])
     parts = [part for part in get_args(annotation) if part is not type(None)]
+    # Their arguments are items and words, no alternatives to None.
     if get_origin(annotation) in (list, Literal) or len(parts) != 1:
         return annotation
     return _strip_optional(parts[0])
@@ -336,6 +346,7 @@ class Package:
 
 def check_installed(package: Package, key: str, value: str) -> Iterator[Problem]:
     """Report a value of a key whose package is not installed."""
+    # Looked up, not imported: all but boto3 would import torch.
     if importlib.util.find_spec(package.module) is None:
         install = f"pip install 'simpletuner[{package.extra}]'"
         yield Problem(key, f"{value!r} needs the package {package.name}, which is not installed: {install}")

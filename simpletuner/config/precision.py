@@ -163,6 +163,8 @@ class Quantisation:
         return self.bits / 8 + self.shared / self.group
 
 
+# Turing (7.5) has the first tensor cores for int8, Ada (8.9) the first for float8. Below 8 bits, quanto keeps a scale
+# and a shift in 16 bits per group, bitsandbytes a float32 scale.
 QUANTISATIONS = {
     each.name: each
     for each in (
@@ -185,6 +187,7 @@ UNPACKED = "int8-torchao"  # like int8dq-torchao, with weights that any device u
 
 def quantisation(name: str) -> Quantisation | None:
     """The quantisation that a precision key selects; None for plain dtypes. A bare name means optimum-quanto."""
+    # no_change, bf16 and fp32 become names that do not exist, such as bf16-quanto.
     return QUANTISATIONS.get(name if "-" in name else f"{name}-quanto")
 
 
@@ -235,6 +238,7 @@ def instead(stored: Quantisation, capability: tuple[int, int] = (0, 0)) -> str:
     """What to set where products in these bits do not work, on a GPU of a compute capability."""
     if stored.always:
         return f"Use {UNPACKED}."
+    # (99, 0) is above any GPU.
     can = (name for name, each in QUANTISATIONS.items() if (each.multiplies or (99, 0)) <= capability)
     others = " or ".join(name for name in can if not QUANTISATIONS[name].always)
     return f"Set base_model_precision {others}, or quantized_matmul false." if others else "Set quantized_matmul false."
@@ -260,8 +264,10 @@ def text_encoder_storage(precision: PrecisionConfig, encoders: int) -> str:
     Args:
         encoders: how many the family has, 1 or 2.
     """
+    # A key of an encoder that the family lacks must not change cache keys.
     names = (precision.text_encoder_1_precision, precision.text_encoder_2_precision)[:encoders]
     stored = [found.name if (found := quantisation(name)) else "no_change" for name in names]
+    # `int8-quanto` if all agree, else for instance `no_change+nf4-bnb`.
     return stored[0] if len(set(stored)) == 1 else "+".join(stored)
 
 

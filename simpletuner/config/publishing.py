@@ -15,7 +15,16 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from simpletuner.config.option import BOTO3, JSON_OR_FILE, Group, check_installed, common, option, when
-from simpletuner.config.values import Flag, Integer, Text, TextList, Texts, parse_flag, parse_objects
+from simpletuner.config.values import (
+    FALSE_WORDS,
+    TRUE_WORDS,
+    Flag,
+    Integer,
+    Text,
+    TextList,
+    Texts,
+    parse_objects,
+)
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.redaction import HIDDEN, REFERENCE, hide_secrets
 from simpletuner.s3 import S3Login
@@ -24,6 +33,7 @@ PUBLISHING_CONFIG = "publishing_config"
 PROVIDERS = {"s3-compatible": "s3", "b2": "backblaze_b2"}
 ELSEWHERE = ("azure_blob", "azure", "dropbox")
 PLACEHOLDERS = ("local_checkpoint_path", "remote_checkpoint_path", "global_step", "tracker_run_name")
+# The hub's rule: at most 96 characters, neither `--` nor `..` inside, neither - nor . at the ends.
 REPOSITORY = re.compile(r"(?!.*(?:--|\.\.))(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9](?:[\w.-]{0,94}\w)?", re.ASCII)
 # Other names of keys.
 KEYS = {"aws_access_key_id": "access_key", "aws_secret_access_key": "secret_key", "request_headers": "headers"}
@@ -39,6 +49,7 @@ uploaded = partial(option, requires=when("push_to_hub", PUBLISHING_CONFIG))
 def parse_stores(value: object) -> object:
     """The list of stores, with one name for each key and provider."""
     value = parse_objects(PUBLISHING_CONFIG, value)
+    # Before validation, whose messages quote the value.
     hide_secrets({PUBLISHING_CONFIG: value})
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
@@ -47,6 +58,7 @@ def _plain(store: Any) -> Any:
     if not isinstance(store, dict):
         return store
     plain = {KEYS.get(key, key): each for key, each in store.items()}
+    # B2 speaks the S3 protocol at an address of its region.
     provider, region = plain.get("provider"), plain.get("region")
     if provider in ELSEWHERE:
         raise ValueError(f"names {provider!r}, which is not built in; use post_upload_script, for example with rclone")
@@ -138,6 +150,7 @@ def without_hidden(value: Any) -> Any:
 
 def repository_name(written: str) -> str:
     """`owner/name` or `name` from a name or an address on the hub."""
+    # https://huggingface.co/me/my-lora/tree/main is me/my-lora.
     path = urlsplit(written).path if "://" in written else written.partition("?")[0]
     parts = path.strip("/").split("/")
     return "/".join(parts[:2] if "://" in written else parts)
@@ -151,8 +164,10 @@ def check_publishing(publish: PublishConfig, project: str) -> Iterator[Problem]:
     """
     if publish.push_to_hub:
         yield from _check_hub(publish.hub_model_id, project)
+    # One message about the package is enough.
     for store in publish.stores[:1]:
         yield from check_installed(BOTO3, "publishing_config", store.provider)
+    # After a save, nothing has an address yet.
     saved = [name for name in PLACEHOLDERS if name != "remote_checkpoint_path"]
     yield from _check_script("post_checkpoint_script", publish.post_checkpoint_script, saved)
     yield from _check_script("post_upload_script", publish.post_upload_script, PLACEHOLDERS)
@@ -169,6 +184,7 @@ def _check_hub(name: str | None, project: str) -> Iterator[Problem]:
     # Imported late: most runs do not need it.
     from huggingface_hub import constants, get_token
 
+    # A reference `{env:NAME}` is expanded when something is sent.
     if not (REPOSITORY.fullmatch(repository_name(name or project)) or REFERENCE.search(name or "")):
         key, rule = "hub_model_id" if name else "tracker_project_name", "letters, digits, '-', '_' and '.'"
         yield Problem(key, f"{name or project!r} is not a name for a repository ({rule}), such as me/my-lora.")
@@ -188,6 +204,7 @@ def _check_script(key: str, script: str | None, known: Sequence[str]) -> Iterato
     except ValueError as error:
         yield Problem(key, f"{script!r} cannot be split into words: {error}.")
         return
+    # Now rather than after the first checkpoint, hours later.
     if program and shutil.which(program[0]) is None:
         yield Problem(key, f"{program[0]!r} is not a program that can be run here.")
 
@@ -214,6 +231,7 @@ class Hook:
     @property
     def address(self) -> str:
         """Where to send; empty if none is given. It is a secret."""
+        # A raw webhook may have its address under either key.
         own = self.callback_url if self.webhook_type == "raw" else None
         return own or self.webhook_url or ""
 
@@ -225,7 +243,7 @@ class Hook:
     @property
     def verifies(self) -> bool:
         """Whether the receiver's certificate is checked."""
-        return not (self.ssl_no_verify or parse_flag(os.environ.get(NO_VERIFY) or False))
+        return not (self.ssl_no_verify or _no_verify() in TRUE_WORDS)
 
     def __str__(self) -> str:
         return f"{self.webhook_type} webhook at {self.host}, {self.log_level} and above"
@@ -258,6 +276,8 @@ class WebhookConfig(Group):
 
 def check_webhooks(config: WebhookConfig) -> Iterator[Problem]:
     """Addresses that are missing or of another protocol. No message shows an address."""
+    if config.hooks and _no_verify() not in {"", *TRUE_WORDS, *FALSE_WORDS}:
+        yield Problem(NO_VERIFY, f"{_no_verify()!r} is not true or false.")
     for index, hook in enumerate(config.hooks):
         where = f"{WEBHOOK_CONFIG}[{index}]"
         key = "webhook_url" if hook.webhook_type == "discord" else "callback_url"
@@ -270,6 +290,10 @@ def check_webhooks(config: WebhookConfig) -> Iterator[Problem]:
         elif not hook.verifies:
             message = f"the certificate of {hook.host} is not checked, so others could read what is sent there."
             yield Problem(where, message, fatal=False)
+
+
+def _no_verify() -> str:
+    return os.environ.get(NO_VERIFY, "").strip().lower()
 
 
 def _host(address: str) -> str:

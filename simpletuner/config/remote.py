@@ -89,6 +89,7 @@ REQUIRED = {
 def check_written(entry: Mapping[str, Any]) -> Iterator[Problem]:
     """What only the text of an entry shows: secrets in the file."""
     for key, value in entry.items():
+        # Before {env:NAME} expands: a secret and its reference look alike afterwards.
         if plain_key(key) in SECRETS and value and not REFERENCE.search(str(value)):
             message = "is a secret in a file that people share; write {env:NAME} and set that variable."
             yield Problem(key, message, fatal=False)

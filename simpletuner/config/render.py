@@ -61,6 +61,7 @@ def _table(options: list[Option]) -> Iterator[str]:
 
 
 def _meaning(option: Option) -> str:
+    # What the whole group requires stands above its table.
     rows = {
         title: [each for each in names if each != str(option.of_group)] for title, names in option.relations.items()
     }
@@ -87,7 +88,7 @@ def _variable_table() -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return text.replace("|", "\\|")  # a bare | ends a cell
 
 
 def _anchor(title: str) -> str:

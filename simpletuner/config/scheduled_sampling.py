@@ -23,6 +23,7 @@ reflexflow = partial(option, requires=when(f"{PREFIX}reflexflow"))
 FINENESS = 1000  # points at which means are computed
 # (a uniform number in [0, 1), the largest offset) -> an offset.
 STRATEGIES: Mapping[str, Callable[[float, int], int]] = {
+    # The share is below 1, so all of 0 to most are as likely; squares crowd near 0.
     "uniform": lambda share, most: int(share * (most + 1)),
     "biased_early": lambda share, most: round(share * share * most),
     "biased_late": lambda share, most: round((1 - share * share) * most),
@@ -67,6 +68,7 @@ class ScheduledSamplingConfig(TechniqueGroup):
     def is_on(self) -> bool:
         """Whether any sample can have an offset."""
         fixed, ramp = self.scheduled_sampling_probability, self.scheduled_sampling_ramp_steps
+        # A ramp may also lead down.
         highest = max(self.scheduled_sampling_prob_start, self.scheduled_sampling_prob_end) if ramp else fixed
         return self.scheduled_sampling_max_step_offset > 0 and highest > 0
 
@@ -92,6 +94,7 @@ class ScheduledSamplingConfig(TechniqueGroup):
 
     def mean_passes(self, total_steps: int) -> float:
         """Mean number of extra forward passes of a sample, over a run of that length."""
+        # At most FINENESS steps of the run, and the middles of FINENESS equal slices of [0, 1).
         steps = range(0, max(total_steps, 1), total_steps // FINENESS + 1)
         offsets = [self.offset_at((index + 0.5) / FINENESS) for index in range(FINENESS)]
         passes = fmean(offset + (self.compares_clean and offset > 0) for offset in offsets)

@@ -57,6 +57,7 @@ DEFAULT_LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
 LARGEST_SIZE = 100_000
 MOST_SHOTS = 1000  # of a prompt, in a round of previews
 NOISE_LEVELS = 1000  # that the models tell apart; the highest timestep is pure noise
+# Without sine, which swings back to learning_rate.
 DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
 
 OptimizerName = Literal[
@@ -113,7 +114,7 @@ class RunOptions(Group):
         "The same seed gives the same data order, noise and initial weights. 0 takes it from the clock, -1 or unset "
         "draws one; both are logged.",
         ge=-1,
-        le=math.inf,
+        le=math.inf,  # a seed is no quantity, so LARGEST_NUMBER does not apply
     )
     seed_for_each_device: Flag = option(
         True,
@@ -276,6 +277,7 @@ class EmaConfig(Group):
         "comparison", "Weights that validation renders with."
     )
     ema_update_interval: Integer = option(1, "Update when global_step is a multiple.", ge=1)
+    # The law of TensorFlow's ExponentialMovingAverage with num_updates.
     ema_decay: Number = common(
         0.995, "Upper limit of the decay min((1+n)/(10+n), ema_decay) with n = step - 1.", ge=0, le=0.9999
     )
@@ -424,6 +426,7 @@ class FlowConfig(Group):
         gt=0,
         default_note="of the family",
     )
+    # The two points are those of FLUX.1: `calculate_shift` in diffusers.
     flow_schedule_auto_shift: Flag = common(
         False, "Shift e^mu, mu linear in the token count from 0.5 at 256 to 1.15 at 4096 tokens."
     )
@@ -633,6 +636,7 @@ FAMILY_DEFAULT = "family default"
 FAMILY_FIXED = "fixed by the family"
 CHOSEN = "chosen by offload auto"
 BY_SIZE = "chosen by the size of previews"
+# A checkpoint records these origins, so their texts must stay.
 NOT_SET_BY_USER = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN, BY_SIZE)
 
 
@@ -704,6 +708,7 @@ class RunConfig:
         for attribute, group in GROUPS.items():
             own = {name: value for name, value in values.items() if name in group.model_fields}
             if own:
+                # Unchecked, since the values come from this program.
                 updates[attribute] = getattr(self, attribute).model_copy(update=own)
         return replace(self, **cast(Any, updates), origins={**self.origins, **dict.fromkeys(values, origin)})
 
@@ -728,6 +733,7 @@ def family_groups() -> list[type[Group]]:
     folders = sorted(path.parent.name for path in MODELS.glob("*/options.py"))
     modules = [importlib.import_module(f"simpletuner.models.{folder}.options") for folder in folders]
     declared = [(value, module) for module in modules for value in vars(module).values() if isinstance(value, type)]
+    # Not what a module imports, such as Group itself.
     return [value for value, module in declared if issubclass(value, Group) and value.__module__ == module.__name__]
 
 

@@ -33,7 +33,7 @@ SELECTORS = {
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # Paths in packaged examples start with this and are redirected into the package.
 EXAMPLES_ALIAS = "config/examples/"
-BACKENDS = ("json", "toml", "env")
+BACKENDS = ("json", "toml", "env")  # in the order in which they are looked for
 DATASET_FILE = "multidatabackend.json"
 # Launch settings that may come from environment variables, and their keys.
 LAUNCH_VARIABLES = {
@@ -43,10 +43,13 @@ LAUNCH_VARIABLES = {
     "TRAINING_DYNAMO_BACKEND": "dynamo_backend",
 }
 ENV_NAME = re.compile(r"[A-Za-z_]\w*")
+IN_ANY_WORD = r"(?P<name>\$(?:\{\w+\}|[A-Za-z_]\w*))|(?P<command>`|\$[({])|(?P<quote>\")|(?P<plain>.)"
+# The first alternative that fits wins: a whole quotation, before a ' that opens one and stays open.
 SHELL_WORD = re.compile(
-    r"(?P<single>'[^']*')|(?P<escaped>\\.)|(?P<name>\$(?:\{\w+\}|[A-Za-z_]\w*))|(?P<command>`|\$[({])|(?P<quote>\")"
-    r"|(?P<comment>(?:^|(?<=\s))#.*)|(?P<open>')|(?P<plain>.)"
+    rf"(?P<single>'[^']*')|(?P<escaped>\\.)|(?P<comment>(?:^|(?<=\s))#.*)|(?P<open>')|{IN_ANY_WORD}"
 )
+# Between double quotes, ' and # are plain text, and so is a backslash before any but these four.
+QUOTED_WORD = re.compile(rf"(?P<escaped>\\[\"\\$`])|{IN_ANY_WORD}")
 ENV_VARIABLES = ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV")
 
 
@@ -96,8 +99,10 @@ def parse_arguments(tokens: Sequence[str], problems: list[Problem], extra: str |
         if not key.lstrip("-") or (not equals and not token.startswith("--")):
             problems.append(Problem(token, "is not a setting; write key=value, --key value or --flag."))
             continue
+        # `--key value`, which a bare `--flag` before another setting looks like.
         if not equals and waiting and _is_value(waiting[0], key):
             equals, value = "=", waiting.pop(0)
+        # As written: messages quote the key so; `canonical` finds its name.
         if name not in SELECTORS:
             arguments.settings.append((key, value if equals else True))
         elif equals:
@@ -120,6 +125,7 @@ def _is_value(token: str, key: str) -> bool:
         return True
     names = option_names()
     option = names.get(plain_key(key))
+    # `--prompt a=b` has a value, `--use_ema seed=1` is a flag and a setting.
     return plain_key(word) not in {*names, *SELECTORS} and not (option is not None and option.is_flag)
 
 
@@ -172,11 +178,13 @@ def locate(selectors: Mapping[str, str], problems: list[Problem]) -> Located:
         path = example_file(name.removeprefix("examples/"), problems)
     else:
         path = _first_file(_candidates(name, selectors, problems), name, problems)
+    # Weakest first.
     layers = [launch_layer()]
     settings = path.with_name("config.env")
     if path.suffix != ".env" and settings.is_file():
         layers.append(read_env_layer(settings, problems))
     layers.append(read_config_file(path, problems))
+    # Read again; its problems are in the list already.
     extra = read_env_file(settings, []).get(EXTRA_ARGUMENTS, "") if settings.is_file() else ""
     # train.sh has already read the file and exported the variable; do not apply it twice.
     return Located(layers, path.parent, "" if EXTRA_ARGUMENTS in os.environ else extra)
@@ -184,6 +192,7 @@ def locate(selectors: Mapping[str, str], problems: list[Problem]) -> Located:
 
 def launch_layer() -> Layer:
     """The launch variables of the environment, by the keys they set."""
+    # An empty variable counts as unset.
     given = {name: os.environ[name] for name in LAUNCH_VARIABLES if os.environ.get(name)}
     return Layer("environment", [(LAUNCH_VARIABLES[name], value) for name, value in given.items()])
 
@@ -198,6 +207,7 @@ def read_config_file(path: Path, problems: list[Problem]) -> Layer:
     found = list[Problem]()
     layer = readers.get(path.suffix, read_json_layer)(path, found)
     problems.extend(found)
+    # A broken line of a config.env may be any key, so the rest cannot be trusted.
     if layer is None or (path.suffix == ".env" and any(problem.fatal for problem in found)):
         raise ConfigError(problems)
     return Layer(layer.label, [(key, resolve_alias(value)) for key, value in layer.values])
@@ -228,6 +238,7 @@ def read_env_file(path: Path, problems: list[Problem]) -> dict[str, str]:
     """
     values: dict[str, str] = {}
     for number, line in enumerate((read_text(path, problems) or "").splitlines(), start=1):
+        # `A+=b`: the key ends with the plus sign.
         key, equals, value = re.sub(r"^export\s+", "", line.strip()).partition("=")
         if key.startswith("#") or not key:
             continue
@@ -253,9 +264,9 @@ def expand_shell(text: str, variables: Mapping[str, str]) -> str:
     Raises:
         ValueError: an unclosed quote, an unset variable, or a command substitution.
     """
-    result, quoted = "", False
-    for match in SHELL_WORD.finditer(text.strip()):
-        kind, token = str(match.lastgroup), match[0]
+    text, result, quoted, end = text.strip(), "", False, 0
+    while match := (QUOTED_WORD if quoted else SHELL_WORD).match(text, end):
+        kind, token, end = str(match.lastgroup), match[0], match.end()
         if kind == "quote":
             quoted = not quoted
         elif kind == "command":
@@ -265,8 +276,6 @@ def expand_shell(text: str, variables: Mapping[str, str]) -> str:
             if name not in variables:
                 raise ValueError(f"${name} is not set")
             result += variables[name]
-        elif quoted:
-            result += token[1:] if kind == "escaped" and token[1] in '"\\$`' else token
         elif kind == "comment":
             result = result.rstrip()
             break
@@ -305,11 +314,13 @@ def _candidates(name: str | None, selectors: Mapping[str, str], problems: Sequen
     given = selectors.get("config_path") or os.environ.get("CONFIG_PATH")
     if given and not name:
         path = Path(os.path.expanduser(given))  # noqa: PTH111 - unlike Path's, never raises
+        # With or without its extension; `/` has no name that could get one.
         return [path, *(path.with_name(f"{path.name}.{backend}") for backend in backends if path.name)]
     files = [f"config.{backend}" for backend in backends]
     if name:
         extra = os.environ.get("SIMPLETUNER_CONFIG_DIR")
         folders = [Path("config") / name, Path(name), *([Path(extra) / name] if extra else [])]
+        # `env=some/folder/config.json` names the file itself.
         itself = [Path(name)] if Path(name).suffix.removeprefix(".") in BACKENDS else []
         return [*(folder / file for folder in folders for file in files), *itself]
     return [folder / file for folder in (Path(), Path("config")) for file in files]

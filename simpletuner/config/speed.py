@@ -40,7 +40,7 @@ def is_installed(module: str) -> bool:
     """Whether a module, such as `flash_attn.cute`, is there; only its parent package is imported."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ImportError:
+    except ImportError:  # the parent is missing, or does not work here
         return False
 
 
@@ -66,6 +66,7 @@ def bf16_modulation(config: SpeedConfig) -> bool:
 
 def checkpointed_blocks(blocks: int, interval: int | None, kept: int) -> list[bool]:
     """Whether each block is recomputed: every `interval`-th one (None: no block), but for `kept` evenly spaced ones."""
+    # Where the rounded-down share kept · i / blocks rises.
     staying = [(index + 1) * kept // blocks > index * kept // blocks for index in range(blocks)]
     return [interval is not None and index % interval == 0 and not stays for index, stays in enumerate(staying)]
 
@@ -106,6 +107,7 @@ def check_speed(config: SpeedConfig, precision: PrecisionConfig, launch: LaunchC
 def check_mechanism(config: SpeedConfig, mechanism: str) -> Iterator[Problem]:
     """Check that the attention kernel is installed, can train and is used."""
     package = ATTENTION_PACKAGES.get(mechanism)
+    # Of xformers.ops, only xformers is looked up: find_spec imports parents, and with them torch.
     if package is not None and importlib.util.find_spec(package.module.partition(".")[0]) is None:
         message = f"{mechanism!r} needs the package {package.name}, which is not installed: pip install {package.name}"
         yield Problem("attention_mechanism", message)

@@ -23,7 +23,7 @@ PACKAGES = {"wandb": "pip install wandb", "tensorboard": "pip install 'simpletun
 NOT_AVAILABLE_YET = ("comet_ml", "swanlab")
 KNOWN = (*PACKAGES, *NOT_AVAILABLE_YET, "simpletuner", "none", "all")
 DEFAULT_ADDRESS = "https://api.wandb.ai"
-MODES_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
+MODES_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")  # dryrun is the old name of offline
 
 
 def tracker_names(report_to: str) -> list[str]:
@@ -42,6 +42,7 @@ def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
             yield Problem("report_to", message)
     if "none" in names and len(set(names)) > 1:
         yield Problem("report_to", f"{config.report_to!r} asks for none and for {', '.join(names)} at once.")
+    # `all` means those that are installed.
     for name in PACKAGES if "all" not in names else ():
         if name in names and (reason := why_missing(name)):
             yield Problem("report_to", reason, fatal=False)
@@ -74,10 +75,11 @@ def has_wandb_login() -> bool:
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or DEFAULT_ADDRESS).hostname or ""
     named = os.environ.get("NETRC")
+    # _netrc is the name on Windows; NETRC replaces both.
     for path in [Path(named).expanduser()] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         with suppress(OSError, netrc.NetrcParseError):
             login = netrc.netrc(path).hosts.get(host)
-            if login and login[2]:
+            if login and login[2]:  # (login, account, password), of which the last is the key
                 return True
     return False
 
@@ -93,8 +95,10 @@ def _settings_files() -> dict[str, str]:
     """The user's settings, overridden by those of the working directory."""
     home = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
     local = Path(os.environ.get("WANDB_DIR") or ".")
+    # A % in a key is no reference.
     parser = configparser.ConfigParser(interpolation=None)
     try:
+        # Later files win; wandb uses .wandb instead of wandb where that folder exists.
         parser.read([home / "settings", local / "wandb" / "settings", local / ".wandb" / "settings"], encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError):
         return {}

@@ -27,7 +27,7 @@ class Route:
         first, last: the first and the last block of the range, inclusive; negative numbers count from the end.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # where pydantic looks in a plain dataclass
 
     ratio: Annotated[Number, Field(alias="selection_ratio", ge=0, lt=1)]
     first: Annotated[Integer, Field(alias="start_layer_idx")]
@@ -95,14 +95,21 @@ def check_routes(routes: Sequence[Route], blocks: int | None) -> Iterator[Proble
             yield _problem(f"{message} not {edge}.")
         if outside:
             continue
+        # Only now comparable: -1 and 31 may be the same block.
         counted = route.among(blocks)
         if counted.first > counted.last:
             ends = f"(block {counted.first} of {blocks} to block {counted.last})"
             yield _problem(f"the route from {route.written} {ends} starts after its end.")
             continue
         inside.append((counted, route))
-    inside.sort(key=lambda pair: pair[0].first)
-    for (one, first), (following, second) in itertools.pairwise(inside):
+    yield from _check_overlaps(inside)
+
+
+def _check_overlaps(routes: Sequence[tuple[Route, Route]]) -> Iterator[Problem]:
+    """Routes counted from the start, with the same as written."""
+    # In the order of their starts, overlapping routes have overlapping neighbours.
+    in_order = sorted(routes, key=lambda pair: pair[0].first)
+    for (one, first), (following, second) in itertools.pairwise(in_order):
         if following.first <= one.last:
             shared = f"block {following.first}" if following.first == one.last else f"blocks {following.first} and on"
             yield _problem(f"the routes from {first.written} and {second.written} overlap ({shared}).")
@@ -126,4 +133,5 @@ def tokens_by_block(routes: Sequence[Route], blocks: int, tokens: int, unit: int
         kept = count_kept(route.ratio, tokens // unit)
         if kept < tokens // unit:
             counts = [kept * unit if route.holds(block) else n for block, n in enumerate(counts)]
+    # A ratio can be too small to drop even one unit.
     return tuple(counts) if min(counts) < tokens else ()

@@ -53,6 +53,7 @@ class AdapterEntry(Group):
     def title(self) -> str:
         """The label, else the names of the LoRAs."""
         names = [each.adapter_name for each in self.adapters or [] if each.adapter_name]
+        # `repo:file` and `folder/file.safetensors` are called by their file.
         return self.label or "_".join(names or [Path(path.rpartition(":")[2] or path).stem for path, _ in self.loras])
 
 

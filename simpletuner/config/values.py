@@ -40,6 +40,7 @@ def parse_flag(value: object) -> object:
 def parse_integer(value: object) -> object:
     """A whole number of at most 64 bits from a number or numeric text; 1.5 and True are refused."""
     try:
+        # int() would truncate 1.5, so floats take the way below; True is an int, too.
         number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else None
     except ValueError:
         number = None  # "1e3" and "20.0" are whole numbers too
@@ -66,6 +67,7 @@ def parse_number(value: object, complaint: str = "is not a number") -> float:
 
 def parse_text(value: object) -> object:
     """Text; numbers are converted as written."""
+    # `true` for a text is a slip, such as a bare flag on the command line; 16 and 0.5 are names like others.
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError("is not text")
     return str(value)
@@ -76,10 +78,10 @@ def parse_path(value: object) -> object:
     text = parse_text(value)
     try:
         Path(str(text)).expanduser().stat()
-    except RuntimeError:
+    except RuntimeError:  # from expanduser
         raise ValueError("starts with the home folder of an unknown user") from None
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # what does not exist may be created later
             raise ValueError(f"cannot be accessed: {error.strerror}") from None
     except ValueError:
         raise ValueError("contains a character that no path can have") from None
@@ -88,6 +90,7 @@ def parse_path(value: object) -> object:
 
 def parse_json_text(value: object) -> object:
     """A list or object, given as such or as JSON text (the only way on the command line)."""
+    # Any other text is a path, a name or a list with commas.
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return parse_json(value)
@@ -122,6 +125,7 @@ def parse_objects(key: str, value: object) -> object:
         path, problems = Path(value).expanduser(), list[Problem]()
         if not path.is_file():
             raise ValueError("does not exist; it is a file, an object or a list of objects")
+        # `canonical` expanded what config.json holds; this file is read later.
         value = expand_environment(read_json(path, problems), key, problems, secret=True, keep_unset=True)
         if fatal := [problem.message.removesuffix(".") for problem in problems if problem.fatal]:
             raise ValueError("; ".join(fatal))
@@ -151,6 +155,7 @@ def parse_gigabytes(value: object) -> float:
 
 Gigabytes = Annotated[float, BeforeValidator(parse_gigabytes)]
 Size = tuple[int, int]  # width and height in pixels
+# "1024" is a square; "1024.0" is what a number in JSON becomes as text.
 SIZE = re.compile(r"([0-9]{1,6})(?:\.0*)?(?:x([0-9]{1,6})(?:\.0*)?)?")
 
 
@@ -159,14 +164,14 @@ def parse_sizes(value: object) -> object:
     if isinstance(value, tuple):
         return value
     parts = [part.strip().lower() for part in str(parse_text(value)).split(",") if part.strip()]
-    matches = [SIZE.fullmatch(part) for part in parts]
-    wrong = [repr(part) for part, match in zip(parts, matches, strict=True) if match is None]
+    wrong = [repr(part) for part in parts if not SIZE.fullmatch(part)]
     if wrong:
         named = f"contains {', '.join(wrong)}, which is not" if len(parts) > 1 else "is not"
         raise ValueError(f"{named} a size such as 1024 or 1280x768")
     if not parts:
         raise ValueError("contains no size")
-    return tuple((int(match[1]), int(match[2] or match[1])) for match in matches if match)
+    # "1024" is a square; older files have "1024.0"
+    return tuple((int(float(part.partition("x")[0])), int(float(part.rpartition("x")[2]))) for part in parts)
 
 
 def write_sizes(sizes: tuple[Size, ...] | None) -> str | None:
@@ -174,4 +179,5 @@ def write_sizes(sizes: tuple[Size, ...] | None) -> str | None:
     return None if sizes is None else ",".join(f"{width}x{height}" for width, height in sizes)
 
 
+# Written as users write them, so that the config.json of a checkpoint can be read again.
 Sizes = Annotated[tuple[Size, ...], BeforeValidator(parse_sizes), PlainSerializer(write_sizes)]

@@ -81,6 +81,7 @@ class PixelGrid:
     def square(self) -> int:
         """Edge E of the square."""
         if self.resolution_type == "area":
+            # Rounded first: a product just below a square number would lose a whole pixel to the floor.
             return self.snap(math.isqrt(round(self.resolution * 1e6)))
         return self.snap(self.resolution)
 
@@ -118,7 +119,7 @@ def native_aspects(grid: PixelGrid, native: Mapping[int, Sequence[Size]]) -> lis
     """The sizes a model was trained at if resolution and grid allow them, else their ratios on the dataset's grid."""
     if not native:
         return []
-    edge = grid.resolution if grid.resolution_type == "pixel_area" else math.sqrt(grid.resolution * 1e6)
+    edge = math.sqrt(grid.resolution * 1e6) if grid.resolution_type == "area" else grid.resolution
     nearest = min(native, key=lambda known: abs(known - edge))
     exact = grid.resolution_type != "pixel" and math.isclose(nearest, edge)
     aspects = []
@@ -189,6 +190,7 @@ class BucketRules:
         if self.grid.resolution_type == "pixel":
             return min(picture) < smallest
         least = self.grid.area(smallest)
+        # A square crop of a long picture uses its short side only, whatever the area.
         square = self.config.crop and self.config.crop_aspect == "square"
         return picture[0] * picture[1] < least or (square and min(picture) < math.sqrt(least))
 
@@ -213,10 +215,12 @@ class BucketRules:
             ratio = math.log(picture[0] / picture[1])
             return min(allowed, key=lambda aspect: abs(math.log(aspect.size[0] / aspect.size[1]) - ratio))
         mark = fraction(*token, "aspect") * sum(aspect.weight for aspect in allowed)
+        # Drawn by weight: the aspect whose part of the sum holds the mark.
         for aspect in allowed:
             mark -= aspect.weight
             if mark < 0:
                 return aspect
+        # Only rounding of the sum leads here.
         return allowed[-1]
 
     def _resized(self, picture: Size, size: Size) -> Size:
@@ -228,6 +232,7 @@ class BucketRules:
         else:
             is_large, scale = area > self.grid.area(largest), math.sqrt(self.grid.area(target) / area)
         smaller = (round(picture[0] * scale), round(picture[1] * scale))
+        # A target too small to cover the bucket is ignored.
         fits = scale < 1 and smaller[0] >= covering[0] and smaller[1] >= covering[1]
         return smaller if self.config.crop and largest and is_large and fits else covering
 
@@ -237,6 +242,7 @@ class BucketRules:
         if style == "corner":
             return 0, 0
         if style == "random":
+            # `+ 1` includes the position at the far edge.
             return int(fraction(*token, "x") * (spare_x + 1)), int(fraction(*token, "y") * (spare_y + 1))
         return spare_x // 2, spare_y // 2
 
@@ -244,6 +250,7 @@ class BucketRules:
 def cover(picture: Size, size: Size) -> Size:
     """The smallest size with the picture's own ratio that covers `size`."""
     (width, height), (wanted_width, wanted_height) = picture, size
+    # Exact in integers; a division could round to the wrong side where both ratios are equal.
     if wanted_width * height >= wanted_height * width:
         return wanted_width, max(wanted_height, round(height * wanted_width / width))
     return max(wanted_width, round(width * wanted_height / height)), wanted_height
@@ -263,6 +270,7 @@ def build_rules(config: DatasetConfig, spec: FamilySpec, problems: list[Problem]
     alignment = int(config.aspect_bucket_alignment or spec.size_multiple)
     grid = PixelGrid(config.resolution, config.resolution_type, alignment, config.aspect_bucket_rounding or 2)
     problems.extend(_check_grid(grid, spec, config.id))
+    # Some side of every bucket is at least as long as the square's, so no picture could be placed.
     if grid.square > spec.largest_side:
         return None
     aspects: list[Aspect] = []

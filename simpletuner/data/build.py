@@ -37,12 +37,14 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
         conditioning datasets paired with them. Complete only if no problem is fatal.
     """
     entries = [context.fill(config) for config in configs]
+    # In a second pass, since an entry may name the cache folder of another.
     entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries, problems)}) for entry in entries]
     problems.extend(check_dataset_file(configs, entries, context))
     links = link_partners(entries, context, problems)
     builder = _Builder(entries, context, problems, _collect_remote(entries, context, problems))
     datasets = []
     for written, entry in zip(configs, entries, strict=True):
+        # Caches; and conditioning entries, which are read for the datasets that they are paired with.
         if entry.id not in links:
             continue
         if builder.folder(entry).is_there:
@@ -51,6 +53,7 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
             datasets += [] if dataset is None else [dataset]
         else:  # the missing folder has been reported; its rules may be wrong as well
             build_rules(entry, context.spec, problems)
+    # Last, since their samples are the partners that the datasets before them use.
     return datasets + builder.conditioning_datasets(datasets)
 
 
@@ -85,6 +88,7 @@ class _Builder:
     def partners_of(self, entry: DatasetConfig) -> Dataset | None:
         """The files of a conditioning entry, read once no matter how many datasets are paired with it."""
         if entry.id not in self.partners:
+            # Partners are cropped where their sources are placed; they have no crops to redraw.
             fixed = entry.model_copy(update={"vae_cache_clear_each_epoch": False})
             self.partners[entry.id] = self._without_samples(fixed)
         return self.partners[entry.id]
@@ -100,6 +104,7 @@ class _Builder:
             rejected=folder.rejected,
             repeats=0,
             rules=rules,
+            # Without a seed, crops depend on names alone, see `DataContext.seed`.
             seed=self.context.seed or 0,
             facts=folder.facts,
             origins=folder.listing.origins,
@@ -118,7 +123,9 @@ class _Builder:
         if dataset is None or (entry.crop and entry.crop_aspect in ("closest", "random") and not dataset.rules.aspects):
             return None
         repeats = entry.repeats or 0
+        # `captions.facts` grows while captions are read, and is saved as the dataset's index.
         dataset = replace(dataset, facts=captions.facts, partners=partners, clips=clips, repeats=repeats)
+        # Chosen before masks are read, which decodes them.
         dataset = self._read_masks(_choose(self._fill(dataset, captions)))
         self.problems.extend(summarise_rejected(dataset))
         self.problems.extend(warn_of_enlarged(dataset))
@@ -145,6 +152,7 @@ class _Builder:
             return dataset
         measured = measure_masks(dataset, masks, self.context)
         read = replace(masks, facts={**masks.facts, **measured})
+        # The masks' dataset saves the measured shares in its index.
         self.partners[masks.id] = read
         dataset = replace(dataset, partners=tuple(read if each is masks else each for each in dataset.partners))
         self.problems.extend(check_masks(dataset))
@@ -185,6 +193,7 @@ def _sample(name: str, dataset: Dataset, captions: CaptionSource) -> Sample:
             raise LeftOutError("partner unusable", f"has no partner in {partners.id}")
         if paired.problem is not None:
             raise LeftOutError("partner unusable", f"its partner {partners.name_for(name)} {paired.problem}")
+    # The rows of the table choose among the files.
     if dataset.config.metadata_backend == "parquet" and name not in captions.table:
         raise LeftOutError("not in the table", "is not in the table")
     facts, clips, clip = dataset.facts[name], dataset.clips, dataset.clip_for(name)
@@ -220,6 +229,7 @@ def _choose(dataset: Dataset) -> Dataset:
 def _hint_at_caption_files(written: DatasetConfig, entry: DatasetConfig, folder: Folder) -> Iterator[Problem]:
     """Unused text files beside pictures or clips are most likely captions."""
     count = len(folder.listing.captions)
+    # A written `filename` is meant; only the default may surprise.
     if written.caption_strategy is None and entry.caption_strategy == "filename" and count:
         message = (
             f"captions come from the file names, and {count} caption files beside them are not used. "
@@ -247,6 +257,7 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
         yield Problem(dataset.id, message)
     if partners.config.conditioning_type in MASKS:
         yield from check_mask_sizes(dataset, partners)
+    # A loose reference is cropped by its own rules, and a mask of another ratio was refused above.
     if partners.config.conditioning_type != "reference_strict":
         return
     pairs = [(dataset.facts[name].picture_size, partners.facts_for(name)) for name in names]
@@ -268,6 +279,7 @@ def _check_speed(dataset: Dataset, model_rate: float | None) -> list[Problem]:
 
 def _in_use(partners: Dataset, names: Sequence[str], used: Sequence[Sample]) -> Dataset:
     """A conditioning dataset with the partners in use as samples."""
+    # A file may be the partner of several sources, with a crop for each.
     samples = {(sample.name, sample.geometry): sample for sample in used if sample.dataset_id == partners.id}
     taken = {sample.name for sample in samples.values()}
     problems = {name: partners.facts[name].problem for name in names}

@@ -107,6 +107,7 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
         UserError: an expression of `caption_filter_list` takes too long.
     """
     known = source.facts.get(name)
+    # Without a stamp, the index holds captions as they were trained, edits included.
     if known and name in source.gone and known.captions and not known.stamp:
         return known.captions
     captions = _edited(_written(name, source), source.edits, str(source.root / name))
@@ -156,6 +157,7 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
     stamp = stamp_of(f"{source.folder}/{file}", whole=whole)
     if stamp is None or stamp != known.stamp:
         captions = read_caption_file(source.root / file, whole=whole)
+        # Facts are saved in the index, so the next start opens no unchanged caption file.
         known = source.facts[name] = replace(known, captions=captions, stamp=stamp)
     return known.captions
 
@@ -206,6 +208,7 @@ def read_caption_file(path: Path, *, whole: bool = False) -> tuple[str, ...]:
         raise no_caption(f"has a caption file that is not UTF-8 text (byte {error.start})") from error
     if "\0" in text:  # UTF-16 without a mark decodes as UTF-8, with a NUL beside every Latin letter
         raise no_caption("has a caption file with NUL characters: UTF-16 without a byte order mark? Save it as UTF-8")
+    # Not `splitlines`, which also breaks at form feeds, U+0085 and U+2028 inside a caption.
     lines = [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
     captions = ("\n".join(lines).strip(),) if whole else tuple(lines)
     captions = tuple(caption for caption in captions if caption)
@@ -233,6 +236,7 @@ def _shuffle(settings: CaptionShuffle, caption: str) -> Sequence[str]:
         order = list(movable)
         generator("caption shuffle", settings.seed, caption, number).shuffle(order)
         text = joiner.join(fixed + order)
+        # Splitting removed the final period.
         forms.append(text + "." if settings.split_on == "period" and caption.endswith(".") else text)
     return list(dict.fromkeys(forms))
 
@@ -279,6 +283,7 @@ def _read_filter(entry: str, where: str, problems: list[Problem]) -> tuple[str |
     except (re.error, regex.error, IndexError) as error:
         if replacement:
             problems.append(Problem(where, f"{entry!r} is not a regular expression: {error}."))
+        # Plain text such as "(wide shot" need not be a regular expression.
         return entry, None, ""
     return None if replacement else entry, expression, new
 
@@ -298,6 +303,7 @@ def _filter(filters: Sequence[tuple[str | None, regex.Pattern[str] | None, str]]
             except TimeoutError:
                 filtering = f"{expression.pattern!r} of caption_filter_list on {caption[:LONGEST_SHOWN]!r}"
                 raise TimeoutError(f"{filtering} takes more than {FILTER_SECONDS:g} s") from None
+    # Removed words leave two spaces.
     return [re.sub(r"[ \t]{2,}", " ", caption).strip()]
 
 
@@ -315,12 +321,14 @@ def read_caption_table(config: ParquetConfig, where: str, problems: list[Problem
         message = "parquet needs the package pyarrow: pip install 'simpletuner[parquet]'."
         problems.append(Problem(f"{where}.metadata_backend", message))
         parquet = None
+    # The file is checked without the package, too, so that one start reports both.
     path = Path(config.path)
     if not path.is_file():
         problems.append(Problem(f"{where}.parquet.path", f"the file {config.path!r} does not exist."))
         return {}
     if parquet is None or not _has_columns(parquet, path, config, where, problems):
         return {}
+    # Only what is needed, since such tables may hold the pictures themselves.
     columns = [column for column in (config.caption_column, config.fallback_caption_column) if column]
     rows = parquet.read_table(path, columns=list(dict.fromkeys([config.filename_column, *columns]))).to_pylist()
     named = {_name(str(row[config.filename_column]), config): row for row in rows if row[config.filename_column]}

@@ -60,6 +60,7 @@ MISSING_SECONDS = 0.25
 SAME_RATE = 0.002
 # Relative; to a viewer 23.976 and 24 frames a second are the same speed.
 SAME_SPEED = 0.02
+# The length that the models were made for: 121 frames at 24 a second, 81 at 16.
 DEFAULT_SECONDS = 5
 
 
@@ -109,8 +110,10 @@ class ClipFacts:
         own = self.source_rate
         if not own:
             return 1.0
+        # The same nominal rate: every frame is taken once.
         if abs(own / rate - 1) <= SAME_RATE:
             return rate / own
+        # Others keep the nominal relation: 29.97 to 24 is read as 30 to 24.
         return _whole(own) / own * rate / _whole(rate)
 
 
@@ -178,6 +181,7 @@ def frames_of(
     moments = deque(clip.moments(frames, rate))
     for read in readers.READERS:
         try:
+            # A copy, since the deque loses a moment with every frame that is handed out; the next reader gets the rest.
             for frame in read(path, list(moments), clip.matrix):
                 yield Image.fromarray(np.ascontiguousarray(frame))
                 moments.popleft()
@@ -276,11 +280,13 @@ def build_clip_rules(config: DatasetConfig, context: DataContext, problems: list
     """
     video, native, stride = config.video, context.frame_rate, context.spec.frame_stride
     if not config.holds_clips or native is None:
+        # An explicit `is_i2v: false` is true of pictures.
         if video.model_copy(update={"is_i2v": video.is_i2v or None}) != VideoConfig():
             message = "has no effect: it is for datasets of clips (dataset_type video)."
             problems.append(Problem(f"{config.id}.video", message, fatal=False))
         return None
     names_size = video.bucket_strategy == "resolution_frames"
+    # `+ 1`: the VAEs encode the first frame alone.
     wanted = video.num_frames or round(DEFAULT_SECONDS * native) + 1
     keeps_length = names_size and video.frame_interval and not video.num_frames
     num_frames = None if keeps_length else fitting_frames(wanted, stride)
@@ -290,6 +296,7 @@ def build_clip_rules(config: DatasetConfig, context: DataContext, problems: list
     shape = (rate, stride, num_frames, interval, minimum, video.max_frames)
     rules = ClipRules(*shape, names_size=names_size, is_i2v=is_i2v, matrix=video.color_matrix)
     problems.extend([*_check_length(video, rules, where), *_check_condition(rules, context, where)])
+    # Beside the condition, one latent frame must be left to train.
     return replace(rules, minimum=max(minimum, stride + 1)) if is_i2v else rules
 
 
@@ -342,6 +349,7 @@ def check_frame_rate(where: str, rules: ClipRules, clips: Mapping[str, ClipFacts
             f"what it learns moves {model_rate / rules.rate:.2f} times as fast"
         )
     rates = {name: clip.source_rate for name, clip in clips.items()}
+    # A single frame has the rate 0.
     slow = {name: rate for name, rate in rates.items() if 0 < rate < rules.rate * (1 - SAME_SPEED)}
     if slow:
         slowest = min(slow, key=lambda name: slow[name])

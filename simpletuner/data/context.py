@@ -14,6 +14,7 @@ from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec, Task
 
 if TYPE_CHECKING:
+    # `discovery` imports this module.
     from simpletuner.data.discovery import Scan
 
 
@@ -88,6 +89,7 @@ class DataContext:
         """The entry with all defaults filled in except `repeats`, where None means that the user did not set it."""
         unset = {key for key, value in config if value is None}
         values = {key: value for key, value in self._defaults(config).items() if key in unset}
+        # From here on a remote dataset is the folder of its downloads.
         if config.type != "local":
             values["instance_data_dir"] = str(self._downloads(config))
         for key in ("instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file"):
@@ -100,15 +102,18 @@ class DataContext:
         is_eval, random_crops = config.dataset_type == "eval", "random" in (config.crop_aspect, config.crop_style)
         family = {key: self.spec.defaults.get(key) for key in ("resolution", "aspect_bucket_alignment")}
         return {
+            # What comes later wins: defaults of the run before those of the family.
             **family,
             **{key: value for key, value in self.defaults if value is not None},
             **({"caption_strategy": config.type} if config.type in ("csv", "huggingface") else {}),
+            # Evaluation reads sample by sample (`BatchReader.read_sample`).
             "train_batch_size": 1 if is_eval else self.train_batch_size,
             "compress_cache": self.caching.compress_disk_cache,
             "vae_cache_disable": self.caching.vae_cache_disable,
             "delete_problematic_images": self.caching.delete_problematic_images,
             "delete_unwanted_images": self.caching.delete_unwanted_images,
             "cache_dir_vae": str(self.latent_root / _folder_name(config.id)),
+            # Other crops would make the evaluation loss incomparable between epochs.
             "vae_cache_clear_each_epoch": config.crop and random_crops and not is_eval,
         }
 

@@ -32,6 +32,7 @@ NOTICEABLE_ENLARGEMENT = 1.5
 
 def is_stretched(own: Size, other: Size) -> bool:
     """Whether two ratios differ, so that a partner that takes over the source's crop is stretched."""
+    # one ratio divided by the other
     return abs(own[0] * other[1] / (own[1] * other[0]) - 1) > STRETCH_TOLERANCE
 
 
@@ -97,6 +98,7 @@ class Dataset:
     @cached_property
     def names(self) -> dict[str, str]:
         """Names of its files by `pair_key`; of several file types with the same stem the first counts."""
+        # In reverse, so that the first of several names with the same stem is stored last.
         return {pair_key(name): name for name in sorted(self.facts, reverse=True)}
 
     def name_for(self, source: str) -> str | None:
@@ -127,6 +129,7 @@ class Dataset:
             KeyError: it has none.
         """
         mask = self.partner_for(sample.name, sample.geometry)
+        # A picture stays a single frame: `latent_mask` repeats it for the whole clip.
         clip = self.facts[mask.name].clip
         if clip is not None:
             mask = replace(mask, frames=sample.frames, frame_rate=sample.frame_rate, clip=clip)
@@ -163,6 +166,7 @@ class Dataset:
             geometry, partner = self.place(sample.name, sample.original_size, epoch, sample.frames)
             mask = sample.mask and replace(sample.mask, geometry=geometry)
             samples.append(replace(sample, geometry=geometry, partner=partner, mask=mask))
+        # A new object also drops the cached buckets, which hold the old crops.
         return replace(self, samples=tuple(samples), epoch=epoch)
 
     def place(self, name: str, size: Size, epoch: int, frames: int = 1) -> tuple[Geometry, Sample | None]:
@@ -177,6 +181,7 @@ class Dataset:
         Raises:
             LeftOutError: the picture is left out, in this epoch as in every other.
         """
+        # A constant epoch keeps fixed crops, and with them the cached latents, for the whole run.
         token = (self.seed, self.id, name, epoch if self.changes_each_epoch else 1)
         geometry = self.rules.place(size, *token)
         if self.clips is not None:
@@ -252,6 +257,7 @@ class Dataset:
         """
         # Files that could not be read are left out, too: the next run tries them again.
         files = {name: fact for name, fact in self.facts.items() if fact.content and name not in except_for}
+        # Captions from names, tables and prompts have no stamp. Those last used are kept for `ignore_missing_files`.
         if any(not fact.stamp for fact in files.values()):
             used = {sample.name: sample.captions for sample in self.samples}
             for name, fact in files.items():
@@ -328,6 +334,7 @@ def summarise_rejected(dataset: Dataset) -> Iterator[Problem]:
     for file in dataset.rejected:
         if file.reason not in EXPECTED:
             names[file.reason].append(file.name)
+    # Without any sample, `_nothing_usable` gives the reasons in an error.
     if names and dataset.samples:
         left_out = "; ".join(f"{len(files)} {reason} ({shorten(files)})" for reason, files in names.items())
         total = sum(map(len, names.values()))
@@ -337,6 +344,7 @@ def summarise_rejected(dataset: Dataset) -> Iterator[Problem]:
 
 def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:
     """One warning about samples that are much smaller than their training size."""
+    # The width alone, since resizing keeps the ratio.
     factors = [sample.geometry.resized[0] / sample.original_size[0] for sample in dataset.samples]
     enlarged = sum(factor > NOTICEABLE_ENLARGEMENT for factor in factors)
     if not enlarged:
@@ -360,11 +368,13 @@ def check_amount(dataset: Dataset, context: DataContext, problems: list[Problem]
         if not any(where == dataset.id or where.startswith(f"{dataset.id}.") for where in places):
             problems.append(Problem(dataset.id, _nothing_usable(dataset)))
         return dataset
+    # Evaluation takes any number of samples.
     if not dataset.config.is_trained:
         return dataset
     needed = dataset.batch_size * context.num_processes * context.gradient_accumulation_steps
     enough = -(-needed // count) - 1  # the fewest repeats that fill a step
     if dataset.repeats < enough:
+        # `fill` leaves None only where the user set no repeats; an explicit number is never raised.
         if context.defaults.allow_dataset_oversubscription and dataset.config.repeats is None:
             message = f"repeats is raised to {enough}: {count} samples must fill a step of {needed}."
             problems.append(Problem(dataset.id, message, fatal=False))

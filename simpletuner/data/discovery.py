@@ -90,9 +90,11 @@ def classify(names: Iterable[tuple[str, tuple[str, str] | None]], wanted: frozen
     """
     media, texts = [], []
     ignored: dict[str, tuple[str, str]] = {}
+    # The order of a listing depends on the file system, and of two caption files for one picture the first is used.
     for name, problem in sorted(names, key=itemgetter(0)):
         suffix = _suffix(name)
         if problem is not None:
+            # Surrogates in a name could be neither printed nor written to the plan's JSON.
             ignored[_printable(name)] = problem
         elif suffix in wanted:
             media.append(name)
@@ -128,6 +130,7 @@ def _captions(media: Sequence[str], texts: Sequence[str], ignored: dict[str, tup
 
 def _walk(root: Path) -> Iterator[tuple[str, tuple[str, str] | None]]:
     """Every file below a folder, with the reason if it cannot be used."""
+    # By device and inode: links to folders are followed and may form a cycle.
     visited: set[tuple[int, int]] = set()
     stack = [(root, "")]
     while stack:
@@ -247,6 +250,7 @@ def inspect_files(
     """
     names, folder = list(names), str(root)
     parts = (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))
+    # Threads suffice: reading and hashing release the GIL.
     with ThreadPoolExecutor(max(1, min(workers, os.cpu_count() or 1))) as pool:
         found = pool.map(lambda part: [_facts_of(f"{folder}/{name}", known.get(name)) for name in part], parts)
         return dict(zip(names, chain.from_iterable(found), strict=True))
@@ -267,6 +271,7 @@ def _inspect(path: Path) -> FileFacts:
     facts = FileFacts(0, 0, "")
     try:
         size, mtime_ns = files.check_regular(path, files.LARGEST_CLIP if clip else files.LARGEST_PICTURE)
+        # A picture is read once for its hash and its size. A clip may not fit into memory, so it is hashed in chunks.
         data = b"" if clip else files.read(path, files.LARGEST_PICTURE)
         content = files.content_hash(path) if clip else hashlib.sha256(data).hexdigest()
         facts = FileFacts(size, mtime_ns, content)
@@ -303,6 +308,7 @@ def save_index(folder: Path, root: Path, facts: Mapping[str, FileFacts]) -> None
         DiskFullError: no space left; the index that was there is kept.
     """
     names = list(facts)
+    # No fsync: a torn index is ignored and rebuilt.
     with open_atomically(folder / INDEX_NAME, durable=False) as index:
         for start in range(0, len(names), PER_LINE):
             part = {name: facts[name] for name in names[start : start + PER_LINE]}
@@ -352,6 +358,7 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
     if listing is None:
         listing = scan(root, wanted_suffixes(config, context)) if is_readable(root) else Scan()
     left_out = {**listing.ignored}
+    # Without an index no list has been made that could be kept.
     if known and (config.preserve_data_backend_cache or {"metadata", "aspect"} & {*(config.skip_file_discovery or ())}):
         detail = "was added after the list of files was made, and that list is kept"
         left_out |= {name: ("not chosen", detail) for name in listing.files if name not in known}
@@ -367,6 +374,7 @@ def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | Non
     for name, fact in damaged.items():
         left_out[name] = "damaged" if fact.content else "unreadable", fact.problem or ""
     rejected = tuple(Rejected(config.id, name, *why) for name, why in left_out.items())
+    # Damaged files stay in the index too, or every start would read them again.
     return Folder(root, usable | damaged, listing, frozenset(lost.keys() & facts.keys()), rejected, known)
 
 

@@ -44,6 +44,7 @@ def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig], probl
         problems.append(Problem(f"{config.id}.image_embeds", message))
         return config.cache_dir_vae
     named = known[config.image_embeds]
+    # In this order, since `fill` gives every entry a cache_dir_vae.
     return named.cache_dir or named.cache_dir_vae
 
 
@@ -58,6 +59,7 @@ def check_dataset_file(
     """
     for config, entry in zip(written, entries, strict=True):
         yield from _check_entry(entry, context)
+        # As written: a default that belongs to another type is not the user's mistake.
         yield from check_source(entry.id, entry.type, {key: getattr(config, key) for key in config.model_fields_set})
     with_files = [entry for entry in entries if holds_files(entry)]
     texts = [entry for entry in entries if entry.is_text_embeds]
@@ -111,12 +113,14 @@ def _caption_rules(config: DatasetConfig) -> Rules:
     strategy, backend, parquet = config.caption_strategy, config.metadata_backend, config.parquet
     has_column = config.type in ("csv", "huggingface")
     wrong_column = has_column and (strategy not in (config.type, *FIXED_PROMPTS) or backend == "parquet")
+    # One mistake gets one message.
     foreign_column = not wrong_column and strategy in ("csv", "huggingface") and config.type != strategy
     wrong_backend, no_prompt = backend == "huggingface" and config.type != "huggingface", not config.instance_prompt
     column = f"{config.type!r} has captions in a column: caption_strategy {config.type} or instanceprompt."
     table = "'parquet' needs the object parquet with the path of the table."
     yield wrong_backend, "metadata_backend", "'huggingface' needs type huggingface."
     yield backend == "parquet" and parquet is None, "metadata_backend", table
+    # A chained comparison: the strategy is parquet and the backend is not.
     yield strategy == "parquet" != backend, "caption_strategy", "'parquet' needs metadata_backend parquet."
     yield wrong_column, "type", column
     yield foreign_column, "caption_strategy", f"{strategy!r} needs type {strategy}."
@@ -136,19 +140,22 @@ def _check_folders(configs: Sequence[DatasetConfig], context: DataContext) -> It
     """Folders must exist, unless an index may stand in for them, and not contain the previews, which are pictures."""
     local = [config for config in configs if config.type == "local" and config.instance_data_dir]
     named = [(config, Path(config.instance_data_dir or "")) for config in local]
-    missing = []
-    for config, folder in named:
-        latents = Path(config.cache_dir_vae or "")
-        if not is_readable(folder) and not (context.defaults.ignore_missing_files and load_index(latents, folder)):
-            missing.append(f"{config.id}: {str(folder)!r}")
+    missing = [f"{config.id}: {str(folder)!r}" for config, folder in named if _is_missing(config, folder, context)]
     if missing:
         hint = "paths are relative to the working directory"
         message = f"these folders do not exist or cannot be listed ({hint}): {'; '.join(missing)}."
         yield Problem("instance_data_dir", message)
     for config, folder in named:
+        # Either path may go through a link.
         if context.output_dir.resolve().is_relative_to(folder.resolve()):
             message = f"{str(folder)!r} contains output_dir ({str(context.output_dir)!r}): previews would be trained."
             yield Problem(f"{config.id}.instance_data_dir", message)
+
+
+def _is_missing(config: DatasetConfig, folder: Path, context: DataContext) -> bool:
+    if is_readable(folder):
+        return False
+    return not (context.defaults.ignore_missing_files and load_index(Path(config.cache_dir_vae or ""), folder))
 
 
 def _check_caches(
@@ -161,6 +168,7 @@ def _check_caches(
             owners[Path(config.cache_dir_vae).resolve()].append(config.id)
     text_folders = {Path(entry.cache_dir).resolve() for entry in texts if entry.cache_dir}
     for folder, names in owners.items():
+        # They would overwrite each other's index, which is in this folder.
         if len(names) > 1:
             message = f"{str(folder)!r} is the latent cache of several datasets: {', '.join(names)}."
             yield Problem("cache_dir_vae", message)
@@ -190,23 +198,25 @@ def link_partners(
     """The conditioning entries that each dataset is paired with and that the flavour can use."""
     conditioning = {config.id: config for config in configs if config.is_conditioning}
     links: dict[str, list[DatasetConfig]] = {}
-    linked: set[str] = set()
+    unused = list(conditioning)
     for config in configs:
         if config.is_conditioning or not holds_files(config):
             continue
         entries = _conditions_of(config, conditioning)
-        linked.update(entry.id for entry in entries)
+        # Entries that the flavour cannot use are not unused: `_check_link` warns of them.
+        unused = [name for name in unused if conditioning[name] not in entries]
         links[config.id] = [entry for entry in entries if _is_usable(entry, context)]
         problems.extend(problem for entry in entries for problem in _check_link(entry, config, context))
         problems.extend(_check_partners(config, links[config.id], context))
     message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
-    problems.extend(Problem(name, message, fatal=False) for name in conditioning if name not in linked)
+    problems.extend(Problem(name, message, fatal=False) for name in unused)
     return links
 
 
 def _conditions_of(config: DatasetConfig, conditioning: Mapping[str, DatasetConfig]) -> list[DatasetConfig]:
     """The entries that a dataset names, and those that name it."""
     belonging = [entry.id for entry in conditioning.values() if entry.source_dataset_id == config.id]
+    # Both sides may name the link.
     names = dict.fromkeys([*(config.conditioning_data or []), *belonging])
     return [conditioning[name] for name in names if name in conditioning]
 

@@ -74,6 +74,7 @@ class BatchLoader:
         return self
 
     def __next__(self) -> Batch:
+        # A run may resume at the very end of an epoch, which then has no batch left.
         while True:
             if self._supply is None:
                 self._supply = self._read_epoch()
@@ -117,7 +118,9 @@ class BatchLoader:
         """The rest of the current epoch."""
         self.prepare_epoch(self.epoch)
         batches = self.sampler.batches(self.epoch)
+        # Planned lazily, by the reading thread.
         planned = (batches[index] for index in range(self.index, len(batches)))
+        # One batch even without prefetching, so that reading overlaps with the step.
         ahead = self.config.dataloader_prefetch_qlen if self.config.dataloader_prefetch else 1
         return read_ahead(planned, partial(self._make, count(self.count)), ahead)
 
@@ -134,6 +137,7 @@ class _ReadingThread(threading.Thread):
     """
 
     def __init__(self, planned: Iterable[PlannedBatch], make: ReadBatch, ahead: int) -> None:
+        # A daemon: a reader that waits at a full queue must not keep a failed process alive.
         super().__init__(name="batch-reader", daemon=True)
         self._planned, self._make_batch = planned, make
         self.ready: queue.Queue[Batch | _Errand | BaseException | None] = queue.Queue(maxsize=ahead)
@@ -155,6 +159,7 @@ class _ReadingThread(threading.Thread):
         """The result of a call that the loop's thread makes when it wants the next batch."""
         errand = _Errand(call, Future())
         self._put(errand)
+        # In short waits: a loop that has stopped never makes the call.
         while not wait([errand.result], timeout=0.1).done:
             self._check()
         result: Result = errand.result.result()

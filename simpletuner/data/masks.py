@@ -28,6 +28,7 @@ from simpletuner.errors import Problem, shorten
 TINY_MASK = 0.01
 
 
+# A mask is needed at every use of its sample; without the cache, its file would be decoded in every step.
 @lru_cache(maxsize=256)
 def latent_mask(mask: Sample, size: tuple[int, int, int]) -> NDArray[np.float32]:
     """The mean of a mask over the area of each latent position, and over the frames of each latent frame.
@@ -48,6 +49,7 @@ def latent_mask(mask: Sample, size: tuple[int, int, int]) -> NDArray[np.float32]
     if len(area) == 1:
         mean = area.repeat(frames, axis=0)
     else:
+        # T H W -> F H W, such as 1 + 4k frames to 1 + k
         mean = np.concatenate([area[:1], area[1:].reshape(frames - 1, -1, height, width).mean(axis=1)])
     weights = mean > 0 if mask.is_segmentation else mean
     return weights[None].astype(np.float32)
@@ -55,6 +57,7 @@ def latent_mask(mask: Sample, size: tuple[int, int, int]) -> NDArray[np.float32]
 
 def _averaged(frame: Image.Image, mask: Sample, height: int, width: int) -> NDArray[np.float64]:
     luminance = fit(frame.convert("L"), mask.geometry, Image.Resampling.BOX) / 255
+    # H h W w, with h x w pixels to a latent position
     return luminance.reshape(height, luminance.shape[0] // height, width, -1).mean(axis=(1, 3))
 
 
@@ -67,12 +70,15 @@ def measure_masks(dataset: Dataset, masks: Dataset, context: DataContext) -> dic
     def measure(sample: Sample, mask: Sample) -> FileFacts:
         facts = masks.facts[mask.name]
         if dataset.changes_each_epoch:
+            # The whole mask, squeezed into the training size, stands for the crops of all epochs.
             mask = replace(mask, geometry=replace(mask.geometry, resized=mask.geometry.size, crop=(0, 0)))
+        # Everything besides the file that the measured share depends on; a known share counts only for the same way.
         way = f"{mask.geometry} {sample.frames} {mask.frame_rate} {mask.is_segmentation} {sample.is_i2v}"
         if facts.white and facts.white[0] == way:
             return facts
         try:
             size = context.spec.latent_size(*sample.geometry.size, sample.frames)
+            # Frame 0 of i2v is given, so its part of the mask teaches nothing.
             learned = latent_mask(mask, size)[:, 1 if sample.is_i2v else 0 :]
         except MediaError as error:
             return replace(facts, content="", problem=str(error))  # without content it is not saved but read again

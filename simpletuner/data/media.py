@@ -134,6 +134,7 @@ def _png_end(file: BinaryIO, size: int) -> bool:
     chunks = _png_chunks(file, size)
     for kind, start, length in chunks:
         if kind in PNG_SHOWN:
+            # The checksum covers the chunk's type and its data.
             file.seek(start - 4)
             covered = file.read(length + 4)
             if zlib.crc32(covered) != int.from_bytes(file.read(4), "big"):
@@ -205,6 +206,7 @@ def probe(source: Path | bytes) -> tuple[int, int]:
             raise MediaError(f"is damaged: its size is {width}x{height}")
         if isinstance(picture, TiffImagePlugin.TiffImageFile):
             # Some versions of Pillow rotate the size of a TIFF on opening, others when it is decoded.
+            # tags ImageWidth and ImageLength
             width, height = picture.tag_v2[256], picture.tag_v2[257]
         if kind == "PNG" and not png_has_orientation(file, size):
             return width, height
@@ -261,6 +263,7 @@ def _opened(source: Path | bytes) -> Iterator[tuple[BinaryIO, Image.Image, str]]
             raise UnreadableError(problem)  # nothing is wrong with the file
         check_complete(file, kind, len(data))
         file.seek(0)
+        # Other readers must not try damaged data: the error would be theirs.
         with Image.open(file, formats=[kind]) as picture:
             yield file, picture, kind
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

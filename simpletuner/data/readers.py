@@ -147,8 +147,10 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 
 def _open(path: Path) -> InputContainer:
+    # A container may refer to further files or addresses, which FFmpeg would open.
     options = {"protocol_whitelist": "file", "format_whitelist": ",".join(FORMATS)}
     try:
+        # With the protocol: the part of a relative path before a colon would be taken for one.
         return av.open(f"file:{path}", options=options, **TAGS)
     except av.ArgumentError as error:  # the format is not listed
         raise MediaError("is named like a clip, but in another format") from error
@@ -258,6 +260,7 @@ def _timed(container: InputContainer, stream: VideoStream, last: float) -> Itera
 def _shown_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
     width, height = frame.width, frame.height
     aspect = float(stream.sample_aspect_ratio or 1)
+    # Before turning, since the aspect ratio is that of stored pixels.
     width = round(width * aspect)
     return (height, width) if frame.rotation % 180 else (width, height)
 

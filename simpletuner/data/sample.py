@@ -94,6 +94,7 @@ class Sample:
         if self.clip is None or self.frame_rate is None:
             return ()
         slowed = self.clip.slowed(self.frame_rate) if self.frames > 1 else 1.0
+        # Part of the cache key, so other words or digits would encode such clips again.
         speed = (f"{self.clip.source_rate * slowed:.6g} frames a second",) if abs(slowed - 1) > RATE_TOLERANCE else ()
         return (*speed, "BT.709") if self.clip.matrix == "bt709" else speed
 

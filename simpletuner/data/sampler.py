@@ -64,6 +64,7 @@ class Epoch(Sequence[PlannedBatch]):
         return len(self.groups)
 
     def __getitem__(self, index: int) -> PlannedBatch:  # type: ignore[override]  # nobody needs slices
+        # `range` makes a negative index a position.
         return self.plan(*self.groups[index], range(len(self))[index])
 
 
@@ -123,7 +124,9 @@ class Sampler:
         queues = [_Queue(dataset, self._groups(dataset.at_epoch(epoch), epoch)) for dataset in active]
         windows = any(map(_has_step_window, active))
         if len(queues) == 1 and not windows:
+            # Queues are popped from the end, and a single one needs no draw.
             return [(active[0].id, group) for group in reversed(queues[0].groups)]
+        # Windows count steps of the whole run; without them, earlier epochs need not be counted.
         before = sum(map(self.batches_per_epoch, range(1, epoch))) if windows else 0
         random = generator(self.seed, epoch, "datasets")
         batches: list[tuple[str, list[Sample]]] = []
@@ -148,6 +151,7 @@ class Sampler:
         if dataset.config.crop_aspect == "random":
             dataset = dataset.at_epoch(epoch)
         size = dataset.batch_size * self.world.size
+        # `passes` fills up every bucket to whole batches.
         return sum(-(-len(samples) * (dataset.repeats + 1) // size) for samples in dataset.buckets.values())
 
     def _weights(self, queues: Sequence[_Queue]) -> list[float]:
@@ -159,6 +163,7 @@ class Sampler:
         """The dataset's samples of an epoch in groups of one bucket, each a global batch."""
         size = dataset.batch_size * self.world.size
         groups = []
+        # A generator per bucket: its order does not depend on the other buckets.
         for label, samples in dataset.buckets.items():
             random = generator(self.seed, epoch, dataset.id, label)
             order = passes(samples, dataset.repeats + 1, size, random)
@@ -170,6 +175,7 @@ class Sampler:
         """This process's part of a group."""
         slots = self.world.slots(len(group) // self.world.size)
         samples = tuple(group[slots.start : slots.stop])
+        # By the place in the global batch, so that captions do not depend on how many processes divide it.
         captions = tuple(
             sample.captions[int(fraction(self.seed, epoch, index, slot, "caption") * len(sample.captions))]
             for slot, sample in zip(slots, samples, strict=True)
@@ -204,6 +210,7 @@ class _Queue:
 
 def next_side(ready: Sequence[_Queue], last: int) -> list[_Queue]:
     """The queues of the side after `last`; a side without queues is skipped."""
+    # 0 for the side that is due, 2 for the last one
     turns = [(queue.side - last - 1) % (NEUTRAL + 1) for queue in ready]
     return [queue for queue, turn in zip(ready, turns, strict=True) if turn == min(turns)]
 
@@ -220,6 +227,7 @@ def passes(samples: Sequence[Sample], times: int, batch: int, random: Random) ->
     order: list[Sample] = []
     for _ in range(times):
         order += _next_pass(samples, order, batch, random)
+    # Repeats only for buckets smaller than a batch.
     while missing := -len(order) % batch:
         order += _next_pass(samples, order, batch, random)[:missing]
     return order

@@ -52,6 +52,7 @@ class Batch:
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
         """The same batch on a device."""
         moved = self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        # Techniques decide by the mask how many tokens to keep; on the device, reading it would wait.
         return replace(moved, host_mask=self.loss_mask if self.host_mask is None else self.host_mask)
 
     def pin_memory(self) -> Batch:
@@ -146,6 +147,7 @@ class NoisyBatch:
         given = self.given_frames
         if given:
             latents = torch.cat([self.noisy_latents[:, :, :given], latents[:, :, given:]], dim=2)
+        # float32 like the sigmas: a bf16 timestep would be off by up to 1.9 of 1000.
         return replace(self, sigmas=sigmas, timesteps=1000 * sigmas, noisy_latents=latents)
 
 

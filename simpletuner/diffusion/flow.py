@@ -41,6 +41,7 @@ def sample_sigmas(place: Place, flow: FlowConfig, shift: float, offset: float = 
     # In float64: float32 would round shares close to 1 to 1, whose logit-normal quantile is infinite.
     shares = torch.cat([torch.rand(1, generator=draw, dtype=torch.float64) for draw in place.generators("sigmas")])
     if not flow.disable_segmented_timestep_sampling:
+        # One permutation for all processes: no two samples of the group share a slice.
         slices = torch.randperm(place.group, generator=place.shared_generator("slices"))[list(place.slots)]
         shares = (slices + shares) / place.group
     sigmas = shift_sigmas(law_quantiles(shares, flow, offset), shift)
@@ -110,16 +111,15 @@ def make_noisy(
 
     `noise_offset` shifts the mean of the noise itself, per sample and channel: input and target both contain the
     shifted noise (N. Guttenberg, "Diffusion with Offset Noise", 2023); a sample has the shift with
-    `noise_offset_probability`. `input_perturbation` adds fresh noise of that
-    strength to the noise in the input and leaves the target unchanged (Ning et al., arXiv 2301.11706).
+    `noise_offset_probability`. `input_perturbation` adds fresh noise of that strength to the noise in the input and
+    leaves the target unchanged (Ning et al., arXiv 2301.11706).
 
     Args:
         sigmas: `B`, in (0, 1], on any device.
         noise: standard normal, shape of `batch.latents`.
         loss: how much the noise is shifted and perturbed.
         levels: noise levels of the input, if they differ from the timesteps.
-        place: position in the run; required for what `loss` adds, and by techniques that draw random
-            numbers.
+        place: position in the run; required for what `loss` adds, and by techniques that draw random numbers.
     """
     latents = batch.latents.float()
     noise = upload(noise.float(), latents.device)
@@ -133,7 +133,7 @@ def make_noisy(
             draws = (torch.rand(1, generator=draw) for draw in place.generators("offset"))
             shifted = [draw < loss.noise_offset_probability for draw in draws]
             strength = loss.noise_offset * upload(torch.cat(shifted).view(-1, 1, 1, 1, 1), latents.device)
-            in_input = noise = noise + strength * sample_noise(latents[..., :1, :1, :1], generators)
+            in_input = noise = noise + strength * sample_noise(latents[..., :1, :1, :1], generators)  # B C 1 1 1
         if perturbation := loss.input_perturbation_at(place.global_step):
             in_input = noise + perturbation * sample_noise(latents, generators)
     sigmas = upload(sigmas.float(), latents.device)
@@ -153,6 +153,7 @@ TINY = 1e-300  # in place of a zero denominator in Lentz's method
 BISECTIONS = 60  # of [0, 1], to the limit of double precision
 
 
+# torch has no inverse of the incomplete beta function, and scipy is no dependency.
 def beta_quantile(share: float, alpha: float, beta: float) -> float:
     """Quantile of Beta(alpha, beta): the x with `beta_cdf(x) = share`, by bisection."""
     low, high = 0.0, 1.0
@@ -229,7 +230,7 @@ def elementwise_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) 
 
     If the batch has a mask, or its frames have weights, the loss of each position is multiplied by them, and the mean
     is still taken over all positions: black contributes nothing, a mask of ones changes nothing, and an all-black mask
-        gives 0, not NaN.
+    gives 0, not NaN.
 
     Args:
         prediction: of `noisy.target`, any float dtype, `B C F H W`.

@@ -25,6 +25,7 @@ def step_seed(seed: int, global_step: int, micro_step: int, slot: int, purpose: 
         purpose: what is drawn, such as "noise" or "sigmas", so that the draws of a step are independent.
     """
     place = f"{seed}/{global_step}/{micro_step}/{slot}/{purpose}"
+    # Python's `hash` of a string differs from process to process.
     digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1  # torch takes signed 64-bit seeds
 

@@ -56,6 +56,7 @@ class ConnectedWorld(World):
         """The content of each process, filled up to `size` bytes."""
         import torch.distributed
 
+        # A bytearray, since torch warns of buffers that cannot be written.
         own = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.size)]
         torch.distributed.all_gather(found, own, group=self.control)
@@ -145,6 +146,7 @@ def _connect_groups(place: World, store: Any, watch: Watch) -> Any:
     from torch import distributed
 
     try:
+        # Twice the watch's limit: the watch names who is missing, a timeout of torch would not.
         backend, patience = take_device(place), timedelta(seconds=2 * watch.limit)
         distributed.init_process_group(backend, None, patience, place.size, place.rank, store)
         return distributed.new_group(backend="gloo", timeout=PATIENCE)

@@ -89,6 +89,7 @@ def launch_arguments(launch: LaunchConfig, command: list[str]) -> Any:
     from accelerate.commands.launch import launch_command_parser
 
     extra = os.environ.get(EXTRA, "")
+    # accelerate's default is one thread per process.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // launch.local_processes))
     words = [
         *("--multi_gpu", "--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)),
@@ -144,6 +145,7 @@ def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
     missing = settle_meeting(place, os.environ)
     if missing:
         raise ConfigError(missing)
+    # Kept, because `leave_terminal` replaces it.
     terminal = sys.stderr
     if not place.is_leader:
         leave_terminal()
@@ -153,6 +155,7 @@ def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
             watch.ended = complain
         else:
             leave_terminal()
+        # One on each machine reports that process 0 is gone; beside it `start_processes` does, or else process 1.
         if place.is_leader or (place.rank == 1 and LAUNCHER not in os.environ):
             watch.bereft = partial(print, file=terminal, flush=True)
 

@@ -130,6 +130,7 @@ def take_requests(output_dir: Path) -> list[Request]:
 def take_request(output_dir: Path, request: Request) -> bool:
     """Whether something was requested since the last call; its file is removed."""
     try:
+        # Not `exists` first: whoever removes the file has the request, and nobody has it twice.
         (output_dir / FOLDER / request).unlink()
     except OSError:  # usually there is none
         return False

@@ -61,6 +61,7 @@ def shard(
     type(transformer).__name__ = type(transformer).__name__.removeprefix("FSDP")
     for parameter in transformer.parameters():
         if not isinstance(parameter, DTensor):
+            # `fully_shard` has moved everything else.
             parameter.data = parameter.data.to(device)
     if config.fsdp_whole_gradients:
         model: Any = transformer
@@ -133,6 +134,7 @@ def from_all(values: Tensor, tensors: Iterable[Tensor]) -> Tensor:
     mesh = next((each.device_mesh for each in tensors if isinstance(each, DTensor)), None)
     if mesh is None:
         return values
+    # NCCL exchanges GPU memory only, and the average may be on the CPU.
     values = values.to(mesh.device_type)
     found = [torch.empty_like(values) for _ in range(mesh.size())]
     dist.all_gather(found, values, group=mesh.get_group())

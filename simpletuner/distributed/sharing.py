@@ -74,6 +74,7 @@ def share_work(
         if undivided:
             work(phase, keep)
             return
+        # The parts may be cut short at different moments: `_divide` waits for all of them at its end.
         stop.look_at(events.stop.is_due)
         _divide(world, SharedPhase(phase, world.counters()), events, work, keep)
 

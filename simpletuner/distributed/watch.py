@@ -95,6 +95,7 @@ class Link:
     def __init__(self, connection: socket.socket, beat: Beat | None = None) -> None:
         self.connection, self.beat = connection, beat
         self.silent, self.is_open, self.end, self._unread = 0, True, GONE, b""
+        # A frozen process stops reading; a write to it must not freeze this watch.
         connection.settimeout(POLL_SECONDS)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNREAD)
         if sys.platform == "linux":
@@ -111,6 +112,7 @@ class Link:
             arrived = self.connection.recv(LONGEST_BEAT)
             *lines, self._unread = (self._unread + arrived).split(b"\n")
             if lines:
+                # A request or a failure stays in all later reports, so the last one is enough.
                 self.beat, self.silent = Beat(**json.loads(lines[-1])), 0
         except (ConnectionError, ValueError, TypeError):  # closed by a kernel, or a stranger
             arrived = b""
@@ -189,6 +191,7 @@ class Links:
 
     def listen(self, address: str = "") -> int:
         """Let others connect to an IPv4 address of this machine, or to all of its addresses; returns the port."""
+        # MASTER_ADDR may resolve to either version.
         dual = not address and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=self.size, dualstack_ipv6=dual)
@@ -206,6 +209,7 @@ class Links:
     def hear(self, own: Beat) -> None:
         """Read what others report for a while, or until something has happened."""
         deadline, eventful = time.monotonic() + POLL_SECONDS, False
+        # After an event, only what has arrived already: the watch must judge it now.
         while ready := self._selector.select(0.0 if eventful else max(0.0, deadline - time.monotonic())):
             for key, _ in ready:
                 if isinstance(key.data, Link):
@@ -348,6 +352,7 @@ class Watch:
             if self.verdict is None:
                 since = time.monotonic()
             else:
+                # A main thread that ends by itself has a minute, then it is taken for hanging.
                 self._end(*self.verdict, is_late=time.monotonic() > since + 3 * GRACE_SECONDS)
         self.links.tell(replace(self._report(), leaving=True))
         self.links.close()
@@ -364,6 +369,7 @@ class Watch:
             self.links.tell(self._report())
 
     def _report(self) -> Beat:
+        # Idle without waiting for the rest is reported by `_judge_itself`, with the line of code.
         what, since = self._exchange or ("", time.monotonic())
         return replace(
             self.own, doing=what, seconds=time.monotonic() - since, still=0.0 if self.pulse.idle else self.pulse.still,
@@ -432,4 +438,5 @@ class Watch:
         deadline = time.monotonic() + POLL_SECONDS * 6
         while self._is_needed() and time.monotonic() < deadline:
             self._look()
+        # `sys.exit` would only end this thread.
         os._exit(code)

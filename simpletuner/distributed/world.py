@@ -89,6 +89,7 @@ class World:
     def in_turn(self, work: Callable[[], Value]) -> Value:
         """Do work that takes host memory in one process of each machine after the other."""
         value: Value | None = None
+        # As many turns as the fullest machine has processes: every barrier needs all of them.
         for turn in range(max(self.gather(self.local_size))):
             if turn == self.local_rank:
                 value = work()
@@ -143,6 +144,7 @@ class World:
 
 def usable_cores() -> int:
     """Cores that this process may use."""
+    # `cpu_count` ignores what Slurm or a container allows.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -173,6 +175,7 @@ def launched(environment: Mapping[str, str]) -> World | None:
         UserError: a variable is missing or is no number.
     """
     for launcher in LAUNCHERS:
+        # A launcher that has started one process changes nothing.
         if environment.get(launcher.size, "").strip() not in ("", "0", "1"):
             rank, size, local_rank, local_size = (number_in(environment, name) for name in launcher)
             if rank is None or size is None or rank >= size:

@@ -260,6 +260,7 @@ def _pack_bitsandbytes(weight: Tensor, kind: str) -> Packed:
 def _pack_torchao(weight: Tensor, kind: str) -> Packed:
     from torchao import quantization
 
+    # torchao quantises modules only; on `meta` this one allocates nothing.
     carrier = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     carrier.weight = torch.nn.Parameter(weight, requires_grad=False)
     quantization.quantize_(carrier, getattr(quantization, kind)())
@@ -340,12 +341,13 @@ def quantise(
     Raises:
         RuntimeError: the expression matches no linear layer.
     """
-    chosen = [name for name, _ in linear_layers(model, layers)]
+    chosen = dict(linear_layers(model, layers))
     if not chosen:
         raise RuntimeError(f"no linear layer of {type(model).__name__} matches {layers!r}")
     device = torch.device("cpu") if via == "cpu" else accelerator
+    # Layers of an earlier call are packed already.
     inside = {module for part in within or [model] for module in part.modules() if type(module) is not QuantisedLinear}
-    wanted = [name for name in chosen if model.get_submodule(name) in inside]
+    wanted = [name for name, layer in chosen.items() if layer in inside]
     for _, block in groupby(wanted, key=block_of):
         for _, group in groupby(block, key=block_of if via == "accelerator" else str):
             _quantise_together(model, list(group), quantisation, device)
@@ -390,9 +392,10 @@ def check_device(config: PrecisionConfig, device: torch.device) -> None:
         return
     if device.type != "cuda" or torch.version.hip:
         name = "ROCm" if device.type == "cuda" else device.type
-        values = {key: UNPACKED if stored.always else "false" for key, stored in asked.items()}
         message = "needs an NVIDIA GPU, not {}; set it to {}."
-        raise ConfigError([Problem(key, message.format(name, value)) for key, value in values.items()])
+        raise ConfigError(
+            [Problem(key, message.format(name, UNPACKED if one.always else "false")) for key, one in asked.items()]
+        )
     if problems := [*check_capability(config, torch.cuda.get_device_capability(device))]:
         raise ConfigError(problems)
     refused = [

@@ -178,6 +178,7 @@ class PreviewRequest:
     num_inference_steps: int
     guidance_scale: float
     seed: int
+    # The CPU draws the same noise for a seed on every machine; a GPU's generator depends on its kind.
     seed_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     source: Image | None = None
     num_frames: int = 1
@@ -205,8 +206,10 @@ class PreviewRequest:
         def after_step(pipeline: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             self.between_steps()
             if self.watch is not None:
+                # The latents are those after the step; `sigmas` has one entry more than the timesteps, the final 0.
                 sigma = float(pipeline.scheduler.sigmas[index + 1])
                 self.watch(index + 1, float(timestep), sigma, z_of(tensors["latents"]))
+            # diffusers takes tensors that are returned in place of its own.
             return {}
 
         return after_step

@@ -90,12 +90,14 @@ class FreeSizes:
             self._graphs = graphs
             self._marked.clear()
         kinds = [None if each is None else (each.shape, each.dtype, each.requires_grad) for each in inputs]
+        # Training and sampling compile apart, and so do other dtypes.
         call = (torch.is_grad_enabled(), *kinds)
         if call in self._marked:
             return
         self._marked.add(call)
         for tensor in inputs:
             if tensor is not None:
+                # Unlike `mark_dynamic`, this does not raise where the compiler has to specialise, as on a size of 1.
                 torch._dynamo.maybe_mark_dynamic(tensor, [*dimensions(tensor)])
 
 
@@ -131,6 +133,7 @@ class FastBlocks:
 
 
 CHOICES_FILE = "kernel_choices.json"
+# Part of a platform's name: another version may be faster or slower, and round differently.
 KERNEL_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 logger = logging.getLogger(__name__)
@@ -177,16 +180,20 @@ class KernelChoices:
         """
         platform = describe_platform(device)
         known = self._known.get(platform, {}).get(call)
+        # A file of another version of this program may name a kernel that this one lacks.
         if known is not None and known in among:
             return known
         if self._known and platform not in self._known:
             logger.info("Kernels were chosen on %s, and are timed anew on %s.", "; ".join(self._known), platform)
         picked = pick()
+        # A last resort, such as dense attention in place of a sparse one: not stored, so the next run tries again.
         if picked not in among:
             return picked
+        # Timings differ between processes: the first one that has a result decides for all.
         chosen = self._world.first(f"{platform}: {call}", picked)
         self._known = merge_choices(self._known, {platform: {call: chosen}})
         if self._path is not None and chosen == picked:  # otherwise the first process has written it
+            # Read again, since other processes may have added their calls meanwhile.
             write_json(self._path, merge_choices(read_choices(self._path) or {}, self._known), durable=False)
         return chosen
 

@@ -25,7 +25,7 @@ from simpletuner.config.tread import Route, tokens_by_block
 P = ParamSpec("P")
 R = TypeVar("R")
 Shape = tuple[int, ...]
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # per number
 # Cost of the backward pass of attention relative to its forward pass. dQ, dK, dV and dP are four matrix products, the
 # forward pass has two; a flash kernel recomputes the scores as well (Dao 2023, arXiv 2307.08691, section 2.3).
 ATTENTION_BACKWARD, FLASH_BACKWARD = 2.0, 2.5
@@ -66,6 +66,7 @@ class BatchShape:
         if not self.kept:
             return [self] * blocks
         whole = replace(self, kept=())
+        # What routes leave of a grid is no grid: one row of tokens.
         parts = {kept: replace(whole, frames=1, height=1, width=kept) for kept in self.kept}
         return [whole if kept == self.tokens else parts[kept] for kept in self.kept]
 
@@ -193,6 +194,7 @@ def read_cost_table(package: str) -> CostTable:
 
 def numbered(name: str, groups: Sequence[str]) -> str:
     """A name with `#` in place of its block's number."""
+    # transformer_blocks.7.attn1.to_q -> transformer_blocks.#.attn1.to_q
     return re.sub(rf"^({'|'.join(groups)})\.\d+\.", r"\1.#.", name)
 
 
@@ -313,9 +315,11 @@ class TransformerCost:
         # Measured only for families whose tokens can have their own timesteps.
         timed = batch.timed_tokens and f"{kind} given" in self.table.bytes
         factors = self.table.bytes[f"{kind} given" if timed else kind]
+        # The widest output is that of the feed-forward.
         heads, inner = self.hidden // self.head, max(shape[0] for shape in self._widths)
         numbers = {**positions, "width": self.hidden, "inner": inner, "head": self.head, "heads": heads}
         sums = {name: sum_of(factor, numbers) for name, factor in factors.items() if name != "reads"}
+        # A full fine-tune also saves the input of every layer, for the gradient of its weight.
         saved = ("compiled" if self.compiled else "saved") if adapters.modules else "trained"
         elements = positions["token"] * self.hidden
         kept = elements * size + positions["token"] * heads * 4  # its result and log-sum-exp
@@ -433,9 +437,11 @@ class TransformerCost:
         for name in self.shapes:
             module = name.removesuffix(".weight")
             flows = not self.needs_no_gradient(module, full)
+            # One product for the gradient of the input, and one for that of the weight.
             linear += self._product(name, rows) * (flows + full)
             if module in adapters.modules:
                 down, up = self._adapter_products(name, rows, adapters)
+                # Both factors are trained; the first needs the gradient of its input only if that flows on.
                 linear += down * (1 + flows) + up * 2
         return Work(linear) + self.attention(batch).times(ATTENTION_BACKWARD)
 
@@ -472,6 +478,7 @@ class VaeLoad:
     tiled: bool = False
     sliced: bool = False
     strips: bool = False
+    # That of diffusers' video VAEs.
     tile: int = 256
 
     @property

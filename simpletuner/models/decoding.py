@@ -30,7 +30,7 @@ from simpletuner.config.schema import Decoding
 from simpletuner.models.cost import OVERLAP, TILE
 from simpletuner.models.loading import attend_by_frame
 
-ROWS = 8
+ROWS = 8  # of a strip, which computes its two neighbours as well: a quarter more work
 RESNETS = (ResnetBlock2D, HunyuanVideoResnetBlockCausal3D, LTX2VideoResnetBlock3d)
 UPSAMPLERS = (Upsample2D, HunyuanVideoUpsampleCausal3D, LTX2VideoUpsampler3d)
 OnRows = Callable[[Tensor], Tensor]  # `... H W` -> `... H' W'`, for some of the rows
@@ -71,6 +71,7 @@ def strips(height: int) -> Iterator[tuple[slice, slice, slice]]:
     """Slices of rows: a strip, the strip with a neighbour on each side, and the strip within that."""
     for top in range(0, height, ROWS):
         bottom = min(top + ROWS, height)
+        # One neighbour on each side: the kernels are three rows high.
         first = max(top - 1, 0)
         yield slice(top, bottom), slice(first, min(bottom + 1, height)), slice(top - first, bottom - first)
 
@@ -89,11 +90,13 @@ def in_strips(compute: Callable[..., Tensor], x: Tensor, *inputs: Any, **setting
 
 def resnet_in_strips(block: Any, x: Tensor, temb: None = None, generator: None = None, **settings: Any) -> Tensor:
     """The output of a residual block, `B C H W` or `B C T H W`, written over its input, which nothing else reads."""
+    # Statistics are those of one sample.
     if len(x) > 1:
         return torch.cat([resnet_in_strips(block, sample, **settings) for sample in x.split(1)])
     first, act = normaliser(block.norm1, x), block.nonlinearity
     middle = in_strips(lambda rows: block.conv1(act(first(rows)), **settings), x)
     second = normaliser(block.norm2, middle)
+    # In place, which is safe: from here on, a strip of the output reads only the same rows of `x`.
     out = x[:, : middle.shape[1]] if middle.shape[1] <= x.shape[1] else torch.empty_like(middle)
     for own, reach, place in strips(x.shape[-2]):
         rows = x[..., own, :]
@@ -108,6 +111,7 @@ def normaliser(norm: nn.Module, x: Tensor) -> OnRows:
         return norm  # of single positions
     mean, variance = channel_statistics(norm, x)
     weight, bias, eps = norm.weight.float(), norm.bias.float(), norm.eps
+    # Batch norm, because it takes statistics as arguments; `group_norm` would compute those of the strip.
     return lambda rows: functional.batch_norm(rows, mean, variance, weight, bias, eps=eps)
 
 
@@ -121,6 +125,7 @@ def channel_statistics(norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:
     variances, means = torch.stack(found, dim=-1)  # each `groups strips`
     share = torch.tensor(shares, device=x.device)
     mean = (share * means).sum(1)
+    # Var[x] = E[Var[x | strip]] + Var[E[x | strip]], with population variances (correction=0).
     variance = (share * (variances + (means - mean[:, None]) ** 2)).sum(1)
     channels = x.shape[1] // norm.num_groups
     return mean.repeat_interleave(channels), variance.repeat_interleave(channels)
@@ -142,6 +147,7 @@ def decode_tiles(
             down, across = (slice(stride * part.start, stride * part.stop) for part in (rows, columns))
             out[..., down, across] += part * weight
             total[down, across] += weight
+    # Divided by the sum of weights, so they need not add up to 1 where tiles overlap.
     pixels = out.div_(total).to(part.dtype)
     return DecoderOutput(sample=pixels) if return_dict else (pixels,)
 
@@ -159,5 +165,6 @@ def spans(length: int, stride: int) -> Iterator[slice]:
 
 def fall_off(length: int, device: torch.device) -> Tensor:
     """Blending weights along a side of a tile: 1 inside, less within `OVERLAP` pixels of its ends."""
+    # Centres of pixels, so no weight is 0: a corner of the picture has only one tile.
     places = torch.arange(length, device=device) + 0.5
     return (torch.minimum(places, length - places) / OVERLAP).clamp(max=1)

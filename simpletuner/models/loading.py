@@ -22,7 +22,7 @@ import diffusers
 import torch
 from accelerate import init_empty_weights
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoCausalConv3d, HunyuanVideoMidBlock3D
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
@@ -65,6 +65,7 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     rows = gradient.flatten(0, -2)
     return (
         full_linear(gradient, weight.t(), None) if ctx.needs_input_grad[0] else None,
+        # linear(Gᵀ, Xᵀ) = Gᵀ X, the gradient of the weight.
         full_linear(rows.t(), x.flatten(0, -2).t(), None) if ctx.needs_input_grad[1] else None,
         rows.sum(0) if ctx.needs_input_grad[2] else None,
     )
@@ -97,7 +98,7 @@ def told_plainly(part: Part) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"{part.described} cannot be loaded: {reason}") from error
 
@@ -137,10 +138,12 @@ def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, empty: bo
     folder, usual = part.fetch(), torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # of buffers, as in `from_pretrained`
     try:
+        # Not on `torch.device("meta")`: buffers that are not in the files need their values.
         with told_plainly(part), init_empty_weights():
             model = model_class.from_config(model_class.load_config(folder))
     finally:
         torch.set_default_dtype(usual)
+    # As `from_pretrained` does.
     model.register_to_config(_name_or_path=folder)
     return model.eval()
 
@@ -232,6 +235,7 @@ def sliced_forward(module: Any, x: Tensor) -> Tensor:
     out = x.new_empty(0)
     for frame in range(total):
         first = frame * stride - before  # of the input
+        # In the order W, H, T of `pad`; in time, only before the first frame of the clip.
         padding = (*sides, max(-first, 0), 0)
         part = conv(functional.pad(x[:, :, max(first, 0) : first + kernel], padding, mode=module.pad_mode))
         if frame == 0:
@@ -356,6 +360,7 @@ class DeferredWeights:
         self._lacking = list(transformer.state_dict()) if is_empty else []
         self._files = part.weight_files() if is_empty else {}
         self._whole: dict[str, Tensor] = {}
+        # Other formats cannot be read weight by weight.
         if is_empty and not self._files:
             self._whole = load_whole(type(transformer), part, torch_dtype=dtype, low_cpu_mem_usage=True).state_dict()
         refuse_missing(part, set(self._lacking) - self._files.keys() - self._whole.keys())

@@ -44,6 +44,7 @@ def matching_modules(modules: Iterable[str], targets: Targets) -> list[str]:
     """The modules that a selection matches."""
     if isinstance(targets, str):
         return [name for name in modules if re.fullmatch(targets, name)]
+    # With a dot before both, names match whole: `to_q` does not match `add_to_q`.
     endings = tuple(f".{target}" for target in targets)
     return [name for name in modules if f".{name}".endswith(endings)]
 
@@ -53,6 +54,7 @@ def check_targets(modules: Iterable[str], targets: Targets) -> list[Problem]:
     modules = list(modules)
     if isinstance(targets, str):
         return [] if matching_modules(modules, targets) else [Problem(LORA_TARGETS, f"{targets!r} matches no module.")]
+    # `to_q`, and `attn1.to_q` or `to_out.0`.
     endings = sorted({".".join(name.split(".")[-depth:]) for name in modules for depth in (1, 2)})
     return [
         Problem(LORA_TARGETS, f"{target!r} matches no module of the transformer.{did_you_mean(target, endings)}")
@@ -97,6 +99,7 @@ KOHYA_PREFIX = "lora_unet_"
 MAGNITUDE = ".lora_magnitude_vector"
 COMFYUI_MAGNITUDE = ".dora_scale"
 OTHER_KINDS = (".lokr_", ".hada_")  # in keys of LoKr and LoHa
+# Parts of keys: lora_A and lora_B are of peft and diffusers, lora_down and lora_up of Kohya's scripts.
 ROLES = {
     ".lora_A.": "A",
     ".lora_down.": "A",
@@ -127,6 +130,7 @@ def module_of(key: str, modules: Sequence[str]) -> str:
     """The module that a key of a LoRA file belongs to. Kohya's keys have no dots and are looked up in `modules`."""
     if key.startswith(KOHYA_PREFIX):
         stem = key.removeprefix(KOHYA_PREFIX).partition(".")[0]
+        # lora_unet_transformer_blocks_0_attn1_to_q has underscores for dots, too: only whole names can be compared.
         return next((name for name in modules if name.replace(".", "_") == stem), stem)
     key = without_prefix(key)
     for marker in (".lora_", ".alpha", COMFYUI_MAGNITUDE):
@@ -162,6 +166,7 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
     if trigger:
         message = f"{str(path)!r} was trained with captions that begin with {trigger!r}; begin yours with it, too."
         yield Problem(key, message, fatal=False)
+    # The layers of the file against those that are trained.
     wanted = set(matching_modules(modules, targets))
     ranks = {module_of(name, modules): shape[0] for name, shape in shapes.items() if role_of(name) == "A" and shape}
     if not ranks or (modules and not ranks.keys() & set(modules)):
@@ -251,6 +256,7 @@ def lora_settings(path: Path) -> dict[str, Any]:
         for layer, alpha in {"": settings.get("lora_alpha", 1), **alphas}.items():
             if not math.isfinite(alpha) or not re.compile(layer):
                 raise ValueError
+    # The settings come from any program: lists, nulls, numbers beyond float, nested too deep, invalid patterns.
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, re.error):
         raise WeightsError(f"holds settings of the adapter that cannot be read ({METADATA_KEY})") from None
     return settings

@@ -100,8 +100,8 @@ def read_object(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{0,95}[\w]", re.ASCII)
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{0,95}[\w]", re.ASCII)  # owner/name
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # model.language_model.layers.27.mlp.up_proj.weight
 # A component is present if its folder holds one of these files.
 MARKERS = (
     "config.json",
@@ -151,6 +151,7 @@ class Part:
             WeightsError: a file is damaged.
         """
         folder = self.local_folder()
+        # safetensors first, as the libraries load them.
         for pattern, shapes_of in (("*.safetensors", tensor_shapes), ("*pytorch_model*.bin", pickled_shapes)):
             files = [path for path in sorted(folder.glob(pattern)) if self._has_variant(path)] if folder else []
             if files:
@@ -160,6 +161,7 @@ class Part:
     def weight_files(self) -> dict[str, Path]:
         """The safetensors file of each weight, as diffusers chooses them; empty if it loads another format."""
         folder, variant = self.fetch(), f".{self.variant}" if self.variant else ""
+        # diffusion_pytorch_model.safetensors.index.fp16.json
         index = folder / f"{DIFFUSERS_WEIGHTS}{INDEX_SUFFIX.removesuffix('.json')}{variant}.json"
         if index.is_file():
             listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -178,6 +180,7 @@ class Part:
         content = read_object(folder / "tokenizer.json") if folder else None
         if content is None:
             return None
+        # Added tokens may have ids beyond the vocabulary, with gaps.
         return max(len(content["model"]["vocab"]), *(token["id"] + 1 for token in content["added_tokens"]), 0)
 
     def _has_variant(self, path: Path) -> bool:
@@ -264,6 +267,7 @@ class ModelSource:
     def problems(self) -> list[Problem]:
         """Problems of local folders and malformed hub ids; a missing repository shows at the download."""
         problems = []
+        # One message per location, since most parts share theirs.
         by_location: dict[str, list[Part]] = {}
         for part in self.parts.values():
             by_location.setdefault(part.location, []).append(part)
@@ -340,6 +344,7 @@ def encoder_fault(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
             continue
         if any(said not in (None, actual) for said, actual in zip(size, shape, strict=False)):
             return f"has {name} of {list(shape)}, where its config.json says {size}"
+        # A vocabulary below half of the rows is that of another model, not padding.
         if tokens is not None and not shape[0] / 2 < tokens <= shape[0]:
             return f"has an embedding of {shape[0]} tokens, its tokenizer has {tokens}"
     return None
@@ -358,6 +363,7 @@ def vae_fault(config: Mapping[str, Any]) -> str | None:
         if value is None and key != "scaling_factor":
             continue
         numbers: list[Any] = value if is_list and isinstance(value, list) else [None if is_list else value]
+        # `type`, because True is an int; NaN fails the comparison.
         if not all(type(each) in (int, float) and lowest <= each <= LARGEST_SCALE for each in numbers):
             form = "a list of numbers" if is_list else "a number"
             return f"has {key} {repr(value)[:60]}, not {form} between {lowest:g} and {LARGEST_SCALE:g}"
@@ -398,6 +404,7 @@ def _pickled_shapes(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[int
     """Cached by size and modification time: several parts of a plan ask for the same file."""
     try:
         with zipfile.ZipFile(path) as archive:
+            # torch.save writes a zip: archive/data.pkl has names and shapes, archive/data/… the values.
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             with archive.open(name) as file:
                 weights = _Shapes(file).load()

@@ -71,6 +71,7 @@ class Component:
 class AutoShift:
     """`flow_schedule_auto_shift`: e^mu, with mu linear in the tokens of a sample between two points, else constant."""
 
+    # Those of FLUX.1, the defaults of diffusers' FlowMatchEulerDiscreteScheduler.
     fewest_tokens: int = 256
     lowest_mu: float = 0.5
     most_tokens: int = 4096

@@ -82,6 +82,7 @@ def snippet(
     lines += ["import torch", f"from diffusers import {', '.join(classes)}"]
     lines += ["from PIL import Image, ImageOps"] if usage.needs_picture else []
     lines += imports
+    # Not diffusers' `export_to_video`, which stretches frames to sides that are multiples of 16.
     lines += ["from simpletuner.validation.clip_writer import write_mp4"] if is_clip else []
     lines += ["", *load]
     lines += [] if usage.lora is None else [f"pipe.load_lora_weights({text(usage.lora)})"]

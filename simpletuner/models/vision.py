@@ -52,6 +52,7 @@ class VisionEncoder:
     def torch_hub_file(self) -> Path:
         """Its weights as torch hub names them, in torch hub's cache."""
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "torch")
+        # dinov2_vitg14_reg4_pretrain.pth
         stem = (self.known or "").replace("_reg", "_reg4")
         return Path(os.environ.get("TORCH_HOME", cache), "hub", "checkpoints", f"{stem}_pretrain.pth").expanduser()
 
@@ -64,10 +65,12 @@ class VisionEncoder:
         own = self.part.read_config()
         if own is not None:
             return own
+        # The letter after `vit` in dinov2_vitg14.
         size = (self.known or ENCODERS[-1])[10]
         _, width, layers = SIZES[size]
         return {
             "model_type": KINDS["_reg" in (self.known or "")], "hidden_size": width, "num_hidden_layers": layers,
+            # Only the giant model has a SwiGLU feed-forward.
             "num_attention_heads": width // 64, "image_size": 518, "patch_size": PATCH, "use_swiglu_ffn": size == "g",
         }  # fmt: skip
 

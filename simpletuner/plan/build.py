@@ -69,6 +69,7 @@ class Plan(Settings):
         lora_bytes: of the further LoRAs that previews are rendered with at a time.
     """
 
+    # Surveys and samples keep these defaults: they train nothing.
     seed: int = 0
     dataset_file: Path = Path()
     datasets: list[Dataset] = field(default_factory=list)
@@ -111,6 +112,7 @@ class Plan(Settings):
     @cached_property
     def techniques(self) -> tuple[TechniqueSpec, ...]:
         """The techniques that change the computation of a step."""
+        # Expected micro-batches per epoch: what matters is their proportion.
         batches = {each.id: len(each.samples) * (each.repeats + 1) / each.batch_size for each in self.trained}
         shares = {name: count / sum(batches.values()) for name, count in batches.items()}
         regularised = {each.id: shares[each.id] for each in self.trained if each.config.is_regularisation_data}
@@ -133,6 +135,7 @@ def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["t
     Raises:
         ConfigError: with every problem at once.
     """
+    # What is asked for: settings, processes, the entries of the dataset file.
     layers, folder = read_layers(arguments, problems)
     config, spec = resolve_layers(layers, problems)
     problems.extend(check_environment())
@@ -141,12 +144,15 @@ def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["t
     placeholders = {"model_family": spec.name if spec else "", "output_dir": config.run.output_dir}
     entries = read_datasets(path, problems, placeholders=placeholders)
     problems.extend(check_cache_folders(entries))
+    # Without a family, only the rules for all families can add to the list.
     if spec is None:
         raise ConfigError([*problems, *check_config(config)])
+    # The model, which the rules and the sizes of buckets depend on.
     flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
     settings = Settings.of(config, spec, flavour, ModelSource.from_config(spec, flavour, config))
     problems.extend(worth_reporting(findings(settings, purpose), config))
-    context = DataContext.of(settings.config, spec, flavour.task, arguments.collect)
+    # So far, settings and headers of weights; from here on, the files of the datasets.
+    context = DataContext.of(settings.config, settings.spec, flavour.task, arguments.collect)
     if purpose == "survey":
         return _survey(settings, entries, context, problems)
     texts = [entry for entry in entries if entry.is_text_embeds]
@@ -181,16 +187,19 @@ def _plan_model(plan: Plan, problems: list[Problem]) -> Plan:
     targets = _check_lora(config, spec, source, problems)
     prompts = collect_prompts(config.validation, problems)
     problems.extend(check_prompts(config, prompts))
+    # Their layers are compared with those of the checkpoint, so not without one.
     problems.extend(check_adapters(config, spec.name, source, prompts) if not source.problems() else [])
     lora_bytes = max((run.size for run in adapter_runs(config)), default=0) if prompts else 0
     sizes = preview_sizes(config, spec, problems)
     plan = replace(plan, lora_targets=targets, prompts=prompts, sizes=sizes, lora_bytes=lora_bytes)
+    # Before the seed, which a continued run takes from its checkpoint.
     resume = check_resume(plan, problems)
     return replace(plan, resume=resume, seed=decide_seed(config.run.seed, resume))
 
 
 def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, problems: list[Problem]) -> Plan:
     config, spec, flavour = plan.config, plan.spec, plan.flavour
+    # The datasets, with all their files listed and measured.
     plan = replace(plan, datasets=build_datasets(entries, context, problems) if entries else [])
     if not plan.trained and not any(problem.fatal for problem in problems):
         problems.append(Problem("data_backend_config", "names no dataset to train on."))
@@ -199,10 +208,12 @@ def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, pr
     raise_if_fatal(problems)
     buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}
     problems.extend(spec.checks.sizes(config, flavour, plan.sizes, buckets))
+    # The length needs the order of samples, and that the buckets.
     plan = replace(plan, same_data=has_same_data(plan, problems), length=plan_length(config, plan.sampler()))
     problems.extend(check_total(config, plan.length.total_steps))
     problems.extend(_check_last_epoch(plan))
     raise_if_fatal(problems)
+    # Several checks may warn of the same.
     return replace(plan, warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)))
 
 
@@ -212,6 +223,7 @@ def plan_length(config: RunConfig, sampler: Sampler) -> Length:
     per_epoch = sampler.batches_per_epoch(1)
     steps = config.schedule.max_train_steps or 0
     if steps > 0:
+        # The first epoch is empty if all datasets start later.
         return Length(steps, per_epoch, -(-steps * accumulation // max(per_epoch, 1)))
     epochs = config.schedule.num_train_epochs or 1
     return Length(-(-count_batches(sampler, epochs) // accumulation), per_epoch, epochs)
@@ -220,7 +232,7 @@ def plan_length(config: RunConfig, sampler: Sampler) -> Length:
 def count_batches(sampler: Sampler, epochs: int) -> int:
     """Number of batches in the first `epochs` epochs."""
     configs = [dataset.config for dataset in sampler.datasets]
-    if any(each.crop_aspect == "random" or each.start_step > 1 or each.end_step is not None for each in configs):
+    if any(config.varies_by_epoch for config in configs):
         return sum(sampler.batches_per_epoch(epoch) for epoch in range(1, epochs + 1))
     # All epochs between two changes have the same length, so one of each stretch is counted.
     changes = {each.start_epoch for each in configs} | {each.end_epoch + 1 for each in configs if each.end_epoch}
@@ -242,6 +254,7 @@ def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, proble
     problems.extend(check_init_lora(config.lora, list(modules), targets))
     if modules:
         problems.extend(check_targets(modules, targets))
+    # Above the narrower side of a weight, a rank adds numbers and no freedom.
     narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
     if narrowest is not None and config.lora.lora_rank > narrowest and not kind.takes_any_rank:
         message = f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
@@ -258,6 +271,7 @@ def preview_sizes(config: RunConfig, spec: FamilySpec, problems: list[Problem]) 
 def _check_last_epoch(plan: Plan) -> Iterator[Problem]:
     """A run counted in steps needs samples up to its last step."""
     schedule, steps = plan.config.schedule, plan.length.total_steps
+    # A dataset with probability 0 is never drawn, so its end does not matter.
     ends = [each.config.end_epoch for each in plan.trained if each.config.probability > 0]
     last = max((end for end in ends if end is not None), default=0)
     if None in ends or last == 0 or not schedule.max_train_steps:

@@ -25,6 +25,7 @@ from simpletuner.techniques.spec import check_encoders
 from simpletuner.validation.prompts import ValidationPrompt
 
 HIGHEST_USUAL_RATE = 0.1
+# Without effect on families of pictures.
 FRAME_KEYS = ("vae_enable_temporal_roll", "validation_num_video_frames", "framerate")
 RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")  # a rate of 1 is reasonable there
 
@@ -43,6 +44,7 @@ def unmet(config: RunConfig) -> Iterator[NoEffect]:
     """The keys, set or not, that require what does not hold."""
     settings = config.flat()
     for key, option in all_options().items():
+        # A group's switch comes before the conditions of a key; one reason is enough.
         if lacking := next((each for each in option.requires if not each.holds(settings)), None):
             yield NoEffect(key, lacking.lacking, lacking.fatal)
 
@@ -51,6 +53,7 @@ def exclusions(config: RunConfig) -> Iterator[Problem]:
     """The keys that are on although others exclude it."""
     settings = config.flat()
     for key, option in all_options().items():
+        # A key that is off excludes nothing.
         for other in option.excludes if settings[key] else ():
             if other.holds(settings):
                 value = f"{settings[key]!r} " if isinstance(settings[key], str) else ""
@@ -93,6 +96,7 @@ def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Prob
     Of several reasons why a key has no effect, the first one is enough.
     """
     options, settings, problems = all_options(), config.flat(), list(problems)
+    # A key with an error need not also be called useless.
     wrong = {problem.where for problem in problems if problem.fatal and not isinstance(problem, NoEffect)}
     kept: dict[tuple[str, ...], Problem] = {}
     for problem in problems:
@@ -100,7 +104,7 @@ def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Prob
         if not isinstance(problem, NoEffect):
             kept.setdefault((key, problem.message), problem)
         elif config.is_explicit(key) and settings[key] != options[key].default and key not in wrong:
-            kept.setdefault((key,), problem)
+            kept.setdefault((key,), problem)  # one reason for a key; others by their message
     return list(kept.values())
 
 
@@ -130,9 +134,11 @@ def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
     """A decaying rate must end below its start; a rate must be plausible."""
     optimizer = config.optimizer
     rate = learning_rate(optimizer, config.model.model_type)
+    # A sine may also swing upwards, so it is not checked.
     if optimizer.lr_scheduler in DECAYING_SCHEDULERS and optimizer.lr_end >= rate:
         message = f"{optimizer.lr_end:g} is not below learning_rate {rate:g}; {optimizer.lr_scheduler} could not decay."
         yield Problem("lr_end", message)
+    # Such as 1e4 for 1e-4.
     if rate > HIGHEST_USUAL_RATE and optimizer.optimizer not in RATE_IS_A_FACTOR:
         message = f"{rate:g} is far above what these models are trained with (about 1e-4); weights will diverge."
         yield Problem("learning_rate", message, fatal=False)
@@ -176,6 +182,7 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_speed(config.speed, config.precision, config.launch)
     yield from check_trackers(config.tracking)
     yield from check_publishing(config.publish, config.tracking.tracker_project_name)
+    # A file can be read again by `simpletuner publish`.
     if config.origins.get("publishing_config") == COMMAND_LINE:
         yield from check_typed(config.publish)
     yield from check_webhooks(config.webhooks)
@@ -247,6 +254,7 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
     A family that cannot skip tokens says why in its own checks.
     """
     counts = list(spec.block_counts.values())
+    # The last group: the visual blocks, after those of the text.
     found = (source.read_config("transformer") or {}).get(counts[-1]) if counts else None
     blocks = found if isinstance(found, int) else None
     routes = config.tread.routes if spec.token_blocks else ()
@@ -267,6 +275,7 @@ def check_weights(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> It
 
     The libraries initialise a missing weight at random with no more than a warning.
     """
+    # From config.json and headers alone, before gigabytes are read.
     for role, component in spec.components.items():
         config = source.read_config(role) if component.kinds else None
         if config is None:
@@ -294,11 +303,12 @@ def _check_transformer(spec: FamilySpec, flavour: Flavour, source: ModelSource) 
         return
     where = f"the transformer in {part.location!r}"
     published = spec.cost.of_flavour(flavour.name).shapes
+    # Weights outside the blocks, as the published checkpoint has them.
     beside = {name for name in published if not name.startswith(tuple(f"{group}." for group in spec.block_counts))}
     absent = sorted(beside - found.keys())
     for group, key in spec.block_counts.items():
         expected, there = config.get(key), blocks_of(group, found)
-        if isinstance(expected, int):
+        if isinstance(expected, int):  # a file of the user may hold anything
             surplus = sorted(number for number in there if number >= expected)
             if surplus:
                 yield Problem(part.key, f"{where} has {len(there)} {group}, its config.json has {key} {expected}.")
@@ -312,6 +322,7 @@ def check_prompts(config: RunConfig, prompts: Sequence[ValidationPrompt]) -> Ite
     """Prompts must not contain control tokens: the tokenizer would read them as the end of the prompt or a picture."""
     texts: list[tuple[str, str | None]] = [(each.nickname, each.prompt) for each in prompts]
     texts.append(("validation_negative_prompt", config.validation.validation_negative_prompt))
+    # It becomes a caption, see `PreservationConfig.other_caption`.
     texts.append(("preservation_prompt", config.preservation.preservation_prompt))
     for name, text in texts:
         token = control_token(text or "")
@@ -329,11 +340,12 @@ def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
     }
     steps = config.flat()
     for key, (is_on, consequence) in consequences.items():
-        if is_on and steps[key] >= total_steps > 0:
+        if is_on and steps[key] >= total_steps > 0:  # 0 in a draft whose epochs decide
             message = f"{steps[key]} is not below the {total_steps} steps of the run: {consequence}."
             yield Problem(key, message, fatal=False)
 
 
+# `unmet` first: of several reasons why a key has no effect, `worth_reporting` keeps the first.
 RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     unmet,
     exclusions,
@@ -348,4 +360,5 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_evaluation,
     check_rest,
 )
+# What training needs, such as packages of an optimizer, may be missing here.
 SAMPLE_RULES = (exclusions, remarks, check_output, check_offload)

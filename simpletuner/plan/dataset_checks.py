@@ -54,6 +54,7 @@ def check_datasets(
 
 def _check_noise_levels(flow: FlowConfig, dataset: Dataset) -> Iterator[Problem]:
     """A dataset's own noise levels need a law that they shift."""
+    # Logit-normal has no key: it is what the others replace.
     law = next((key for key in OTHER_LAWS if getattr(flow, key)), None)
     if dataset.config.timestep_sampling_offset and law:
         message = f"is added before the sigmoid of logit-normal sigmas, and {law} has none; remove one of them."
@@ -118,6 +119,7 @@ def _check_cropping(dataset: Dataset) -> Iterator[Problem]:
     share, sample = max(((_cropped(each.geometry), each) for each in dataset.samples), key=itemgetter(0))
     if share > MOST_CROPPED:
         (width, height), resized = sample.geometry.size, sample.geometry.resized
+        # The picture is wider than its bucket, by cross-multiplied ratios.
         side = "width" if resized[0] * height > resized[1] * width else "height"
         message = f"{share:.0%} of the {side} of {sample.name} is cropped: {width}x{height} is the nearest size"
         yield Problem(

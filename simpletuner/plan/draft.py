@@ -80,12 +80,14 @@ class Draft:
         self.judgement = self.judge(values)
         flat = self.config.flat()
         self.values = {
+            # Untouched keys stay as the user wrote them; references stay references in the file.
             key: flat[key] if key in changes and not _refers_to_environment(value) else value
             for key, value in values.items()
         }
 
     def after(self, changes: Mapping[str, Any]) -> Draft:
         """What this draft would be with the changes; None removes a key."""
+        # Shallow: values and judgement are replaced, never changed in place.
         draft = copy.copy(self)
         draft.values = self._with(changes)
         draft.judgement = self.judge(draft.values)
@@ -93,7 +95,7 @@ class Draft:
 
     def judge(self, values: Mapping[str, Any]) -> Judgement:
         """Every problem that shows in the settings alone. An answer is judged before it is taken, and when it is."""
-        written = repr(values)
+        written = repr(values)  # nested lists and objects have no hash
         if self._latest is None or self._latest[0] != written:
             self._latest = written, self._judge(values)
         return self._latest[1]
@@ -101,8 +103,11 @@ class Draft:
     def _judge(self, values: Mapping[str, Any]) -> Judgement:
         problems: list[Problem] = []
         path = self.file.with_name("config.env")
+        # Its problems are about another file; the plan reports them.
         beside = [read_env_layer(path, [])] if path.is_file() else []
+        # As `locate` orders them; the draft stands for config.json.
         layers = [launch_layer(), *beside, Layer("", list(values.items()))]
+        # The draft itself always names a family; an unknown one is judged as the first.
         spec = find_family(layers[-1:], problems) or next(iter(FAMILIES.values()))
         config = resolve(with_family(layers, spec.defaults, spec.fixed), problems)
         flavour = find_flavour(config, spec, problems)
@@ -110,10 +115,12 @@ class Draft:
         found = list(findings(settings, "draft"))
         problems += [*worth_reporting(found, config), *check_total(config, config.schedule.max_train_steps or 0)]
         collect_prompts(config.validation, problems)
+        # Writing the draft would replace its dataset file.
         if Path(config.run.data_backend_config or "").expanduser() == self.file:
             problems.append(Problem("data_backend_config", "is the file that these settings go to; choose another."))
         if not config.validation.validation_disable:
             preview_sizes(config, settings.spec, problems)
+        # Reversed, so that the first of several reasons stays, as in `worth_reporting`.
         without_effect = {each.where: each.message for each in reversed(found) if isinstance(each, NoEffect)}
         return Judgement(**vars(settings), problems=problems, without_effect=without_effect)
 

@@ -39,20 +39,24 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
 
     Keys hold the content of the encoders, so there are none before a download.
     """
+    # Only what encodes: the transformer is in no key, so every one of them can use the caches.
     folders = {role: plan.source[role].local_folder() for role in ("vae", *TEXT_ROLES) if role in plan.source.parts}
     present = {role: folder for role, folder in folders.items() if folder is not None}
+    # Vision encoders of techniques, such as DINOv2 of CREPA; a block as teacher has none.
     visions = [kind.encoder for kind in feature_kinds(plan) if kind.encoder]
     if len(present) < len(folders) or not all(vision.local() for vision in visions):
         return None
     config, family = plan.config, plan.spec.name
     dtype = vae_dtype(config.precision, config.caching)
     text_folders = [present[role] for role in TEXT_ROLES if role in present]
+    # By content: the same files under another path have the same keys.
     encoders = Encoders(
         vae=EncoderIdentity(
             family,
             checkpoint_identity(present["vae"]),
             dtype,
             tiling=config.caching.vae_enable_tiling,
+            # On a GPU only: a float32 VAE runs without TF32, and entries from before that do not match.
             tf32=False if dtype == "fp32" and driver() else None,
         ),
         text=EncoderIdentity(
@@ -73,6 +77,7 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
 
 def _caches(plan: Plan, dataset: Dataset) -> DatasetCaches:
     config, preservation = dataset.config, plan.config.preservation
+    # The target of regularisation data is the base model already.
     preserves = preservation.is_on and config.is_trained and not config.is_regularisation_data
     return DatasetCaches(
         latents=dataset.latent_dir,
@@ -104,6 +109,7 @@ def cache_folders(plan: Plan) -> list[Path]:
     folders = [text_folder(plan)]
     for dataset in plan.datasets:
         folders += [text_folder(plan, dataset), dataset.latent_dir]
+    # Several datasets may share a folder.
     return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
 
 
@@ -120,6 +126,7 @@ class Listing:
 
     def holds_for(self, plan: Plan, epoch: int) -> bool:
         """Whether another plan certainly reads the same entries; False if that would take listing them again."""
+        # Random crops that are drawn anew make other latents.
         same_epoch = epoch == self.epoch or not any(each.changes_each_epoch for each in plan.datasets)
         return same_epoch and (plan.config, plan.datasets) == (self.plan.config, self.plan.datasets)
 
@@ -168,6 +175,7 @@ def evaluated(plan: Plan) -> list[Dataset]:
     """The eval datasets whose loss is measured, cut to the samples that it is measured on."""
     if not plan.config.evaluation.measures_loss:
         return []
+    # The first ones, so that every evaluation measures the same samples.
     most = plan.config.validation.num_eval_images
     sets = [each for each in plan.datasets if each.config.dataset_type == "eval" and each.samples]
     return [replace(each, samples=each.samples[:most]) for each in sets]
@@ -180,6 +188,7 @@ def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:
     pictures: list[Sample | None] = [None]
     if catalogue.encoders.prompt_holds_picture:
         sources = [each for each in preview_sources(plan) if each is not None]
+        # The text encoder sees the picture, so every size is another embedding.
         pictures = [source.fitted(size) for source in sources for size in plan.sizes]
     texts = [(prompt.prompt, False) for prompt in plan.prompts]
     texts.append((plan.config.validation.validation_negative_prompt or "", True))
@@ -202,5 +211,6 @@ def preview_sources(plan: Plan) -> list[Sample | None]:
     chosen = plan.config.validation.eval_dataset_id
     datasets = [each for each in plan.datasets if (each.id in chosen if chosen else each.config.is_trained)]
     samples = [sample for each in datasets for sample in each.samples if not each.config.disable_validation]
+    # A clip gives its first frame, an edited picture (i2i) the one it was made from.
     sources = [sample.partner or sample for sample in samples]
     return [*sources[: plan.config.validation.num_eval_images]]

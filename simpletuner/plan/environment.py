@@ -26,6 +26,7 @@ REPLACED = {
 
 def driver() -> str | None:
     """The program nvidia-smi; None if this process sees no NVIDIA GPU."""
+    # A plan does not import torch, which could tell more exactly.
     return None if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") else shutil.which("nvidia-smi")
 
 
@@ -37,6 +38,7 @@ def check_environment() -> Iterator[Problem]:
     try:
         log_level()
     except UserError as error:
+        # "NAME: what is wrong"
         where, _, message = str(error).partition(": ")
         yield Problem(where, message)
     for name, instead in REPLACED.items():
@@ -53,9 +55,11 @@ def as_launched(config: RunConfig, problems: list[Problem]) -> RunConfig:
         return config
     if place is None:
         return config
+    # A launcher has decided already; the key could only contradict it.
     if config.is_explicit("num_processes") and config.launch.num_processes != place.size:
         message = f"{config.launch.num_processes}, but the launcher started {place.size} processes; leave it out."
         problems.append(Problem("num_processes", message))
+    # Rounded up: the last machine may have fewer processes.
     counts = {"num_processes": place.size, "num_machines": -(-place.size // place.local_size)}
     return config.with_values(counts, "the launcher")
 
@@ -98,6 +102,7 @@ def check_folders(folders: Mapping[str, str | None]) -> Iterator[Problem]:
 def why_not_writable(key: str, folder: Path) -> Problem | None:
     """Why the folder that a key names cannot be created or written to, or None."""
     parent = existing(folder)
+    # X: without it, nothing in the folder can be opened.
     if not parent.is_dir() or os.access(parent, os.W_OK | os.X_OK):
         return why_no_folder(key, folder)
     return Problem(key, f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r}).")
@@ -118,8 +123,9 @@ def check_launch(config: RunConfig) -> Iterator[Problem]:
 def may_shard(config: RunConfig) -> bool:
     """Whether this run could use FSDP2."""
     settings = config.flat()
+    # By the rules themselves, so that advice never contradicts them.
     excluded = any(rule.holds(settings) for rule in all_options()["fsdp_enable"].excludes)
-    free = not excluded and not settings["enable_group_offload"]  # whose own rule says so
+    free = not excluded and not settings["enable_group_offload"]  # its rule excludes FSDP
     return free and config.launch.num_processes > 1 and not list(_check_shards(config))
 
 

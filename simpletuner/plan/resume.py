@@ -44,6 +44,7 @@ def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
 
     A run that continues keeps a seed that was drawn when it began.
     """
+    # A number that the user writes is compared with the checkpoint's in `sample_order`.
     if resume is not None and configured in (None, -1, 0):
         return resume.manifest.identity.seed
     if configured is None or configured == -1:
@@ -65,9 +66,11 @@ def check_resume(plan: Plan, problems: list[Problem]) -> Checkpoint | None:
         if old != new:
             message = f"{checkpoint.path} was trained with {what} {old}, not {new}; choose another output_dir."
             problems.append(Problem("resume_from_checkpoint", message))
+    # The batch, the base and its files; then the settings that the mathematics depends on.
     problems.extend(_check_batch(plan.config, checkpoint))
     problems.extend(_check_base(plan.config, checkpoint))
     problems.extend(_check_weights(plan.source, checkpoint))
+    # Another model_type needs another output_dir anyway; its settings would only add lines.
     if identity.model_type == model_type:
         problems.extend(_check_settings(mathematics(plan), checkpoint))
     return checkpoint
@@ -84,6 +87,7 @@ def _check_batch(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]
     if identity.num_processes != processes:
         one, other = f"{one} in {_processes(identity.num_processes)}", f"{size} in {_processes(processes)}"
     message = f"{checkpoint.path} was trained with {one}, not {other}."
+    # The global batch is what counts, so there may be a size that keeps it.
     if before % processes == 0:
         message += f" train_batch_size {before // processes} continues it."
     hint = "" if allowed else " i_know_what_i_am_doing allows the change; the data order then starts over."
@@ -133,6 +137,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
     if config.model.model_type == "lora":
         fixed |= {key: getattr(lora, key) for key in LORA}
         fixed |= {
+            # By their effect: an unset alpha is the rank, a file its content, a name its layers.
             "lora_alpha": lora.lora_alpha or lora.lora_rank,
             "lycoris_config": lora.lycoris_config and read_json(Path(lora.lycoris_config).expanduser(), []),
             "peft_lora_target_modules": plan.lora_targets,
@@ -151,6 +156,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
     }
     settings = config.flat()
     changeable |= {key: settings[key] for technique in config.techniques for key in technique.related}
+    # As a manifest gives it back: tuples are lists, other objects text. Old and new are compared so.
     written: dict[str, Any] = json.loads(json.dumps(changeable | fixed, default=str))
     return written
 
@@ -170,6 +176,7 @@ def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
     """The settings of datasets that a step's result depends on, apart from those in `sample_order`."""
     settings: dict[str, Any] = {}
     for dataset in trained:
+        # A digest: texts of 100,000 samples would bloat every manifest.
         captions = digest({"captions": [sample.captions for sample in dataset.samples]})
         settings |= {
             f"{dataset.id}.is_regularisation_data": dataset.config.is_regularisation_data,
@@ -186,6 +193,7 @@ def sample_order(plan: Plan) -> dict[str, Any]:
     for dataset in plan.trained:
         config, samples = dataset.config, dataset.batch_size * plan.config.launch.num_processes
         counts = Counter((sample.geometry.size, sample.frames) for sample in dataset.samples)
+        # "768x512@61": width, height, frames.
         sizes = sorted((f"{width}x{height}@{frames}", count) for ((width, height), frames), count in counts.items())
         order |= {
             f"{dataset.id}.resolution": [f"{count} of {size}" for size, count in sizes],
@@ -199,6 +207,7 @@ def sample_order(plan: Plan) -> dict[str, Any]:
 def _check_weights(source: ModelSource, checkpoint: Checkpoint) -> Iterator[Problem]:
     old = checkpoint.manifest.identity.weights
     for role, identity in weight_identities(source).items():
+        # Older checkpoints do not name their weights.
         was, part = old.get(role, identity), source[role]
         if was != identity:
             message = (
@@ -216,7 +225,7 @@ def _check_settings(new: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key in old:
-        if key in new and new[key] != old[key]:
+        if key in new and new[key] != old[key]:  # older versions wrote fewer keys
             yield key, f"was trained with {_written(old[key])}, not {_written(new[key])}"
 
 
@@ -236,6 +245,7 @@ def _check_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
 
 def fingerprint(datasets: Sequence[Dataset]) -> str:
     """A digest of the samples of datasets: their names, contents and repeats."""
+    # By content, not by path: a moved folder is the same data.
     samples = [[each.id, each.repeats, [[one.name, one.content] for one in each.samples]] for each in datasets]
     return digest({"datasets": samples})
 
@@ -246,6 +256,7 @@ def has_same_data(plan: Plan, problems: list[Problem]) -> bool:
         return True
     identity, name = plan.resume.manifest.identity, plan.resume.path.name
     problems.extend(_check_settings(dataset_mathematics(plan.trained), plan.resume))
+    # First what can be named by key; the fingerprint only shows that something differs.
     if changes := list(_changes(identity.order, sample_order(plan))):
         problems.extend(
             Problem(key, f"{name} {change}; its epoch starts over.", fatal=False) for key, change in changes

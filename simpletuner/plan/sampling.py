@@ -41,7 +41,7 @@ from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, fi
 # What `offload: auto` chose for training is chosen again, except for what changes results.
 CHOICES_KEPT = ("base_model_precision", "vae_enable_tiling", "validation_decoding")
 CACHES = ("cache_dir", "cache_dir_text", "cache_dir_vae")
-LONGEST_STEM = 60
+LONGEST_STEM = 60  # characters of a prompt in the name of a file
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class Weights:
     def folders(self) -> list[Path]:
         """Those around the weights, from the outermost; one of them is the output folder of their run."""
         inner = self.lora or (Path(self.transformer.location, self.transformer.folder) if self.transformer else None)
+        # OUTPUT/checkpoint-100/ema/LORA_FILE is the deepest.
         return [] if inner is None else [*reversed(inner.absolute().parents[:3])]
 
     def replace_in(self, source: ModelSource) -> ModelSource:
@@ -103,12 +104,15 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
     """
     if not request.prompts and not request.sweeps:
         problems.append(Problem("--prompt", "is required; it may be given several times."))
+    # What is asked for, and the weights to render it with.
     pictures = tuple(picture for each in request.images for picture in _picture(Path(each).expanduser(), problems))
     weights, run = find_weights(request, problems)
+    # What cannot be read has given its problem; the checks below need the rest.
     weights = [each for each in weights if each.lora is None or read_shapes("source", each.lora, problems)]
     if not weights:
         canonical(request.arguments.layer(), problems)  # keys that do not exist can be named all the same
         raise ConfigError(problems)
+    # The weakest layer: a LoRA file or base model without settings counts as a LoRA run.
     layers = [Layer("", [("model_type", "lora")]), *_layers(request, weights[0], run, problems)]
     layers.append(request.arguments.layer())
     config, spec = resolve_layers(layers, problems)
@@ -118,9 +122,11 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
         message = "is for LoRAs: a full fine-tune has no strength, its weights are the model's own."
         problems.append(Problem("strength", message))
     problems.extend(_check_strengths(request.strengths, weights))
+    # Settings for rendering, and the model as these weights have it.
     seed = decide_seed(config.run.seed, run)
     config = _for_samples(config, request)
     flavour = find_flavour(config, spec, problems)
+    # In a run the datasets decide between t2v and i2v; here a source picture does.
     if pictures and flavour.dataset_task:
         flavour = replace(flavour, task=flavour.dataset_task)
     source = weights[0].replace_in(ModelSource.from_config(spec, flavour, config))
@@ -128,6 +134,7 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
     # The run has given its warnings; those of sizes are about what is rendered now.
     problems.extend(problem for problem in findings(settings, "sample") if problem.fatal)
     problems.extend(_check_pictures(flavour, bool(pictures)))
+    # The files against the model, and what is rendered.
     loras = [each.lora for each in weights if each.lora is not None]
     modules = {} if source.problems() else linear_modules(source["transformer"].weight_shapes())
     for path in loras:
@@ -170,6 +177,7 @@ def find_weights(request: SampleRequest, problems: list[Problem]) -> tuple[list[
         given = {"--checkpoint": request.checkpoints is not None, "--ema": request.ema}
         for key in filter(given.get, given):
             problems.append(Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}."))
+        # The file may be in a checkpoint, in its folder ema/, or beside the checkpoints.
         run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
         return [Weights(path.stem, lora=path, content=hash_file(path))], run
     whole = _checkpoints(path)
@@ -206,6 +214,7 @@ def _weights(folder: Path, step: int | None, ema: bool, problems: list[Problem],
     if not is_full:
         return Weights(folder.name, step, lora=path, content=hash_file(path)) if path.exists() else Weights("")
     part = Part("transformer", "source", str(folder), name, None, None)
+    # Path and time, not a hash: a full transformer has gigabytes.
     return Weights(folder.name, step, transformer=part, content=f"{path.resolve()} {folder.stat().st_mtime_ns}")
 
 
@@ -215,10 +224,13 @@ def _choose(
     """The checkpoints that are asked for by number, name or `latest`; all of them if `wanted` is None."""
     names = ", ".join(each.path.name for each in whole) or "none"
     known = {name: each for each in whole for name in ("latest", str(each.step), each.path.name)}
+    # Without any checkpoint, `latest` gives the message.
     asked = [str(each.step) for each in whole] or ["latest"] if wanted is None else wanted
-    for name in (name for name in asked if name not in known):
-        message = f"{name!r} is not a complete checkpoint. In {folder} there are: {names}."
-        problems.append(Problem("checkpoint", message))
+    for name in asked:
+        if name not in known:
+            message = f"{name!r} is not a complete checkpoint. In {folder} there are: {names}."
+            problems.append(Problem("checkpoint", message))
+    # By step, so that `latest` and its number are rendered once.
     return list({known[name].step: known[name] for name in asked if name in known}.values())
 
 
@@ -232,6 +244,7 @@ def _layers(request: SampleRequest, weights: Weights, run: Checkpoint | None, pr
     if lora is not None and family_in_header(lora):
         family, _, flavour = read_header(lora)[METADATA]["modelspec.architecture"].partition("/")
         layers.append(Layer(str(lora), [("model_family", family), ("model_flavour", flavour)]))
+    # Problems of the arguments are collected later, with those of the other layers.
     if selectors or not (layers or "model_family" in canonical(request.arguments.layer(), [])):
         layers += locate(selectors, problems).layers
     return layers
@@ -240,6 +253,7 @@ def _layers(request: SampleRequest, weights: Weights, run: Checkpoint | None, pr
 def _layer_of(run: Checkpoint) -> Layer:
     """The settings of a run as far as they were set, without its folders."""
     path, origins, names = run.path / "config.json", run.manifest.identity.origins, option_names()
+    # Its checkpoint is complete, so the file is what the run wrote.
     settings = read_json(path, [])
     if not origins and isinstance(settings, dict):  # older checkpoints do not say what was set
         changed = [key for key, value in settings.items() if key in names and value != names[key].default]
@@ -252,6 +266,7 @@ def _layer_of(run: Checkpoint) -> Layer:
 def _for_samples(config: RunConfig, request: SampleRequest) -> RunConfig:
     """The settings with the folder for samples, for one process; what a full fine-tune computes in becomes the dtype of
     a base model."""
+    # However many processes trained it.
     alone = {"num_processes": 1, "num_machines": 1, "fsdp_enable": False}
     values: dict[str, Any] = {"output_dir": request.output, "validation_disable": False, **alone}
     precision = config.precision.base_model_precision

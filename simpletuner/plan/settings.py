@@ -33,6 +33,7 @@ class Settings:
         """With the pixel grid that the checkpoint needs, unless the user set one."""
         spec = spec.for_checkpoint(flavour, source)
         if not config.is_explicit("aspect_bucket_alignment"):
+            # Written into the config, since datasets take what they leave unset from it.
             grid = {"aspect_bucket_alignment": spec.defaults["aspect_bucket_alignment"]}
             config = replace(config, datasets=config.datasets.model_copy(update=grid))
         return cls(config, spec, flavour, source)
@@ -52,6 +53,7 @@ def resolve_layers(layers: Sequence[Layer], problems: list[Problem]) -> tuple[Ru
 
 def find_family(layers: Sequence[Layer], problems: list[Problem]) -> FamilySpec | None:
     """The family named by the layer with the highest precedence, which is the last one, as its flavour has it."""
+    # Family and flavour may come from different layers.
     named: dict[str, str] = {}
     for layer in layers:
         # resolve() reports the problems, and a missing family.
@@ -92,5 +94,6 @@ def settle_task(flavour: Flavour, entries: Sequence[DatasetConfig]) -> tuple[Fla
 def _resolve_i2v(entry: DatasetConfig) -> DatasetConfig:
     if not entry.holds_clips:
         return entry
+    # Unset becomes false: with a `dataset_task`, clips are trained from noise unless they say otherwise.
     video = entry.video.model_copy(update={"is_i2v": bool(entry.video.is_i2v)})
     return entry.model_copy(update={"video": video})

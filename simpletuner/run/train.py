@@ -130,12 +130,12 @@ def announce_stop(session: Session) -> None:
 
 
 def end(plan: Plan, events: EventStream, companions: Sequence[Companion], ledger: Ledger, result: str) -> None:
-    """Everything after the result is on disk; the last lines name it, the next commands, and what companions made."""
+    """Everything after the result is on disk; the last lines name it, what companions made, and the next commands."""
     lines = [
         result,
+        *(line for companion in companions for line in companion.finish(ledger)),
         f'Look at it: simpletuner sample {shlex.quote(str(plan.output_dir))} --prompt "..."',
         "To train longer, start the same command with a larger max_train_steps.",
-        *(line for companion in companions for line in companion.finish(ledger)),
     ]
     events.publish(StateChanged("finished", ledger.step, plan.length.total_steps, "\n".join(lines)))
     # Last: after a kill before this line, the next start announces the end again.

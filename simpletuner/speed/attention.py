@@ -62,6 +62,7 @@ def load_kernel(mechanism: str) -> AttentionKernel:
         function = partial(function, deterministic=True)
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # Some releases return the log-sum-exp as well.
         result = function(query, key, value)
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
@@ -89,6 +90,7 @@ class MeasuredChoice:
 
     def _choose(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionKernel:
         inputs, trains = (query, key, value), torch.is_grad_enabled()
+        # Which flash attention competes with cuDNN's is settled first, since it serves the whole process.
         if not self._flash_is_chosen and (trains or self.choices.knows(query.device, FLASH_CALL)):
             among = (OWN_FLASH, *installed_flash())
             serve(self.choices.choose(query.device, FLASH_CALL, among, lambda: fastest_flash(among, *inputs)))
@@ -157,6 +159,7 @@ def measure(backend: SDPBackend, *call: Tensor) -> float:
     inputs = [tensor.detach().requires_grad_() for tensor in call]
     times = []
     with sdpa_kernel(backend), outside_checkpoints():
+        # The first call also loads the kernel; the minimum leaves it out.
         for _ in range(3):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

@@ -130,6 +130,7 @@ def compile_blocks(
 
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
         any_sizes = fast is not None or layout.compiled is not None
+        # None: symbols only for sizes that are marked or change; False: a graph for every shape.
         dynamic = True if launch.dynamo_dynamic else None if any_sizes else False
         compiled: Callable[..., Any] = torch.compile(
             function, backend=backend, mode=launch.dynamo_mode, fullgraph=launch.dynamo_fullgraph, dynamic=dynamic
@@ -147,6 +148,7 @@ def compile_blocks(
                     piece, compiler(piece), sampling, launch.dynamo_fullgraph, not launch.dynamo_dynamic
                 )
         return
+    # Of a class of stock blocks, the first one is verified for all.
     verdicts: dict[Case, bool] = {}
     compiled = compiler if layout.compiled is None else partial(layout.compiled, compiler)
     for block in layout.blocks:
@@ -194,9 +196,11 @@ def gradient_error(
     """The largest relative error, in norms, of a block's gradients of weights and inputs by the second forward."""
     right, wrong = (_gradients(block, forward, inputs, named) for forward in forwards)
     errors = [
+        # Where the right gradient is zero, any difference counts as a large error.
         float((other - gradient).float().norm() / gradient.float().norm().clamp_min(1e-12))
         for gradient, other in zip(right, wrong, strict=True)
     ]
+    # NaN must not lose against numbers in `max`.
     return max((error if error == error else float("inf") for error in errors), default=0.0)
 
 
@@ -260,6 +264,7 @@ class FirstGradients:
 
     def _log(self, *inputs: Any, **named: Any) -> None:
         devices = [inputs[0].device] if inputs[0].is_cuda else []
+        # The run's random streams must not notice this measurement.
         with torch.random.fork_rng(devices), self._uncompiled():
             error = gradient_error(self.block, (self._plain, self._quantised), inputs, named)
         message = "%s products: on the first batch, gradients of block 0 differ by up to %.1e from unpacked products."

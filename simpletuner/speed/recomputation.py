@@ -134,6 +134,7 @@ class LeftToRecomputation(saved_tensors_hooks):
     """Hooks that save views of results of `Recomputed` by index, and all other tensors as usual."""
 
     def __init__(self, passed: Sequence[Tensor]) -> None:
+        # Kernels save transposed or reshaped views, which share the storage only.
         places = {value.untyped_storage()._cdata: index for index, value in enumerate(passed)}
         node: Any = passed[0].grad_fn
         again: list[Tensor] = []

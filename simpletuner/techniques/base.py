@@ -178,6 +178,7 @@ class HiddenStates:
             yield
         finally:
             self._is_open = False
+            # Or the graph, with its activations, would live on until the next forward pass.
             self._found.clear()
 
     def __getitem__(self, block: int) -> Tensor:

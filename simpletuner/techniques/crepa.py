@@ -49,6 +49,7 @@ class Grid:
 
     def mean(self) -> Tensor:
         """The mean over the tokens of each frame, `B F 1 1 D`."""
+        # A route may leave a frame without tokens.
         count = self.present.sum((2, 3)).clamp(min=1)
         return (self.values * self.present[..., None]).sum((2, 3), keepdim=True) / count[..., None, None, None]
 
@@ -113,6 +114,7 @@ def similarity(student: Grid, teacher: Grid, shift: int) -> tuple[Tensor, Tensor
     cosines = (student.values[:, mine] * teacher.values[:, theirs]).sum(-1)
     count = both.sum((2, 3))
     mean = (cosines * both).sum((2, 3)) / count.clamp(min=1)
+    # A frame at the end of the clip has no such neighbour: similarity 0 with weight 0.
     return pad(mean, (before, after)), pad((count > 0).float(), (before, after))
 
 
@@ -122,6 +124,7 @@ def neighbours_of(config: CrepaConfig, frames: int) -> dict[int, float]:
     first = 1 if config.crepa_cumulative_neighbors else furthest
     distances = range(first, furthest + 1) if furthest else ()
     weights = {distance: math.exp(-distance / config.crepa_adjacent_tau) for distance in distances}
+    # Distance 2: frames at -2 and 2; cumulative: at -1, 1, -2 and 2.
     return {shift: weight for distance, weight in weights.items() for shift in (-distance, distance)}
 
 
@@ -129,7 +132,7 @@ class FrameConvolution(nn.Conv2d):
     """A convolution over the tokens of each frame: `B F h w D` to `B F h w E`."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        frames = tokens.flatten(0, 1).permute(0, 3, 1, 2)
+        frames = tokens.flatten(0, 1).permute(0, 3, 1, 2)  # (B F) D h w
         return super().forward(frames).permute(0, 2, 3, 1).unflatten(0, tokens.shape[:2])
 
 
@@ -167,6 +170,7 @@ class Crepa(Technique):
             self._project: nn.Module = FrameConvolution(inner, outer, side, padding=side // 2)
         else:
             self._project = nn.Sequential(nn.LayerNorm(inner), nn.Linear(inner, outer))
+        # Cached features need neither the encoder nor the VAE on the device.
         live = [kind for kind in self.kinds if not kind.is_cached]
         self._encoders = [kind.load(site.adapter, site.load_latent_encoder, site.device) for kind in live]
 
@@ -199,6 +203,7 @@ class Crepa(Technique):
         weight = 0.0 if self._is_off else self._scheduled
         self._log = {"crepa_weight": torch.tensor(weight), "crepa_cutoff": torch.tensor(float(self._is_cut))}
         if self._measures:
+            # At weight 0 only the score is needed: a recoverable cut-off ends when it falls.
             with nullcontext() if weight > 0 else torch.no_grad():
                 loss = self._measure(noisy)
             if weight > 0:
@@ -222,6 +227,7 @@ class Crepa(Technique):
         threshold = self.config.crepa_similarity_threshold
         if threshold is not None and self._average is not None:
             stays_off = self._is_off and self.config.crepa_threshold_mode == "permanent"
+            # `item` waits for the device, once per micro-step and only with a threshold.
             self._is_off = stays_off or self._average.item() >= threshold
 
     def _measure(self, noisy: NoisyBatch) -> Tensor:
@@ -236,6 +242,7 @@ class Crepa(Technique):
         found = align(student.unit(), teacher.unit(), neighbours_of(config, student.values.shape[1]))
         self._record(found)
         score = found.score if config.crepa_normalize_neighbour_sum else found.total
+        # Without normalisation, the paper's plain sum over the frames.
         return -(found.mean(score) if config.crepa_normalize_by_frames else score.sum(1).mean())
 
     def _record(self, found: Alignment) -> None:
@@ -244,6 +251,7 @@ class Crepa(Technique):
         world = self.site.world
         if world.size > 1 and self.config.crepa_similarity_threshold is not None:  # all processes must decide alike
             score = score.new_tensor(world.mean([score.item()])[0])
+        # Started at the first score: from 0, the threshold would be reached too late.
         self._average = score if self._average is None else decay * self._average + (1 - decay) * score
         self._log |= {
             "crepa_alignment_score": score,

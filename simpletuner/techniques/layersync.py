@@ -1,8 +1,8 @@
 """LayerSync: the tokens of a shallow block are aligned with those of a deeper block of the same model.
 
 Haghighi et al., "LayerSync: Self-aligning Intermediate Layers", arXiv 2510.12581. The loss is minus the cosine
-similarity of each token at the student block and, without gradient, at the teacher block. It has no
-encoder, no projector and no further forward pass.
+similarity of each token at the student block and, without gradient, at the teacher block. It has no encoder, no
+projector and no further forward pass.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class LayerSync(Technique):
             return {}
         student = self._tokens(self._student, self._teacher)
         teacher = self._tokens(self._teacher, self._student).detach()
+        # float32: close to 1, bf16 cosines come in steps of .004.
         return {"layersync_loss": -self._weight * cosine_similarity(student.float(), teacher.float(), dim=-1).mean()}
 
     def _tokens(self, block: int, other: int) -> Tensor:

@@ -40,6 +40,7 @@ class MaskedLoss(Technique):
         if self._config.masked_loss_prior:
             with self.site.disabled():
                 self._prior = replace(_masked(noisy, 1 - mask), target=predict(noisy))
+        # From half white on, routes must keep a position.
         protected = (mask if noisy.batch.host_mask is None else noisy.batch.host_mask) >= 0.5
         if noisy.protected is not None:
             protected = protected | noisy.protected.to(protected.device)
@@ -57,6 +58,7 @@ class MaskedLoss(Technique):
         weights = floor + (1 - floor) * mask
         if not self._config.masked_loss_normalise:
             return weights
+        # A given first frame has weight 0, so its mask must not count in the mean.
         counted = weights if frame_weights is None else weights * frame_weights
         return weights / counted.mean(dim=(1, 2, 3, 4), keepdim=True).clamp(min=SMALLEST_MEAN)
 

@@ -32,6 +32,7 @@ from simpletuner.techniques.base import Predict, Site, Technique
 logger = logging.getLogger(__name__)
 
 SOLVERS = {"unipc": "UniPCMultistepScheduler", "dpm": "DPMSolverMultistepScheduler"}
+# These solvers of diffusers predict noise by default, and end at the data.
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 UNFINISHED = {"lower_order_final": False, "final_sigmas_type": "sigma_min"}
 # Below 1, where the logarithms of these solvers end.
@@ -59,6 +60,7 @@ class ScheduledSampling(Technique):
 
     def attach(self, site: Site) -> None:
         self._is_sharded, self._grids = site.is_sharded, dict[bool, np.ndarray]()
+        # Sana Video samples clips that start from a given frame on another grid (shift 8).
         for from_picture in (False, True):
             sampler = site.adapter.load_sampler(self._shift, from_picture=from_picture)
             sampler.set_timesteps(self._steps)
@@ -78,6 +80,7 @@ class ScheduledSampling(Technique):
             for _ in range(self._passes(max(offsets)) - self._passes(max(map(len, paths)) - 1)):
                 predict(noisy.of([0]))
         drawn = upload(torch.tensor([bool(path) for path in paths]), states.device)
+        # Decided on the device: an `if` would make the host wait in every micro-step.
         usable = (states.isfinite() & clean.isfinite()).flatten(1).all(1) & drawn
         self._sampled = _Sampled(usable, (drawn & ~usable).sum(), clean)
         return noisy.at(noisy.sigmas, torch.where(_spread(usable), states, noisy.noisy_latents))
@@ -127,6 +130,7 @@ class ScheduledSampling(Technique):
         chance = self._config.probability_at(place.global_step)
         offsets = []
         for generator in replace(place, slots=range(place.group)).generators("scheduled sampling"):
+            # Both for every sample: a higher probability adds rollouts and leaves the lengths of the rest as they were.
             gate, share = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
             offsets.append(self._config.offset_at(share) if gate < chance else 0)
         return offsets
@@ -148,6 +152,7 @@ class ScheduledSampling(Technique):
         """
         states, solvers = list(noisy.noisy_latents), {row: self._solver(path) for row, path in enumerate(paths) if path}
         for row in solvers:
+            # The noise of the plain input: a perfect model leads straight back to that input.
             states[row] = (1 - paths[row][0]) * noisy.batch.latents[row].float() + paths[row][0] * noisy.noise[row]
         for left in range(max(map(len, paths)) - 1, 0, -1):
             rows = [row for row in solvers if len(paths[row]) > left]
@@ -155,6 +160,7 @@ class ScheduledSampling(Technique):
             velocities = predict(noisy.of(rows).at(sigmas, torch.stack([states[row] for row in rows])))
             for row, velocity in zip(rows, velocities, strict=True):
                 solver = solvers[row]
+                # After `set_begin_index` a solver counts its steps and reads no timestep.
                 states[row] = solver.step(velocity, solver.timesteps[0], states[row], return_dict=False)[0]
         return torch.stack(states)
 
@@ -238,6 +244,7 @@ class _Watch:
             logger.warning(message, self._step + 1, lost, self._lost)
         if loss:  # otherwise this process had no rollout
             self._dominated = self._dominated + 1 if rectification > DOMINANT * loss else 0
+        # Once, not in all steps after it.
         if self._dominated == PATIENCE:
             message = "reflexflow_adr has been above %g times the loss of the same samples for %d steps; a smaller "
             message += "scheduled_sampling_reflexflow_beta1 would leave more weight to the loss."
@@ -284,6 +291,7 @@ def misdirections(noisy: NoisyBatch, prediction: Tensor) -> Tensor:
     if noisy.coverage is not None:
         covered = noisy.coverage > 0
         prediction, away = prediction * covered, away * covered
+    # |a - b|^2 = 2 - 2 ab for unit vectors.
     return 2 - 2 * cosine_similarity(prediction.flatten(1), away.flatten(1), dim=1)
 
 

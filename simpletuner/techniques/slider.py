@@ -32,6 +32,7 @@ class Slider(Technique):
     @contextmanager
     def acting(self, batch: Batch) -> Iterator[None]:
         """Also during the backward pass, which recomputes checkpointed blocks."""
+        # Kept, not divided out again: x * s / s is not always x.
         usual = [dict(layer.scaling) for layer in self._layers]
         strength = self.strengths.get(batch.dataset_id, 1.0)
         try:

@@ -113,6 +113,7 @@ def _crepa(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
         side, norm = (int(crepa.irepa_projector_kernel_size), 0) if crepa.irepa_enabled else (1, 2 * inner)
         tokens, weights = load.samples * load.tokens, inner * outer * side**2
         numbers = 2 * inner + 3 * outer  # tokens on the grid and normalised; projected, unit length, and the teacher's
+        # float32 takes 4 bytes; a weight takes 2 FLOPs per token forward and 4 backward.
         return TechniqueCost(weights + outer + norm, 4.0 * tokens * numbers, 6.0 * tokens * weights)
 
     def of_sample(frames: int, rows: int, columns: int) -> FeatureCost:
@@ -120,6 +121,7 @@ def _crepa(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
         at_once = patches * min(max(crepa.crepa_encoder_frames_batch_size, 0) or frames, frames) / frames
         # In memory: bf16 weights, and in the widest layer about eight numbers per number of a token.
         memory = 2 * (weights + 8 * encoder.width * at_once)
+        # Stored in bf16, at the resolution of the model's tokens; the encoder only runs forward.
         return FeatureCost(2.0 * frames * rows * columns * encoder.width, 2.0 * weights * patches, memory)
 
     features = FeatureKind(
@@ -169,6 +171,7 @@ def _preservation(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
     weight, probability = config.preservation.preservation_weight, config.preservation.preservation_probability
     if not config.preservation.is_on:
         return None
+    # The base model predicts without gradients; the LoRA's pass has a backward pass.
     share = probability * data.plain
     return TechniqueSpec(_later("preservation:Preservation", weight, probability), cost=_passes(share, share))
 

@@ -45,11 +45,14 @@ class FrameTeacher:
         """Clean latents `C F H W` to features on the model's grid of tokens: bfloat16, `F h w E`."""
         count, height, width = latents.shape[1:]
         pixels = self.decoder.decode(latents[None])[0].transpose(0, 1)  # F 3 H W in [-1, 1]
+        # Every fourth: 61 pixel frames for 16 latent ones. The VAE encodes frame 0 alone, then fours.
         frames = pixels[:: (len(pixels) - 1) // max(count - 1, 1) or 1]
         at_once = max(self.config.crepa_encoder_frames_batch_size, 0) or count
         found = [self._features(each) for each in frames.split(at_once)]
         grid = height // self.patch_size, width // self.patch_size
+        # In 2-D on the true grids: along flattened tokens, columns of a 2:3 clip are off by a third of its width.
         resized = interpolate(torch.cat(found), grid, mode="bilinear", antialias=True)
+        # Half the cache of float32; the loss only compares directions.
         return resized.permute(0, 2, 3, 1).to(torch.bfloat16)
 
     def _features(self, frames: Tensor) -> Tensor:
@@ -94,6 +97,7 @@ def rename_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, weight in weights.items():
         for pattern, new in RENAMED.items():
             name = re.sub(pattern, new, name)
+        # One fused product in torch hub's code, three in transformers'.
         if "attn.qkv" in name:
             parts = zip(("query", "key", "value"), weight.chunk(3), strict=True)
             renamed |= {name.replace("attn.qkv", f"attention.attention.{part}"): each for part, each in parts}

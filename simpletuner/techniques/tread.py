@@ -52,6 +52,7 @@ class Tread(Technique):
     def before_forward(self, noisy: NoisyBatch, predict: Predict) -> NoisyBatch:
         """Draw which tokens each route keeps in this micro-step."""
         place, protected = noisy.place_for("TREAD"), self._protected(noisy)
+        # A tile of block-sparse attention is kept or dropped whole.
         units = self._spec.tokens(*noisy.noisy_latents.shape[2:]) // self._unit
         # Constant over steps, so that compiled blocks see one shape, unless a sample has more protected tokens.
         most = 0 if protected is None else int(protected.sum(1).max())
@@ -78,7 +79,9 @@ class Tread(Technique):
             return None
         samples, _, frames, height, width = noisy.noisy_latents.shape
         side = self._spec.patch_size
+        # On the CPU, where masks have a copy: how many tokens are kept is a shape, which the host must know.
         positions = noisy.protected.cpu().expand(samples, 1, frames, height, width)[:, 0]
+        # `B F h p w p` in between: one protected position protects its token.
         tokens = positions.unflatten(-1, (-1, side)).unflatten(-3, (-1, side)).any(-1).any(-2)  # B F h w
         order = self._layout.order(*tokens.shape[1:])
         return tokens.flatten(1)[:, order].unflatten(-1, (-1, self._unit)).any(-1)
@@ -91,6 +94,7 @@ class _Window:
         self.route, self.routing = route, routing
         self.begin(None)
         for number in range(route.first, route.last + 1):
+            # Tables are arguments of every block; tokens reach all but the first block cut already.
             hook = partial(self._enter, opens=number == route.first)
             blocks[number].register_forward_pre_hook(hook)
         blocks[route.last].register_forward_hook(self._leave)
@@ -106,6 +110,7 @@ class _Window:
             return None
         cut = list(inputs)
         if opens:
+            # The tokens that skip the window wait here for `_leave`.
             self._all_tokens = inputs[0]
             if not self._tables:  # recomputation reuses the forward pass's tensors
                 self._tables = {

@@ -65,6 +65,7 @@ def make_accelerator() -> Accelerator:
     dtypes of the loaded weights decide.
     """
     # Each process has the same buffers; sending them would make every forward pass wait for the others.
+    # Gradients that are views of the exchange's buckets exist once in memory instead of twice.
     exchange = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     # Without a GPU accelerate joins several processes only if it is told that they use CPUs.
     on_cpus = distributed.is_initialized() and not torch.cuda.is_available()
@@ -103,6 +104,7 @@ def assemble(
     optimizer = build_optimizer(
         parameters.values(), config.optimizer, precision.mixed_precision, spec.learning_rate, modules, faster, ratio
     )  # fmt: skip
+    # FSDP2 exchanges the gradients of what it shards. A LoRA is whole in every process, and needs DDP.
     prepared = transformer if sharded and not is_lora else _replicate(transformer, accelerator, sharded=sharded)
     streamer = None if sharded else _stream(transformer, layout, config, device, world, packed)
     if streamer is not None and fast is not None:
@@ -247,6 +249,7 @@ def _replicate(transformer: nn.Module, accelerator: Accelerator, *, sharded: boo
     """Wrap the transformer for the exchange of gradients between processes; what is frozen stays out of it."""
     frozen = [name for name, each in transformer.named_parameters() if not each.requires_grad]
     frozen += [name for name, _ in transformer.named_buffers()]
+    # Otherwise DDP broadcasts the whole frozen model when it starts.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(transformer, frozen)
     if sharded:  # accelerate takes any sharded weight for one that DDP would exchange
         assert accelerator.ddp_handler is not None
@@ -323,6 +326,7 @@ def _stream(
 ) -> Streamer | None:  # fmt: skip
     if not config.offload.enable_group_offload:
         return None
+    # Without recomputation, autograd saves weights that leave the device before the backward pass.
     streamed, keeps_saved = blocks_to_stream(layout, config.offload), not config.precision.checkpoints_all
     return attach_offload(
         transformer, streamed, config.offload, device, keeps_saved=keeps_saved, world=world, packed=packed

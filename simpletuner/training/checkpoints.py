@@ -173,6 +173,7 @@ class CheckpointWriter(Callback):
         self.saved_step = state.global_step
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
+        # An error in the background, such as a full disk, surfaces here instead of at the next checkpoint.
         if self._completing is not None and self._completing.done():
             self._settle()
         step, often = state.global_step, self.config.checkpointing_rolling_steps
@@ -211,6 +212,7 @@ class CheckpointWriter(Callback):
         def finish() -> CheckpointSaved:
             with assembly.world.undisturbed():
                 complete()
+            # Only now: an old checkpoint must not go for a new one that may still fail.
             removed = prune(self.output_dir, limit, rolling=rolling, in_use=self.in_use())
             return CheckpointSaved(path, step, time.monotonic() - started, removed)
 

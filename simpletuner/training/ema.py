@@ -18,7 +18,7 @@ from simpletuner.config.schema import EmaConfig
 from simpletuner.distributed.sharding import as_sharded, like, local
 from simpletuner.errors import UserError
 
-# Numbers that go to another device in one copy: each copy to the host waits for the device.
+# Numbers (64 MiB in float32) that go to another device in one copy: each copy to the host waits for the device.
 BUNDLE = 1 << 24
 
 
@@ -68,6 +68,7 @@ class Ema:
         Meanwhile the trained weights are kept on the average's device, so that a large model needs no second copy on
         the accelerator.
         """
+        # Copied even on the same device, where `to` would return the parameters that are about to be overwritten.
         waiting = {name: local(each.detach()).to(self.device, copy=True) for name, each in self._parameters.items()}
         try:
             self._fill(self.average)
@@ -93,6 +94,7 @@ class Ema:
         if shapes != {name: tensor.shape for name, tensor in saved.items()}:
             raise UserError("The saved EMA belongs to other trained layers; start without it or with the same LoRA.")
         for name, average in self.average.items():
+            # In place: device and sharding are those of this run, whatever the checkpoint's were.
             local(average).copy_(local(as_sharded(saved[name], average)))
         self._updates, self.decay_value = state["updates"], state["decay_value"]
 
@@ -101,11 +103,13 @@ class Ema:
         ema_warmup_steps."""
         if self._updates == 0 or global_step < self.config.ema_warmup_steps:
             return 0.0
+        # The warm-up of TensorFlow's ExponentialMovingAverage: at first the average follows, and forgets its start.
         n = global_step - 1
         return min((1 + n) / (10 + n), self.config.ema_decay)
 
     def _move(self, averages: list[Tensor], weights: list[Tensor]) -> None:
         """Move averages towards weights, which are overwritten."""
+        # Rounded, a + (w - a) is not always w; the first update must be an exact copy.
         if self.decay_value == 0:
             for average, weight in zip(averages, weights, strict=True):
                 average.copy_(weight)
@@ -125,6 +129,7 @@ class Ema:
     def _weights(self) -> Iterator[list[Tensor]]:
         """float32 copies on the average's device, one bundle at a time: all of them may not fit."""
         for bundle in self._bundles:
+            # Joined before the copy: thousands of small LoRA tensors would be as many transfers.
             weights = [local(each.detach()) for each in bundle]
             flat = torch.cat([each.flatten().float() for each in weights]).to(self.device)
             parts = flat.split([each.numel() for each in weights])

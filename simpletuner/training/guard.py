@@ -86,6 +86,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
         # The maximum norm is infinite or NaN exactly where a value is. A sum of squares could overflow.
         norms = torch._foreach_norm(local_parts(tensors.values()), float("inf"))
         largest = from_all(torch.stack([each.float() for each in norms]), tensors.values())
+    # A row per process; `amax` keeps NaN.
     values = largest.view(-1, len(tensors)).amax(0).tolist()
     return [name for name, value in zip(tensors, values, strict=True) if not math.isfinite(value)]
 
@@ -113,6 +114,7 @@ def gradient_size(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -
     parts = local_parts(gradients)
     if config.grad_clip_method == "value":
         return {"grad_absmax": from_all(torch.stack(torch._foreach_norm(parts, float("inf"))), gradients).max()}
+    # Norms of bf16 gradients are bf16; adding up hundreds of squares takes more than its 8 bits.
     norms = torch.stack([part.float() for part in torch._foreach_norm(parts, 2.0)])
     return {"grad_norm": from_all(norms, gradients).norm(2)}
 

@@ -48,7 +48,9 @@ def train(
     """
     assembly.transformer.train()
     _tell(callbacks, lambda callback: callback.on_train_start(assembly, state))
+    # All processes stop before the same step, or those that go on would wait for the rest in its exchange.
     while state.global_step < assembly.settings.total_steps and not assembly.world.any(stop.requested):
+        # A replay of a step that fails reads its batches from here.
         state.data_before = before = loader.state_dict()
         try:
             report = optimizer_step(assembly, loader, state.global_step)

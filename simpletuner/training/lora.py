@@ -95,6 +95,7 @@ class LoraAdapter(AdapterWeights):
     def state_dict(self) -> dict[str, Tensor]:
         """`<module>.lora_A.weight` and `lora_B.weight` as they are trained, on the CPU."""
         raw = get_peft_model_state_dict(self.transformer, adapter_name=ADAPTER)
+        # Cloned: on a CPU, `cpu` returns the parameter itself, which training goes on to change.
         return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in raw.items()}
 
     def load_state_dict(self, weights: Mapping[str, Tensor]) -> None:
@@ -134,9 +135,11 @@ class LoraAdapter(AdapterWeights):
             weights: see `file_weights`.
             note: additional entries for the safetensors header.
         """
+        # `_with_initial` doubles the rank. The scale is in B already, so alpha is the rank.
         rank, targets = self.settings.r * (2 if self.initial else 1), self.settings.target_modules
         settings = {
             "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "use_dora": self.settings.use_dora,
+            # peft makes a set of them, whose order would change the file's bytes from run to run.
             "target_modules": targets if isinstance(targets, str) else sorted(targets),
         }  # fmt: skip
         header = {**lora_files.file_settings(settings, self.form), **note}
@@ -219,6 +222,7 @@ def start_from(adapter: LoraAdapter, path: Path) -> None:
     if not adapter.settings.use_dora and any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in weights):
         raise UserError("init_lora: the file is a DoRA; set use_dora.")
     start, initial = _as_trained(adapter, weights), adapter.state_dict()
+    # A file for fewer layers is fine: the rest start as in a new LoRA.
     adapter.load_state_dict({name: start[name].to(each) if name in start else each for name, each in initial.items()})
 
 
@@ -239,11 +243,14 @@ def rounding_error(adapter: LoraAdapter, dtype: torch.dtype) -> float:
     """The relative error of the update B A that a pipeline in a dtype computes, of the module where it is largest."""
     trained, saved = adapter.state_dict(), adapter.file_weights()
     prefix, worst = lora_files.PREFIXES[adapter.form], 0.0
+    # With an initial adapter, the file holds the difference of two products: nothing to compare pair by pair.
     for name in (name for name in trained if ".lora_A." in name and not adapter.initial):
         other = name.replace(".lora_A.", ".lora_B.")
         right = adapter.scale * (trained[other].flatten(1).double() @ trained[name].flatten(1).double())
         loaded = (saved[prefix + each].flatten(1).to(dtype).double() for each in (other, name))
+        # In float64, whose own rounding is far below `EXACT`.
         error = next(loaded) @ next(loaded) - right
+        # B is 0 until the first update, and so is the norm.
         worst = max(worst, float(error.norm() / right.norm().clamp_min(torch.finfo(torch.double).tiny)))
     return worst
 

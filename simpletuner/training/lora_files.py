@@ -80,6 +80,7 @@ def write_verified(
     trial = folder / f"unverified{UNFINISHED_FOLDER_SUFFIX}"
     candidate = write(trial)
     verify_file(candidate, expected, form, pipeline)
+    # In one step, so that no file under this name is ever unverified.
     final = candidate.replace(folder / LORA_FILE)
     trial.rmdir()
     return final
@@ -175,6 +176,7 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
     for module, pair in pairs.items():
         rank = pair["A"].shape[0]
         usual = alphas.get(get_pattern_key(alphas, module), settings.get("lora_alpha", rank))
+        # kohya's files have an alpha for every layer, peft's metadata one for all with exceptions.
         alpha = float(pair.get("alpha", usual))
         weights[f"{module}.lora_A.weight"] = pair["A"]
         weights[f"{module}.lora_B.weight"] = pair["B"] * (alpha / rank)
@@ -220,14 +222,16 @@ class LoraHook:
         if self.magnitude is not None or self.dora_scale is not None:
             if self._ratio is None:  # not before: the weights of a streamed layer are only here in its forward pass
                 self._ratio = self._growth(layer).view(-1, *self.up.shape[2:])
+            # DoRA scales the product W x, not the bias.
             plain = output if layer.bias is None else output - layer.bias.view_as(self._ratio)
+            # ratio (W x + D x) - W x: what is missing in an output that has W x.
             update = (self._ratio - 1) * plain + self._ratio * update
         return (output + update).to(output.dtype)
 
     def _growth(self, layer: nn.Module) -> Tensor:
         """m / |W + D| of each row: a DoRA's weight is m (W + D) / |W + D| (arXiv:2402.09353)."""
         weight = dequantize_module_weight(layer).to(self.down.dtype).flatten(1)
-        change = linear(self.down.flatten(1).T, self.up.flatten(1)).T
+        change = linear(self.down.flatten(1).T, self.up.flatten(1)).T  # D = B A, `out in`
         magnitude = self.magnitude
         if self.dora_scale is not None:
             magnitude = trained_magnitude(self.dora_scale, weight, change.cpu()).to(weight.device)

@@ -49,6 +49,7 @@ class Losses:
     def on_host(self, more: Sequence[Tensor] = ()) -> tuple[HostLosses, Iterator[float]]:
         """Copies the losses and extra scalars to the host in one transfer."""
         scalars = [*self.total, *self.diffusion, *(value for extra in self.extra for value in extra.values())]
+        # One tensor, one copy, one wait. The reads below follow its order.
         flat = [torch.stack(scalars), *self.per_sample, *self.timesteps, *(each[None] for each in more)]
         numbers = iter(torch.cat(flat).tolist())
         total, diffusion = (list(islice(numbers, len(self.total))) for _ in range(2))
@@ -75,6 +76,7 @@ class HostLosses:
         Raises:
             NonFiniteError: naming the files of the micro-batches of one process.
         """
+        # Before the means, in which one NaN would hide the micro-batch it came from.
         files = [names for part in parts for names in part.names]
         stop_if_losses_not_finite([loss for part in parts for loss in part.total], files)
         return cls(

@@ -37,6 +37,7 @@ class _Repeatable(Optimizer):
                 rate = torch.tensor(float(group["lr"]))  # torchao takes no number
                 for parameter in (each for each in group["params"] if each.grad is not None):
                     seed_device(parameter.device, group[SEED] + self._numbers[parameter])
+                    # Alone: torchao rounds a whole group from one random stream, so the order would decide the bits.
                     self.param_groups = [{**group, "params": [parameter], "lr": rate}]
                     super().step()
         finally:

@@ -88,11 +88,13 @@ def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[T
     """
     model: Any = transformer
     costs, adapters = cost.transformer(model.config, weight_shapes(model), STOCK), adapters_of(transformer)
+    # Without an adapter, every weight has a gradient.
     is_full = adapters is NO_ADAPTERS
     routes = [route for technique in techniques for route in technique.routes]
 
     @lru_cache(REMEMBERED)
     def flops(tokens: int, text_tokens: int) -> float:
+        # One row: only the number of tokens is counted.
         load = costs.routed(BatchShape(samples=1, frames=1, height=1, width=tokens, text=text_tokens), routes)
         return (costs.forward(load, adapters) + costs.backward(load, adapters, full=is_full)).total
 

@@ -25,9 +25,11 @@ def add_noise(assembly: Assembly, batch: Batch, global_step: int, micro_step: in
     tokens, auto_shift = tokens_of(assembly, batch), assembly.adapter.spec.auto_shift
     shift = choose_shift(flow, tokens, auto_shift, shift_is_explicit=settings.shift_is_explicit)
     sigmas = sample_sigmas(place, flow, shift, settings.timestep_offsets.get(batch.dataset_id, 0.0))
+    # Compared, not trusted: noise drawn for another place would change the run without a trace.
     noise = batch.noise if batch.noise is not None and batch.place == place else _noise(batch, place)
     levels = mixflow_sigmas(place, sigmas, flow.mixflow_gamma) if flow.mixflow_enabled else None
     noisy = make_noisy(batch, sigmas, noise, settings.loss, levels, place)
+    # Read here, where they are on the CPU: later that would wait for the device.
     return replace(noisy, host_sigmas=tuple(sigmas.tolist()))
 
 

@@ -126,9 +126,11 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: Ho
     Raises:
         ValueError: the state belongs to other parameters.
     """
+    # This machine's choice, before the saved groups overwrite it.
     chosen = [*map(_kernel_of, optimizer.param_groups)]
     state = _with_groups_of(optimizer, state)
     on_host = _weights_by_number(optimizer, state) if host is not None else {}
+    # `load_state_dict` would put all of it on the device at once.
     rest = {number: each for number, each in state["state"].items() if number not in on_host}
     optimizer.load_state_dict({**state, "state": rest})
     if host is not None:
@@ -255,6 +257,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._adamw = partial(torch.optim.AdamW, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self._parts: list[torch.optim.Optimizer] = []
         if matrices := [weight for weight in weights if weight.ndim == 2]:
+            # Updates times .2 sqrt(max(out, in)): the size that AdamW's usually have.
             self._parts.append(muon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"))
         if rest := [weight for weight in weights if weight.ndim != 2]:
             self._parts.append(self._adamw(rest))
@@ -358,6 +361,7 @@ class DecayingSquares(OptimiOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the second moment as it was saved; torch would round it to the weight's dtype."""
         saved = {number: each for number, each in state_dict["state"].items() if SQUARES in each}
+        # Hidden from torch, which casts whatever floats to the weight's dtype.
         others = {number: {**each, SQUARES: None} for number, each in saved.items()}
         super().load_state_dict({**state_dict, "state": {**state_dict["state"], **others}})
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])

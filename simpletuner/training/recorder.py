@@ -102,10 +102,12 @@ class RequestHandler(Callback):
     ends_with_epoch: bool = field(default=False, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
+        # One process alone takes the file; its watch passes the stop on to the rest.
         if assembly.world.is_main:
             self.events.stop.look_at(lambda: self._is_asked_to_stop(assembly, state))
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
+        # One process looks for all: a file could appear between two looks, and requests are carried out together.
         for request in assembly.world.on_main(partial(take_requests, self.output_dir)):
             if request == "stop":
                 self._stop(assembly, state, "as a file requests.")

@@ -54,6 +54,7 @@ class GradientRelease:
         self._after: dict[int, dict[str, Any]] = {}  # what this step has changed in parameter groups
         self._updates = False
         for name, parameter in parameters.items():
+            # Called once `.grad` is set; a plain tensor hook comes before.
             parameter.register_post_accumulate_grad_hook(partial(self._release, name))
 
     @contextmanager
@@ -79,7 +80,7 @@ class GradientRelease:
         self.is_halfway = False
 
     def read_size(self, files: Sequence[Sequence[str]]) -> dict[str, float]:
-        """The size before clipping of the gradient that was released since the last call, as by `clip_gradients`.
+        """The size before clipping of the gradient that was released since the last call, as by `gradient_size`.
 
         Args:
             files: the samples of each micro-batch.
@@ -90,6 +91,7 @@ class GradientRelease:
         sizes, self._sizes = self._sizes, {}
         if not sizes:
             return {}
+        # In the order of `gradient_size`, not of the backward pass: sums round differently.
         norms = torch.stack([sizes[name] for name in self._names if name in sizes])
         by_value = self._config.grad_clip_method == "value"
         size = (norms.max() if by_value else norms.norm(2)).item()
@@ -104,6 +106,7 @@ class GradientRelease:
         (size,) = torch._foreach_norm([parameter.grad], math.inf if by_value else 2.0)
         self._sizes[name] = size.float()
         if self._updates:
+            # By norm would need all gradients; `check_release` refuses it.
             if limit > 0 and by_value:
                 parameter.grad.clamp_(-limit, limit)
             self.is_halfway = True
@@ -114,6 +117,7 @@ class GradientRelease:
         """Update one parameter, with its group in the state before this step: some optimizers count steps there."""
         number = self._group[parameter]
         before = self._optimizer.param_groups[number]
+        # Cloned: an optimizer may count steps in a tensor of its group, in place and once per weight.
         copied = {key: each.clone() if isinstance(each, Tensor) else each for key, each in before.items()}
         after = {**copied, "params": [parameter]}
         if self.host is not None:
@@ -154,8 +158,10 @@ class HostState:
 
     def bring(self, parameter: nn.Parameter) -> None:
         """Put a weight's state on the device before its update, if it has any yet."""
+        # Gradients are complete in the same order in every step, so the last one says what to prefetch.
         self._next[self._last], self._last = parameter, parameter
         if parameter in self._host:
+            # The first weight of a step, or one out of the usual order.
             if parameter not in self._arriving:
                 self._arriving[parameter] = self._fetch(parameter)
             state, arrived = self._arriving.pop(parameter)
@@ -168,6 +174,7 @@ class HostState:
         state = self._optimizer.state[parameter]
         self._keep(parameter, state)
         if self._side is not None:
+            # The allocator does not know of the side stream: the reference keeps the memory until the copy is done.
             self._leaving.append((state, self._side.record_event()))
             if len(self._leaving) > SLOTS:  # the memory is only given back after the wait for its copy
                 torch.cuda.current_stream(self._device).wait_event(self._leaving[0][1])
@@ -197,9 +204,11 @@ class HostState:
         return state, None if self._side is None else self._side.record_event()
 
     def _keep(self, parameter: nn.Parameter, state: State) -> None:
+        # Page-locking is slow and states keep their shapes, so every step copies into the buffers of the first.
         rooms = (part for value in self._host.get(parameter, {}).values() if _moves(value) for part in leaves(value))
         room = (lambda part: next(rooms)) if parameter in self._host else self._buffer
         self._host[parameter] = {key: self._copy(value, room) for key, value in state.items()}
+        # Checkpoints read the state where they always do.
         self._optimizer.state[parameter] = self._host[parameter]
 
     def _copy(self, value: Any, room: Callable[[Tensor], Tensor]) -> Any:
@@ -207,6 +216,7 @@ class HostState:
         if not _moves(value):
             return value
         parts = leaves(value)
+        # Allocated outside `_beside`, on the compute stream, which will free it.
         copies = [room(part) for part in parts]
         with self._beside():
             for copy, part in zip(copies, parts, strict=True):

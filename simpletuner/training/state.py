@@ -48,6 +48,7 @@ class TrainState:
 
     def passed(self, interval: int | None, report_epochs_done: int) -> bool:
         """Whether the last step completed an epoch that is a multiple of `interval`."""
+        # Not `%`: with much accumulation, a step may complete several short epochs.
         return interval is not None and self.epochs_done // interval < report_epochs_done // interval
 
 
@@ -155,6 +156,7 @@ class Assembly:
     def exchange_only(self, *, transformer: bool, modules: bool) -> Iterator[None]:
         """Let processes exchange the accumulated gradients in the backward pass of this context, or only accumulate."""
         with ExitStack() as stack:
+            # `no_sync` says who does not exchange, so the lists are of the modules that only accumulate.
             for module in [self.transformer] * (not transformer) + self.wrapped_modules * (not modules):
                 stack.enter_context(self.accelerator.no_sync(module))
             yield

@@ -47,9 +47,11 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         with meter.waiting_for_data():
             batch = next(loader).to(accelerator.device, non_blocking=True)
         meter.count(batch)
+        # The backward pass waits for the other processes; the watch names this step if one stays away.
         with assembly.world.exchanging(f"Step {global_step + 1}"), assembly.updating():
             run_micro_step(assembly, batch, global_step, micro_step, losses)
 
+    # First: the clipping limit and the logged norm are those of unscaled gradients.
     assembly.scaler.unscale_(assembly.optimizer)
     model, modules = assembly.parameters, assembly.module_parameters
     guard.equalise_samples((model | modules).values(), losses.counts)
@@ -70,7 +72,9 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     everyone = HostLosses.merged(gathered)
     is_halfway = assembly.release is not None
     guard.stop_if_gradients_not_finite(sizes, model | modules, assembly.scaler, everyone.names, is_halfway=is_halfway)
+    # After the check, which judges by the scale that this step was computed with.
     assembly.scaler.update()
+    # None, not zeros: previews get the memory, and optimizers skip a module that no loss has reached.
     assembly.optimizer.zero_grad(set_to_none=True)
     metrics = everyone.means(assembly.techniques) | size | {"learning_rate": rate, "epoch": loader.epoch}
     timesteps = [*chain.from_iterable(everyone.timesteps)]
@@ -80,6 +84,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
 def _update(assembly: Assembly, size: Mapping[str, float], module_size: Mapping[str, float]) -> None:
     """Clip the gradients of the model and of techniques' modules, given their sizes, and update the weights."""
     config = assembly.settings.optimizer
+    # Before `finish`, which updates the modules with released gradients, too.
     guard.clip_gradients(assembly.module_parameters.values(), config, module_size)
     if assembly.release is not None:
         assembly.release.finish()
@@ -92,8 +97,10 @@ def _prepare_groups(assembly: Assembly, global_step: int) -> float:
     """Set the rate of every parameter group, and the seed of those that round at random; returns the step's rate."""
     settings = assembly.settings
     learning_rate = learning_rate_at(global_step, settings.optimizer, settings.learning_rate, settings.total_steps)
+    # Computed from the step: a scheduler of torch would have a state to save and restore.
     for group in assembly.optimizer.param_groups:
         group["lr"] = learning_rate * group.get(RATE_RATIO, 1.0)
+        # By step, so that a resumed run rounds as if it had never stopped.
         if SEED in group:
             group[SEED] = step_seed(settings.seed, global_step, 0, 0, "rounding")
     return learning_rate
@@ -108,6 +115,7 @@ def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_ste
         noisy = noisy_batch(assembly, batch, global_step, micro_step)
         extras = [run for technique in assembly.techniques for run in technique.extra_passes(noisy)]
         assert not (extras and assembly.release), "a released gradient must be the whole one"
+        # The sum is sent once, in the step's last backward pass: for the transformer that may be an extra one.
         with assembly.exchange_only(transformer=last and not extras, modules=last):
             loss = micro_loss(assembly, noisy, losses)
             if assembly.release is not None:  # the backward pass will update the weights
@@ -118,12 +126,14 @@ def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_ste
             added = run(partial(predict, assembly))
             losses.log(added)
             for loss in added.values():
+                # `_backward` looks at the total: a loss of an extra pass that is not finite must show in it.
                 losses.total[-1] = losses.total[-1] + loss.detach()
             _backward(assembly, torch.stack(list(added.values())).sum(), losses)
 
 
 def _backward(assembly: Assembly, loss: Tensor, losses: Losses) -> None:
     """Add the gradients of a loss; NaN if the total is not finite, which every process then sees in its gradients."""
+    # 0 * inf and 0 * NaN are NaN. An `if` would make the host wait for the device.
     one = 1 + 0 * losses.total[-1]
     share = one * loss / loss_divisor(losses.counts, assembly.settings.accumulation)
     assembly.accelerator.backward(assembly.scaler.scale(share))
@@ -131,6 +141,7 @@ def _backward(assembly: Assembly, loss: Tensor, losses: Losses) -> None:
 
 def noisy_batch(assembly: Assembly, batch: Batch, global_step: int, micro_step: int) -> NoisyBatch:
     """What the model is trained on at this place in the run."""
+    # The adapter first: techniques must see the clean first frame of i2v, and that it has no loss.
     noisy = assembly.adapter.prepare(add_noise(assembly, batch, global_step, micro_step))
     for technique in assembly.techniques:
         noisy = technique.before_forward(noisy, partial(predict_now, assembly))
@@ -167,6 +178,7 @@ def predict(assembly: Assembly, noisy: NoisyBatch) -> Tensor:
 
 def predict_now(assembly: Assembly, noisy: NoisyBatch) -> Tensor:
     """The model's current prediction without gradients and dropout, for techniques."""
+    # Dropout would draw from the generator that `add_noise` has seeded for the pass that is trained.
     assembly.transformer.eval()
     with torch.no_grad():
         prediction = predict(assembly, noisy)

@@ -127,6 +127,7 @@ def load_parameters(parameters: Mapping[str, nn.Parameter], files: Iterable[Path
         UserError: the files hold other parameters or shapes, or NaN or infinity.
     """
     with open_weights(files) as weights:
+        # All checks come before the first copy: a checkpoint that is refused changes no weight.
         if weights.keys() != parameters.keys():
             raise UserError(f"{origin} was made with other trained layers; check {keys}.")
         for name, parameter in parameters.items():
@@ -216,11 +217,13 @@ class FullModel:
         shapes = {
             name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()
         }
+        # Half of diffusers' 10 GB: a file is in memory whole before it is written.
         files = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS_PATTERN, max_shard_size="5GB")
         self.sharers.on_main(lambda: model.save_config(folder))
         for file, names in files.filename_to_tensors.items():
             tensors = {}
             for name in names:
+                # Gathering is collective, so all processes do it; only the main one keeps the result.
                 full = gathered(weights[name])
                 if self.sharers.is_main:
                     tensors[name] = full.contiguous()

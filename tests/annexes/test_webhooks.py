@@ -335,6 +335,15 @@ def test_bad_settings_end_the_plan(
     assert complaint in capsys.readouterr().err
 
 
+def test_a_variable_that_is_no_flag_ends_the_plan(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIMPLETUNER_SSL_NO_VERIFY", "maybe")
+    workspace.write_config(webhook_config={"webhook_type": "raw", "callback_url": "https://example.org/"})
+    assert workspace.run("plan") == 2
+    assert "SIMPLETUNER_SSL_NO_VERIFY: 'maybe' is not true or false." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("in_file", [False, True])
 def test_an_unset_variable_ends_only_what_sends(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], in_file: bool

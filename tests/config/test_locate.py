@@ -15,6 +15,7 @@ from simpletuner.config.sources import (
     dataset_file,
     example_file,
     example_names,
+    expand_shell,
     locate,
 )
 from simpletuner.errors import ConfigError, Problem
@@ -185,6 +186,19 @@ def test_config_env_is_read_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch)
     told = " ".join(problem.message for problem in problems)
     for words in ("line 6, 'this is junk', is not KEY=VALUE", "line 7 cannot be read: '$(' would run a", "line 8"):
         assert words in told
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ('"a # b" # c', "a # b"),
+        ("\"it's\" # don't", "it's"),
+        ("\"say '$WORD' now\"", "say 'hop' now"),
+        ("'$WORD # 1' # c", "$WORD # 1"),
+    ],
+)
+def test_between_double_quotes_other_marks_are_text(written: str, value: str) -> None:
+    assert expand_shell(written, {"WORD": "hop"}) == value
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,8 @@ def test_native_ratios_go_through_the_formula_elsewhere() -> None:
     ]
     assert native_aspects(PixelGrid(1024, "pixel", 16), NATIVE)[1].size == PixelGrid(1024, "pixel", 16).size(0.45)
     assert native_aspects(PixelGrid(1.048576, "area", 16), NATIVE)[1].size == (640, 1408)
+    several = {512: ((512, 512), (512, 768)), **NATIVE}
+    assert [aspect.size for aspect in native_aspects(PixelGrid(512, "pixel", 16), several)] == [(512, 512), (512, 768)]
     assert native_aspects(NATIVE_GRID, {}) == []
 
 

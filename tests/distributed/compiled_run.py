@@ -42,7 +42,10 @@ def train(checkpoint: Path, world: World, folder: Path, settings: dict[str, Any]
         gradients.append([sharding.gathered(each.grad).clone() for each in parameters if each.grad is not None])
 
     counters.clear()
-    with patch.object(assemble, "DistributedDataParallelKwargs", SMALL), patch.object(step, "clip_gradients", note):
+    with (
+        patch.object(assemble, "DistributedDataParallelKwargs", SMALL),
+        patch.object(step.guard, "clip_gradients", note),
+    ):
         run = Run(checkpoint, Case({"use_ema": False, "optimizer": "torch-sgd", **settings}), world, folder)
         run.assembly.transformer.train()
         for number in range(STEPS):

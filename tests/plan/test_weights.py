@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from simpletuner.config.load import Layer, resolve
 from simpletuner.errors import Problem, UserError
+from simpletuner.models.loading import told_plainly
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.models.registry import FAMILIES
-from simpletuner.models.source import ModelSource
+from simpletuner.models.source import ModelSource, Part
 from simpletuner.plan.checks import check_parts
 from tests.complaints import complaint, complaints, warnings
 from tests.fidelity.family import CPU, make_adapter
@@ -97,6 +98,15 @@ def test_a_text_encoder_of_another_family(workspace: Workspace, model: Path, cap
 
 def test_a_variant_that_is_not_there(workspace: Workspace, model: Path, capsys: Capture) -> None:
     assert "its weights have no variant 'fp16'" in complaint(workspace, capsys, "plan", "variant=fp16")
+
+
+def test_a_file_that_is_cut_off_after_the_check_is_named(model: Path) -> None:
+    """safetensors' own error is no OSError and no ValueError; it comes if a file changes between check and loading."""
+    part = Part("vae", "pretrained_vae_model_name_or_path", str(model), "vae", None, None)
+    (file,) = (model / "vae").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"the vae in .* cannot be loaded: .*"), told_plainly(part):
+        load_file(file)
 
 
 @pytest.mark.parametrize(

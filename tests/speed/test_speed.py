@@ -290,7 +290,7 @@ def test_an_installed_flash_attention_serves_if_it_is_faster(
     assembly, chosen = make_assembly(checkpoints["t2i"], "t2i"), MeasuredChoice(KernelChoices())
     for block in assembly.adapter.block_layout(assembly.transformer).visual_blocks:
         forward: Any = block.forward
-        forward.fast.self_attention.choose = chosen
+        forward.func.__self__.fast.self_attention.choose = chosen
     found = loss_and_gradients(assembly, batch)
     assert served() == ("stand-in" if wins else None)
     assert distance(found, plain) < ROTATION

@@ -125,6 +125,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
     def _publish(self, folder: Path, publication: Publication) -> tuple[ConvertedLora, dict[str, str]]:
         """Write both files, the LoRA verified; returns it with the notes of its errors."""
         lora = self.convert(publication.dtype)
+        # Measured before anything is written, for the LoRA's header.
         forward, effect = self.prediction_errors(lora, publication.predict)
         if effect > LOST:
             message = "%s lacks %.0f %% of what the adapter does; a larger export_rank or export_energy keeps more."
@@ -227,8 +228,10 @@ def low_rank(update: Tensor, energy: float, most: int) -> tuple[Tensor, Tensor]:
     with seeded(0, [matrix.device]):  # the method is randomised
         left, sizes, right = torch.svd_lowrank(matrix, q=min(most + SPARE, *matrix.shape), niter=4)
     kept = sizes.square().cumsum(0) / matrix.square().sum()
+    # The fewest singular values that hold the energy.
     rank = min(int((kept < energy).sum()) + 1, most, len(sizes))
     root, ones = sizes[:rank].sqrt(), [1] * (update.dim() - 2)
+    # Split evenly, so that A and B have the same norm.
     down, up = root[:, None] * right[:, :rank].T, left[:, :rank] * root
     return down.reshape(rank, *update.shape[1:]), up.reshape(len(up), rank, *ones)
 
@@ -242,6 +245,7 @@ def _add(down: Tensor, up: Tensor, layer: nn.Module, inputs: tuple[Tensor, ...],
 def _lora_settings(ranks: Mapping[str, int]) -> dict[str, Any]:
     """peft's settings of a LoRA whose layers have different ranks."""
     usual = Counter(ranks.values()).most_common(1)[0][0]
+    # Anchored, because peft also matches a pattern with the end of a longer path.
     others = {f"^{name}": rank for name, rank in ranks.items() if rank != usual}
     return {
         "r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": others,

@@ -104,9 +104,12 @@ class LycorisFile:
         ):
             return None
         inside = sorted((depth, word) for word, depth in words.items() if depth and word in by_class)
+        # A name takes precedence over a class, and an inner class over an outer one.
         own = [by_name[name] for name in names if name in by_name] or [by_class[word] for _, word in reversed(inside)]
         settings = {**DEFAULTS, **self.content, **(own[0] if own else {})}
+        # linear_dim 0 is allowed with full_matrix, which has no rank.
         alias = {"dim": settings["linear_dim"] or 4, "alpha": settings["linear_alpha"]}
+        # DoRA normalises the whole weight, which bypassing never builds.
         return {**alias, "bypass_mode": not settings["dora_wd"], **settings}
 
 
@@ -160,7 +163,11 @@ def check_lycoris(file: LycorisFile, shapes: Mapping[str, Shape], *, quantised: 
     for entry in (value for key in MAPS for value in preset.get(key, {}).values()):
         yield from _unknown(entry, (*OF_LAYERS, *UNUSED, *REFUSED_KEYS), "setting of an algo map")
         yield from _check_settings({**content, **entry}, quantised)
-    known = f"The classes are: {', '.join(file.classes)}."
+    yield from _check_classes(file, shapes)
+
+
+def _check_classes(file: LycorisFile, shapes: Mapping[str, Shape]) -> Iterator[Problem]:
+    preset, known = file.preset, f"The classes are: {', '.join(file.classes)}."
     named = dict.fromkeys((*preset.get("target_module", []), *preset.get("module_algo_map", {})))
     strange = [word for word in named if word not in file.classes]
     for word in strange:
@@ -260,6 +267,7 @@ def lokr_numbers(rows: Pair, columns: Pair, rank: int, *, full: bool = False, bo
         both: low-rank factors may also replace W1.
     """
     (a, k), (m, n) = rows, columns
+    # The rule of LyCORIS and of peft: thin matrices only below half of the longer side.
     first = rank * (a + m) if both and not full and rank < max(a, m) / 2 else a * m
     return first + (rank * (k + n) if not full and rank < max(k, n) / 2 else k * n)
 
@@ -278,6 +286,7 @@ def factorise(width: int, factor: int) -> Pair:
     """
     if factor > 0 and width % factor == 0:
         return factor, width // factor
+    # The smaller of two factors is at most the root.
     limit = math.isqrt(width) if factor < 0 else min(max(factor, 1), math.isqrt(width))
     small = max(each for each in range(1, limit + 1) if width % each == 0)
     return small, width // small

@@ -104,6 +104,7 @@ def _wrap(transformer: nn.Module, name: str, file: LycorisFile, settings: Mappin
         **{name: settings[name] for name in PASSED},
     )  # fmt: skip
     module.apply_to()
+    # `apply_to` only replaces `forward`: as a child, the module moves and is saved with its layer.
     layer.add_module(CHILD, module)
     return module
 
@@ -115,10 +116,12 @@ def update_of(module: Any) -> Tensor:
     """
     own, width, kernel = module.org_forward, module.shape[1], module.shape[2:]
     parameter = next(module.parameters())
+    # A batch of unit vectors: the response to vector i is column i of the update.
     units = torch.eye(width, device=parameter.device).reshape(width, width, *kernel)
+    # Zero in place of the layer's output leaves the update alone.
     module.org_forward = lambda inputs: inputs.new_zeros(())
     try:
         response: Tensor = module.eval().forward(units)
     finally:
         module.org_forward = own
-    return response.float().transpose(0, 1)
+    return response.float().transpose(0, 1)  # in out -> out in

@@ -48,6 +48,7 @@ def write_captions(survey: Plan, files: Sequence[DatasetFile], wording: Wording,
     written = 0
     for file, caption in described(survey, files, wording, events):
         target = file.path.with_suffix(CAPTION_SUFFIX)
+        # It may have been written meanwhile.
         if not target.exists():
             write_atomically(target, f"{caption}\n")
             written += 1

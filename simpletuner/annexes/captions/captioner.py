@@ -125,6 +125,7 @@ class QwenCaptioner:
         if is_clip:
             patches, grid = self._paired(patches, len(frames)), torch.tensor([[len(frames) // 2, *grid[0, 1:]]])
         token = self.processor.video_token if is_clip else self.processor.image_token
+        # The vision tower merges squares of patches into one token.
         places = int(grid.prod()) // self.processor.image_processor.merge_size**2
         prompt = CHAT.format(token * places, request.instruction)
         ids = self.processor.tokenizer(prompt, return_tensors="pt")["input_ids"][0]
@@ -136,6 +137,7 @@ class QwenCaptioner:
         }
         if request.seconds is None:
             return {**inputs, "pixel_values": patches, "image_grid_thw": grid}
+        # seconds between two pairs of frames
         between = torch.tensor([2 * request.seconds / len(frames)])
         return {**inputs, "pixel_values_videos": patches, "video_grid_thw": grid, "second_per_grid_ts": between}
 
@@ -143,6 +145,7 @@ class QwenCaptioner:
         """Patches of two successive frames, from patches in which the processor has doubled every frame."""
         depth = self.processor.image_processor.temporal_patch_size
         side = self.processor.image_processor.patch_size
+        # pairs, frames of a pair, patches, 3, side, side
         single = patches.unflatten(1, (3, depth, side, side)).unflatten(0, (frames // 2, 2, -1))[:, :, :, :, 0]
         return single.permute(0, 2, 3, 1, 4, 5).flatten(0, 1).flatten(1)
 

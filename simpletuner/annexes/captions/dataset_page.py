@@ -209,6 +209,7 @@ def mark_twins(cards: Iterable[FileCard]) -> None:
 
 def colour_grid(picture: Image.Image) -> NDArray[np.int16]:
     """The mean colours of a grid of 9 x 9 fields, `9 9 3`."""
+    # Signed, since grids are subtracted from one another.
     return np.asarray(picture.resize((SIDE + 1, SIDE + 1), Image.Resampling.BOX), dtype=np.int16)
 
 
@@ -226,10 +227,12 @@ def near_duplicates(prints: Sequence[NDArray[np.int16]]) -> list[list[int]]:
     group = np.arange(len(grids))
     for start in range(0, len(grids), ROWS):
         agreeing = signs[start : start + ROWS] @ signs.T  # agreeing bits less differing ones
+        # agreeing - differing = BITS - 2 * differing
         for row, close in enumerate(agreeing >= BITS - 2 * NEAR, start):
             others = np.flatnonzero(close)
             apart = np.abs(grids[others] - grids[row]).mean(axis=3).max(axis=(1, 2))
             joined = group[others[apart <= LIKE]]
+            # Whole groups are merged, since near-duplicates form chains.
             group[np.isin(group, joined)] = joined.min()
     members = [np.flatnonzero(group == each).tolist() for each in np.unique(group)]
     return [each for each in members if len(each) > 1]

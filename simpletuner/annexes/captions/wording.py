@@ -66,6 +66,7 @@ class Wording:
         """An answer as a caption, without the beginning of a sentence or tag that was cut off; empty if it is."""
         text = text.strip(" \"'")
         if not is_whole:
+            # A whole sentence, if one ends; else up to the last comma.
             ends = (text.rfind(". ") + 1, text.rfind(", "))
             text = text[: next((end for end in ends if end > 0), len(text))]
         return f"{self.lead}{text}" if text else ""
@@ -99,6 +100,7 @@ def check_captioner(spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
     part = source["text_encoder"]
     names, settings = [] if problems else list(part.weight_shapes()), part.read_config() or {}
     has = {
+        # A tied head is stored as the embedding only.
         f"language head ({LANGUAGE_HEAD})": LANGUAGE_HEAD in names or bool(settings.get("tie_word_embeddings")),
         f"vision tower ({VISION}*)": any(VISION in name for name in names),
     }
@@ -119,6 +121,7 @@ def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Itera
             taken = set(scan(dataset.root, PICTURE_SUFFIXES | CLIP_SUFFIXES).captions)
             names = {each.name for each in dataset.samples}
             names |= {each.name for each in dataset.rejected if each.reason == "no caption"}
+            # In reverse, so that the first name of a stem is stored last.
             firsts = {pair_key(name): name for name in sorted(names, reverse=True)}
             yield from (DatasetFile(dataset, firsts[key]) for key in sorted(firsts.keys() - taken))
 

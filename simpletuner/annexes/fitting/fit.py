@@ -76,6 +76,7 @@ def check_fit(budget: Budget) -> Iterator[Problem]:
         advice = f"This would fit: {'; '.join(map(str, changes))}."
     else:
         (_, rest), *_ = _after(budget, list(possible_changes(budget))).shortages()
+        # The same shortage after all changes: none of them touches that phase.
         advice = f"Even with every setting that helps, {rest}." if rest != lacking[0] else "No setting makes it fit."
     if not budget.device.is_gpu:
         advice += " To plan for a GPU elsewhere: simpletuner plan --device-memory 24."
@@ -98,6 +99,7 @@ def smallest_change(budget: Budget) -> list[Change]:
             break
     else:
         return []
+    # The last one made it fit, so it is needed.
     for change in taken[:-1]:
         without = [each for each in taken if each is not change]
         if _after(budget, without).fits:
@@ -168,6 +170,7 @@ def _phase_changes(budget: Budget) -> Iterator[Change]:
         yield Change({"group_offload_text_encoder": True}, "encoding")
     streams = budget.device.is_gpu and offload.enable_group_offload
     if offload.group_offload_to_disk_path is None and (streams or _may_stream(budget)):
+        # The estimate takes any folder; the message leaves the choice to the user.
         yield Change({DISK: "offloaded"}, words=f"{DISK} with a folder on a fast disk")
     if budget.parts.spec.slices_convolutions and not caching.vae_enable_patch_conv:
         yield Change({"vae_enable_patch_conv": True}, "encoding")
@@ -233,9 +236,11 @@ def choose(budget: Budget) -> Budget:
     recomputed. Changes of results come last. Keys that the user set stay. If nothing fits, the leanest settings are
     returned, and `check_fit` reports what is lacking.
     """
+    # Phases before training first: what helps them costs no step.
     for change in _open_changes(budget, "encoding"):
         budget = _eased(budget, change)
     sharded = [_sharded(budget)] if _may_be_sharded(budget.config) else []
+    # As configured, then sharded, then with a last resort each; the first start that can be made to fit wins.
     starts = [budget, *(_taken(budget, [change]) for change in (*sharded, *_open_changes(budget, "last")))]
     leanest = [_after(start, _open_changes(start, "time")) for start in starts]
     # Phases that fit in no way must not slow down the steps.
@@ -243,6 +248,7 @@ def choose(budget: Budget) -> Budget:
     for start in starts:
         if (fastest := _fastest(start, hopeless)) is not None:
             return _with_reason_for_ddp(fastest) if sharded and start is budget else fastest
+    # Nothing fits: `check_fit` shall report the smallest shortage.
     peaks = [lean.peaks[0] for lean in leanest]
     lean = starts[peaks.index(min(peaks))]
     return _taken(lean, _time_changes(lean, hopeless))
@@ -253,6 +259,7 @@ def _open_changes(budget: Budget, role: str) -> list[Change]:
     flat, is_explicit, changes = budget.config.flat(), budget.config.is_explicit, []
     for change in (each for each in possible_changes(budget) if each.role == role):
         new = {key: value for key, value in change.values.items() if flat[key] != value}
+        # The first key is the change itself; the others only go with it.
         if not is_explicit(next(iter(new))):
             changes.append(replace(change, values={key: new[key] for key in new if not is_explicit(key)}))
     return changes
@@ -305,6 +312,7 @@ def _fastest(start: Budget, hopeless: frozenset[str]) -> Budget | None:
         return None
     blocks = "the blocks are checkpointed, and " if start.workload.buckets else ""
     nothing = Change({}, words="nothing to change", reason=f"{blocks}everything stays on the device")
+    # `min` keeps the first of equals, and selections come mildest first.
     fastest = min(fitting, key=lambda changes: _after(start, changes).step_seconds)
     return _taken(start, fastest or [nothing])
 
@@ -313,6 +321,7 @@ def _selections(changes: Sequence[Change]) -> Iterator[list[Change]]:
     """Every selection of the changes, mild ones first; of one that includes another, only with that."""
     for number in range(1 << len(changes)):
         selected = [change for place, change in enumerate(changes) if number >> place & 1]
+        # STATE_ON_HOST contains RELEASED: selected without it, it would repeat the selection of both.
         left = (change for change in changes if change not in selected)
         if not any(each.values.items() <= change.values.items() for each in left for change in selected):
             yield selected
@@ -329,6 +338,7 @@ def _best_level(budget: Budget, selected: Sequence[Change], hopeless: frozenset[
         )
 
     levels = _levels(budget, {key for change in selected for key in change.values})
+    # Every level takes more of the device than the one before, so the levels that fit come first.
     count = bisect_left(levels, True, key=lambda level: not fits(level))
     best = levels[count - 1] if count else None
     # What stays on the device is no longer on the host.
@@ -341,9 +351,11 @@ def _levels(budget: Budget, keys: set[str]) -> list[list[Change]]:
     levels: list[list[Change]] = [[]]
     residents, checkpointing = "group_offload_resident_blocks", "gradient_checkpointing"
     if "enable_group_offload" in keys and not config.is_explicit(residents):
+        # With all blocks resident nothing would stream, which is another selection.
         for count in range(1, blocks):
             levels.append([Change({residents: count}, reason=f"{count} of {blocks} blocks stay resident")])
     is_free = not any(map(config.is_explicit, (checkpointing, f"{checkpointing}_interval", KEPT)))
+    # Memory that these save at the cost of time is not spent on keeping activations.
     moved = keys & {"enable_group_offload", "speed_keep_attention", "offload_block_inputs"}
     if is_free and not moved and budget.workload.buckets:
         for count in range(1, blocks):
@@ -372,6 +384,7 @@ def find_ways(budget: Budget) -> dict[str, Budget | str]:
     one process."""
     if budget.config.launch.num_processes == 1 or not budget.steps:
         return {}
+    # On a CPU, weights have nowhere to stream to.
     names = [name for name in WAYS if budget.device.is_gpu or not WAYS[name]["enable_group_offload"]]
     return {name: _other_way(budget, name) for name in names}
 

@@ -47,6 +47,7 @@ def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Bud
 def check_devices(processes: int) -> Iterator[Problem]:
     """Each process needs a device of its own. A launcher may have shown each process only its own already."""
     count = count_gpus()
+    # 0 may mean that the driver does not answer, which torch reports.
     if 0 < count < processes and launched(os.environ) is None:
         gpus = "1 GPU" if count == 1 else f"{count} GPUs"
         message = f"{processes} processes on this machine, which has {gpus}; each needs one of its own."
@@ -72,6 +73,7 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
         device = replace(device, buffers=NCCL_BUFFERS)
     budget = with_strips(make_budget(plan, device))
     plan = replace(plan, config=budget.config)
+    # Before `offload: auto`, whose choice depends on whether features are cached.
     if sparing := _sparing(plan, budget):
         plan = replace(plan, config=plan.config.with_values(sparing, f"chosen by {', '.join(sparing)} auto"))
         budget = make_budget(plan, device)

@@ -55,7 +55,7 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield f"  model    {plan.source['transformer'].location}"
     yield f"  output   {plan.output_dir}"
     yield f"  datasets {plan.dataset_file}"
-    drawn = "" if plan.config.run.seed or plan.resume else " (drawn for this run; set seed to repeat it)"
+    drawn = "" if plan.seed == plan.config.run.seed or plan.resume else " (drawn for this run; set seed to repeat it)"
     yield f"  seed     {plan.seed}{drawn}"
     yield ""
     yield from _length_lines(plan)
@@ -116,6 +116,7 @@ def _ledger_lines(dataset: Dataset) -> Iterator[str]:
         yield "  crops are redrawn and re-encoded each epoch (vae_cache_clear_each_epoch false keeps the first)"
     for label, count in sorted(dataset.sizes().items()):
         yield f"  bucket {label}: {count}"
+    # In a long ledger, people look for what is missing.
     shown = dataset.ledger() if total <= LONGEST_LEDGER else dataset.unused()
     for entry in shown[:LONGEST_LEDGER]:
         yield f"  {entry.name}: {_fate(entry)}"
@@ -219,6 +220,7 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
     yield f"  {'micro-step':<{width}}" + "".join(f"{head:>10}" for head in heads)
     for bucket, step in buckets[:SHOWN_BUCKETS]:
         memory, cost = step.memory, step.cost
+        # The columns sum up to the peak of the step.
         parts = memory.weights, memory.trained + memory.update, memory.inputs, memory.block + memory.outside
         cells = (
             str(step.load.samples * step.load.tokens), f"{cost.executed.total / 1e12:.3g}", *map(gigabytes, parts),
@@ -283,6 +285,7 @@ def duration(seconds: float) -> str:
     """A duration with at most two digits: estimates are no more precise."""
     if seconds < 10:
         return f"{seconds:.2g} s"
+    # Up to 100 of a unit: "90 min" says more than "2 h".
     for unit, size, end in (("s", 1, 100), ("min", 60, 6000), ("h", 3600, 360_000)):
         if seconds < end:
             return f"{seconds / size:.0f} {unit}"
@@ -294,6 +297,7 @@ def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) 
 
     Bytes and seconds are plain numbers; unknown values are `null`.
     """
+    # Checks of the plan and of the budget may report the same problem.
     listed = [{"key": each.where, "message": each.message, "fatal": each.fatal} for each in dict.fromkeys(problems)]
     judged = {"problems": listed, "ok": not any(problem.fatal for problem in problems)}
     described = _described(*weighed) if weighed else {}

@@ -31,11 +31,13 @@ def list_bucket(config: DatasetConfig, store: Store, problems: list[Problem]) ->
         if not items:
             raise UnfetchedError("its files are")
         return Offer(items)
+    # An extra, known to be installed only now.
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         client = _login(config).client()
         objects = dict(_objects(client, config))
+    # botocore raises ValueError for an endpoint that is not a URL.
     except (BotoCoreError, ClientError, ValueError) as error:
         why = " ".join(str(error).split())
         problems.append(Problem(f"{config.id}.aws_bucket_name", f"{_place(config)} cannot be listed: {why}"))
@@ -45,6 +47,7 @@ def list_bucket(config: DatasetConfig, store: Store, problems: list[Problem]) ->
     listing = classify([(name, _problem(name)) for name in objects], store.wanted)
     names, ignored = {*listing.files, *listing.captions.values()}, dict(listing.ignored)
     for name in {name for name in names if any(str(parent) in names for parent in PurePosixPath(name).parents)}:
+        # A bucket has no folders: `a` and `a/b` may both be objects.
         names.remove(name)
         ignored[name] = ("unusable name", "is below a name that is an object, and a file cannot be a folder too")
     read = partial(_read, client, (BotoCoreError, ClientError), config.aws_bucket_name)

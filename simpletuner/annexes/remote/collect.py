@@ -66,6 +66,7 @@ def _download(dataset: str, store: Store, offer: Offer, problems: list[Problem])
     missing = store.missing(offer.items)
     if missing and not store.fetches:
         error = UnfetchedError(f"{len(missing)} of {len(offer.items)} files are")
+        # A part of the files is enough for a plan.
         problems.append(Problem(dataset, str(error), fatal=len(missing) == len(offer.items)))
     elif missing:
         try:  # progress goes to stderr, since the plan itself may go to a pipe

@@ -65,6 +65,7 @@ def list_rows(config: DatasetConfig, store: Store, problems: list[Problem]) -> O
     identity = _digest(commit, config.model_dump(include=set(HubKeys.model_fields), mode="json"))
     with suppress(OSError, ValidationError):
         rows = _ROWS.validate_json((store.root / SAVED).read_bytes())
+        # Without the table no media can be read, and none need to be if all are here.
         offer = _offer(rows, config, commit, None)
         if rows.identity == identity and not (store.fetches and store.missing(offer.items)):
             return offer
@@ -95,6 +96,7 @@ def _commit(config: DatasetConfig, *, asks: bool) -> str:
         files = [(str(path), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
         return _digest([(path, status.st_size, status.st_mtime_ns) for path, status in files])
     try:
+        # One small file resolves a revision to its commit, from the cache as well.
         snapshot = snapshot_download(
             name, repo_type="dataset", revision=config.revision, allow_patterns="README.md", local_files_only=not asks
         )
@@ -107,6 +109,7 @@ def _refusal(name: str, error: Exception) -> str:
     """The hub tells nobody whether a private dataset exists."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+    # `datasets` wraps the hub's errors, so the text is looked at too.
     if isinstance(error, GatedRepoError | RepositoryNotFoundError) or "gated" in str(error).lower():
         return (
             f"the hub has no dataset {name!r}, or it is private or gated: log in with `hf auth login`, and accept its "
@@ -128,6 +131,7 @@ def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:
 
     name, processes = str(config.dataset_name), min(config.num_proc, os.cpu_count() or 1)
     folder = Path(name).expanduser()
+    # The commit, as the branch may have moved since it was looked up.
     place = {"path": str(folder)} if folder.is_dir() else {"path": name, "revision": commit}
     try:
         table = datasets.load_dataset(
@@ -140,6 +144,7 @@ def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:
         raise UserError(_refusal(name, error)) from error
     for column, feature in table.features.items():
         if isinstance(feature, datasets.Image | datasets.Video):
+            # Files stay as they were published; decoding would lose EXIF data, and of clips needs torchcodec.
             table = table.cast_column(column, type(feature)(decode=False))
     return table
 
@@ -152,12 +157,15 @@ def _media(config: DatasetConfig) -> tuple[str, str]:
 def _choose(table: Any, config: DatasetConfig, identity: str, problems: list[Problem]) -> Rows:
     """Captions and filters, without touching the media."""
     needed = _needed(config)
+    # Without the media: going through rows would read every picture.
     facts = table.select_columns(sorted({path.partition(".")[0] for path in needed.values()} & {*table.column_names}))
+    # A struct becomes columns such as `quality.aesthetic`.
     facts = facts.flatten()
     columns = [*table.column_names, *(name for name in facts.column_names if "." in name)]
     for key, column in [*needed.items(), _media(config)]:
         problems.extend(check_columns({key.partition(" ")[0]: column}, columns, config.id, "dataset"))
     captions, left_out = {}, {}
+    # A table without columns has no rows either.
     rows: Iterable[dict[str, Any]] = facts if needed else ({} for _ in range(len(table)))
     for number, row in enumerate(rows if not any(problem.fatal for problem in problems) else ()):
         why = _why_not(row, config, config.filter_func) if config.filter_func else None
@@ -189,6 +197,7 @@ def _why_not(row: Mapping[str, Any], config: DatasetConfig, rule: RowFilter) -> 
     least: dict[str, float | None] = {config.width_column: rule.min_width, config.height_column: rule.min_height}
     least |= {f"{rule.quality_column}.{metric}": bound for metric, bound in (rule.quality_thresholds or {}).items()}
     for column, bound in least.items():
+        # An unknown value passes no limit.
         if bound and (row[column] is None or row[column] < bound):
             return f"{column} is {row[column]}, below {bound:g}"
     return None
@@ -203,6 +212,7 @@ def _captions(row: Mapping[str, Any], config: DatasetConfig) -> tuple[str, ...]:
 def _offer(rows: Rows, config: DatasetConfig, commit: str, table: Any) -> Offer:
     _, column = _media(config)
     cut = config.composite_image_config
+    # What determines a row's file; with other captions or filters it is not fetched again.
     version = _digest(commit, column, cut.model_dump() if cut else None)
     source = f"{config.dataset_name}@{commit}, split {config.split}, row"
     read = partial(_read, table, column, config)
@@ -227,6 +237,7 @@ def _chunks(cell: Any, config: DatasetConfig) -> Iterable[bytes]:
         return [cell]
     if not isinstance(cell, dict) or not (cell.get("bytes") or cell.get("path")):
         raise DownloadError("holds neither a file nor an http(s) address")
+    # A table holds its files, or names files beside it.
     return [cell["bytes"]] if cell.get("bytes") else copy_file(Path(cell["path"]))
 
 
@@ -236,6 +247,7 @@ def _cut(data: bytes, cut: CompositeImage) -> bytes:
         picture = decode(data)
     except MediaError as error:
         raise DownloadError(str(error)) from error
+    # The right edge of a part is the left edge of the next, whatever the remainder.
     left, right = (picture.width * number // cut.image_count for number in (cut.select_index, cut.select_index + 1))
     file = io.BytesIO()
     picture.crop((left, 0, right, picture.height)).save(file, "PNG")

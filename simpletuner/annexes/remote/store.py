@@ -120,6 +120,7 @@ class Store:
     def name_of(self, item: Item) -> str | None:
         """The local file of an item, or None if that version is not there or not whole."""
         record = self._done.get(item.key)
+        # A record's name may end in a suffix that the content decided.
         if record is None or record.version != item.version or not record.name.startswith(item.name):
             return None
         path = self.root / record.name
@@ -143,6 +144,7 @@ class Store:
             UserError: no server answers at all, or the disk is too small.
         """
         self.root.mkdir(parents=True, exist_ok=True)
+        # Younger temporary files may belong to a process that downloads into this folder now.
         sweep_files(self.root, deep=True, older_than=3600)
         needed, free = sum(item.size for item in items), shutil.disk_usage(self.root).free
         if needed > free:
@@ -155,8 +157,10 @@ class Store:
             for future in as_completed([pool.submit(self._fetch, item, errors) for item in items]):
                 bar.advance(1, future.result())
         finally:
+            # After an error or Ctrl-C: ends the pauses between tries.
             self._stop.set()
             pool.shutdown(cancel_futures=True)
+        # If nothing ever arrived, the network is to blame rather than the files.
         if not self._done and all(isinstance(error, UnreachableError) for error in errors.values()):
             item, error = next(iter(errors.items()))
             raise UserError(f"none of {len(items)} files can be downloaded; for instance {item.key} {error}.")
@@ -177,14 +181,17 @@ class Store:
     def _save(self, item: Item) -> None:
         chunks = iter(item.read())
         head = b""
+        # A server may send any number of bytes at a time.
         while len(head) < HEAD and (chunk := next(chunks, b"")):
             head += chunk
         name = item.name if PurePosixPath(item.name).suffix else item.name + self._suffix(head)
+        # No fsync: a file that a power cut tears is shorter than its record says, and is fetched again.
         with open_atomically(self.root / name, durable=False) as file:
             file.write(head)
             for chunk in chunks:
                 file.write(chunk)
             size = file.tell()
+        # After the file: a kill in between only means that it is fetched again.
         record = Record(item.key, item.version, name, size)
         with self._lock, (self.root / DOWNLOADS).open("a", encoding="utf-8") as journal:
             journal.write(_line(record))

@@ -42,6 +42,7 @@ def read_table(config: DatasetConfig, problems: list[Problem]) -> list[tuple[str
     path, where = Path(config.csv_file or ""), f"{config.id}.csv_file"
     named = {"csv_url_column": config.csv_url_column, "csv_caption_column": config.csv_caption_column or ""}
     try:
+        # Spreadsheets write a byte order mark; `newline=""` keeps line breaks inside quoted captions.
         table = csv.DictReader(io.StringIO(read(path, LARGEST_PICTURE).decode("utf-8-sig"), newline=""))
         columns = list(table.fieldnames or ())
         missing = list(check_columns(named, columns, config.id))
@@ -69,6 +70,7 @@ def web_item(address: str, name: str, config: DatasetConfig, base: Path) -> Item
         path = base / address
         return Item(address, name, partial(copy_file, path), _version(path))
     if scheme[1].lower() not in ("http", "https"):
+        # An item all the same, so that the plan lists its row with the reason.
         return Item(address, name, partial(_refuse, scheme[1]))
     most = WEB_CLIP if config.holds_clips else WEB_PICTURE
     return Item(address, name, partial(read_url, address, most, allow_private=config.allow_private_urls))

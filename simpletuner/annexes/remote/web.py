@@ -68,6 +68,7 @@ def _chunks(response: Any, most: int) -> Iterator[bytes]:
         raise DownloadError(f"is {kind}, not a picture or clip")
     announced = int(response.headers.get("Content-Length") or 0)
     until, received = time.monotonic() + MOST_SECONDS, 0
+    # The announced length may be missing or wrong, so both count.
     while received <= most and announced <= most and (chunk := response.read(CHUNK)):
         received += len(chunk)
         yield chunk
@@ -82,6 +83,7 @@ def _chunks(response: Any, most: int) -> Iterator[bytes]:
 def _opener(allow_private: bool) -> urllib.request.OpenerDirector:
     """Opens http and https and nothing else; an opener of `build_opener` would read local files, too."""
     opener = urllib.request.OpenerDirector()
+    # A proxy resolves names itself, which would evade the check.
     for kind in (*HANDLERS, *((ProxyHandler, HTTPHandler, HTTPSHandler) if allow_private else (_PublicHandler,))):
         opener.add_handler(kind())
     return opener
@@ -103,6 +105,7 @@ class _Connection(http.client.HTTPConnection):
 class _SecureConnection(http.client.HTTPSConnection):
     def connect(self) -> None:
         plain = connect_publicly(self.host, self.port, self.timeout)
+        # The certificate is verified for the name, although the connection goes to an address.
         self.sock = ssl.create_default_context().wrap_socket(plain, server_hostname=self.host)
 
 
@@ -115,6 +118,7 @@ def connect_publicly(host: str, port: int, timeout: float | None) -> socket.sock
     """
     answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = list(dict.fromkeys(str(answer[4][0]).partition("%")[0] for answer in answers))
+    # All are checked first: one private answer among public ones is enough for an attack.
     for address in addresses:
         if not is_public(ipaddress.ip_address(address)):
             raise DownloadError(f"leads to {address}, {PRIVATE}; allow_private_urls accepts such ones")
@@ -135,4 +139,5 @@ def is_public(address: Address) -> bool:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner:
             return is_public(inner)
+    # Python counts some multicast addresses as global.
     return address.is_global and not address.is_multicast

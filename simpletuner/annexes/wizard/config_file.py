@@ -29,6 +29,7 @@ def check_target(file: Path) -> None:
         raise UserError(f"{file}: the wizard writes JSON; name a file such as config/config.json.")
     if file.is_dir():
         raise UserError(f"{file} is a folder; name a file in it, such as {file / 'config.json'}.")
+    # The nearest folder that exists; those below it are created on saving.
     folder = next(parent for parent in file.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"{file} cannot be written: no permission in {folder}.")
@@ -45,6 +46,7 @@ def load_values(file: Path, problems: list[Problem]) -> dict[str, Any]:
         raise ConfigError(problems)
     canonical(layer, problems)
     named = [(main_name(written), value) for written, value in layer.values]
+    # Nothing stands for the default, but an empty resume_from_checkpoint for not resuming.
     return {key: value for key, value in named if value not in (None, "") or key == "resume_from_checkpoint"}
 
 
@@ -52,6 +54,7 @@ def unusable_keys(draft: Draft) -> dict[str, str]:
     """Keys of a loaded file that training refuses, with the reason."""
     reasons: dict[str, str] = {}
     for problem in draft.judgement.problems:
+        # the key of a place such as "tread_config.routes[0]"
         key = re.split(r"[.\[]", problem.where)[0]
         if problem.fatal and key in draft.loaded:
             reasons.setdefault(key, problem.message)
@@ -70,6 +73,7 @@ def save(file: Path, text: str) -> None:
     """Write the file atomically; the previous one is kept as `.bak`."""
     target = file.resolve()  # a link is kept, and the file it points to is replaced
     if target.is_file():
+        # A copy, so that the file itself is in place until the new one replaces it.
         write_atomically(backup_of(target), target.read_bytes())
     write_atomically(target, text)
 
@@ -79,6 +83,7 @@ def backup_of(file: Path) -> Path:
 
 
 def _entry(name: str, value: Any) -> str:
+    # Newlines inside texts are escaped, so only lines of JSON are indented.
     text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
     return f"  {json.dumps(name)}: {text}"
 

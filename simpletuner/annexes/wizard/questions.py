@@ -202,6 +202,7 @@ def _prompt_library(draft: Draft) -> str | None:
 
 def _other_length(steps: Any) -> dict[str, Any]:
     """Steps and epochs exclude each other: with steps the epochs become 0, without steps such a 0 is removed."""
+    # An answer may still be text.
     return {"num_train_epochs": 0} if str(steps or 0) != "0" else {"num_train_epochs": None}
 
 
@@ -254,6 +255,7 @@ QUESTIONS = (
     Question(
         "max_train_steps",
         "Training steps (0: count epochs instead)",
+        # A file that counts epochs goes on counting them.
         propose=lambda draft: 0 if draft.values.get("num_train_epochs") else STEPS,
         implied=_other_length,
     ),
@@ -318,6 +320,7 @@ def stale_keys(draft: Draft, changes: Mapping[str, Any]) -> list[str]:
     after, stale = draft.after(changes), []
     for question in QUESTIONS:
         value = draft.values.get(question.key)
+        # False equals 0 in Python.
         is_kept = question.key in draft.loaded or (value == 0 and value is not False)
         if question.key in draft.values and not is_kept and not question.applies(after):
             stale += [question.key, *(question.implied(True) if value is True else ())]

@@ -47,6 +47,7 @@ def run_session(file: Path, talk: Talk) -> bool:
         progress.ask(talk)
         agreed = review(draft, talk)
     except (KeyboardInterrupt, InputEnded):
+        # A script cannot continue, and would be asked about the draft at its next start.
         if sys.stdin.isatty() and progress.position > 0:
             talk.tell(f"\nYour answers are kept in {progress.keep()}; the same command continues there.", "yellow")
         raise
@@ -55,6 +56,7 @@ def run_session(file: Path, talk: Talk) -> bool:
         return False
     existed = file.exists()
     save(file, render_config(_written(draft)))
+    # Only now: if the file cannot be written, the answers are still there.
     kept_answers(file).unlink(missing_ok=True)
     talk.say()
     talk.tell(f"Written: {file}" + (f" (before: {backup_of(file)})" if existed else ""), "green")
@@ -97,6 +99,7 @@ class Progress:
             self.position = self._answered.pop()
             return
         talk.refuse("This is the first question.")
+        # Piped input could go back for ever.
         self._stuck += 1
         if self._stuck == PATIENCE:
             raise InputEnded("There is no question before the first. Nothing was written.")
@@ -105,6 +108,7 @@ class Progress:
         """Save the answers next to the file."""
         path = kept_answers(self.draft.file)
         path.parent.mkdir(parents=True, exist_ok=True)
+        # By key, as another version may ask in another order.
         following = QUESTIONS[min(self.position, len(QUESTIONS) - 1)].key
         write_json(path, {"question": following, "loaded": sorted(self.draft.loaded), "values": self.draft.values})
         return path
@@ -145,6 +149,7 @@ def _usable(draft: Draft, talk: Talk) -> Draft:
 
 def _kept(file: Path) -> dict[str, Any] | None:
     content = read_json(kept_answers(file), []) if kept_answers(file).is_file() else None
+    # A draft of another version is ignored rather than guessed at.
     is_whole = isinstance(content, dict) and content.keys() == {"question", "loaded", "values"}
     return content if is_whole else None
 
@@ -153,6 +158,7 @@ def review(draft: Draft, talk: Talk) -> bool:
     """Show all settings, and ask again for those that the user names, until the answer is yes or no."""
     owners = {question.key: question for question in QUESTIONS}
     while True:
+        # None removes a key.
         draft.change(dict.fromkeys(stale_keys(draft, {})))
         _show(draft, talk)
         act = f"Write {draft.file}"
@@ -195,6 +201,7 @@ def _written(draft: Draft) -> dict[str, Any]:
 
 
 def _show(draft: Draft, talk: Talk) -> None:
+    # Late, since importing the plan would delay the first question.
     from simpletuner.annexes.wizard.verdict import judge
 
     talk.say()

@@ -43,7 +43,9 @@ class Talk:
 
     def __init__(self, *, defaults: bool = False) -> None:
         self.defaults = defaults
+        # rich would colour the numbers and paths in answers.
         self.console = Console(highlight=False)
+        # Windows has no readline.
         if sys.stdin.isatty() and importlib.util.find_spec("readline") is not None:
             import readline  # noqa: F401 - arrow keys and history in input()
 
@@ -72,6 +74,7 @@ class Talk:
             if self._accept(question, draft, value, choices, is_proposed=not answer):
                 draft.change(question.changes(value, draft))
                 return
+            # Enter now takes the corrected spelling.
             proposed = question.suggestion(answer, choices, draft) or proposed
         self._give_up(question, draft, choices)
 
@@ -192,10 +195,12 @@ def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[
     if answer == NONE:
         return None
     if answer.lower() in NOTHING and not question.option.required and not question.option.is_flag:
+        # Where a choice is called none, such as that of no tracker, "no" means it.
         if "none" not in choices:
             return None
         answer = "none"
     numbered = {str(number): name for number, name in enumerate(choices, start=1)}
+    # A longer list was not shown, so its numbers mean nothing.
     answer = numbered.get(answer, answer) if 1 < len(choices) <= LONGEST_LIST else answer
     if answer in question.meanings:
         return question.meanings[answer]

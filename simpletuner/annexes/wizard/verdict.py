@@ -38,6 +38,7 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
     with TemporaryDirectory() as name, contextlib.suppress(ConfigError):
         folder = Path(name)
         config = folder / "config.json"
+        # Written as it will be at the end, so that training judges the same text.
         config.write_text(render_config(draft.values), encoding="utf-8")
         datasets = draft.dataset_file if has_data else str(provisional_dataset(draft, folder))
         settings: list[tuple[str, object]] = [("data_backend_config", datasets)]
@@ -46,6 +47,7 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
         plan, budget = weigh_plan(Arguments(settings, {"config_path": str(config)}, collect_cached), problems)
         if budget.device.is_gpu:
             return list(verdict(plan, budget, problems, has_data=has_data)), problems
+        # It would compare with this machine's RAM.
         return [NO_GPU], [problem for problem in problems if problem.where != "memory"]
     return [], problems
 

@@ -46,6 +46,7 @@ def place_model(model: nn.Module, streamed: Sequence[nn.Module], device: torch.d
 def streamed_blocks(blocks: Sequence[nn.Module], residents: int) -> list[nn.Module]:
     """All blocks except `residents` evenly spaced ones, which stay on the device and give the next copy more time."""
     count = min(residents, len(blocks))
+    # The middles of equal parts.
     staying = {int((index + 0.5) * len(blocks) / count) for index in range(count)}
     return [block for index, block in enumerate(blocks) if index not in staying]
 
@@ -81,6 +82,7 @@ def attach_offload(
         message = "group_offload_blocks_per_group: %d is more than the %d blocks that stream; they come as one group."
         logger.warning(message, wanted, len(blocks))
     streamer = stream(blocks, device, config, slots, world, packed)
+    # Autograd would save views of slots, which later groups overwrite before the backward pass.
     if keeps_saved:
         _wrap_forward(transformer, partial(RememberedPlaces, streamer))
     where = "in host memory" if config.group_offload_to_disk_path is None else "on disk"
@@ -109,13 +111,16 @@ def offload_layers(
     Args:
         quantise: called for some layers just before they are packed, and for the model as a whole at the end.
     """
+    # A shorter stack would fit into its slots as a whole.
     stacks, packed = [list(stack) for stack in _outermost_lists(model) if len(stack) > SLOTS], []
+    # Group by group, so that the host never holds all quantised layers twice.
     for group in (group for stack in stacks for group in in_groups(stack, config)):
         if quantise is not None:
             quantise(within=group)
         packed.append(pack_group(group, config, device))
     if quantise is not None:
         quantise(within=[model])
+    # Last: what does not stream goes to the device only after it was quantised.
     place_model(model, [layer for stack in stacks for layer in stack], device)
     return [stream(stack, device, config, packed=packed) for stack in stacks]
 
@@ -137,6 +142,7 @@ def stream(
     images = []
     for group in groups:
         image = packed.pop(0) if packed else None
+        # Layers may have been replaced since they were packed.
         still_holds = image is not None and image.holds(group)
         images.append(image if image and still_holds else pack_group(group, config, device, world))
     if config.group_offload_use_stream and device.type != "cuda":

@@ -76,6 +76,7 @@ class BlockInputs:
         self._hold(tensor)
         kept = _Kept(host, self._last)
         self._last = weakref.ref(kept)
+        # Its buffer is free as soon as autograd drops the saved tensor.
         weakref.finalize(kept, self._free.append, buffer).atexit = False
         return kept
 
@@ -84,6 +85,7 @@ class BlockInputs:
         before = kept.before() if kept.before is not None else None
         if arrival is not None:
             self._wait(arrival)
+        # Requested one block ahead: the copy runs while this block is recomputed.
         if before is not None and before.coming is None:
             before.coming = self._fetch(before)
         return tensor

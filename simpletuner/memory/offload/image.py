@@ -38,6 +38,7 @@ STRAY_SECONDS = 3600.0  # seconds after which a name, which lives for a moment, 
 
 def whole_pages(nbytes: int) -> Tensor:
     """An uninitialised buffer that shares no memory page with another: a page can be locked only once."""
+    # One page to align the start, and one so that the last page belongs to nobody else.
     room = torch.empty(nbytes + 2 * PAGE, dtype=torch.uint8)
     start = -room.data_ptr() % PAGE
     return torch.from_numpy(room.numpy()[start : start + nbytes])  # a storage that starts at the page, unlike a slice
@@ -136,6 +137,7 @@ def _open_together(world: World, folder: Path | None, *, named: bool) -> IO[byte
                     names.callback(os.unlink, path)
                 file.write(mark)
                 file.flush()
+        # Those of the first process of this machine.
         path, mark = world.gather((path, mark))[world.rank - world.local_rank]
         file = file or _opened(path, mark)
         if all(world.gather(file is not None)):
@@ -173,7 +175,7 @@ def _unnamed_file(folder: Path | None) -> IO[bytes]:
 
 
 def _write(flat: Tensor, file: IO[bytes]) -> None:
-    file.seek(0)
+    file.seek(0)  # over the mark
     file.write(flat.numpy().data)
     file.flush()
 
@@ -228,6 +230,7 @@ class WeightImage:
     """
 
     def __init__(self, modules: Sequence[nn.Module], settle: Settle = lambda image, flat: flat) -> None:
+        # By identity: weights that layers share are stored once.
         found = {id(tensor): tensor for module in modules for tensor in frozen_tensors(module)}
         self.tensors = list(found.values())
         self._leaves = [leaf for tensor in self.tensors for leaf in leaves(tensor)]

@@ -136,10 +136,12 @@ class DiskLane(CudaLane):
         super().__init__(device)
         self._staging = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         self._copied: torch.cuda.Event | None = None
+        # A single thread: reads share the staging buffer, and must keep their order.
         self._reader = ThreadPoolExecutor(1, "offload-reader")
         self._late = HostClock()
 
     def submit(self, slot: Tensor, flat: Tensor) -> Future[torch.cuda.Event]:
+        # Recorded here, since the current stream belongs to the thread.
         free = torch.cuda.current_stream(self.device).record_event()
         return self._reader.submit(self._read, slot, flat, free)
 
@@ -182,6 +184,7 @@ class Streamer:
         self.slots: list[Tensor] = [lane.make_slot(largest) for _ in range(min(slots, len(images)))]
         self._held: list[int | None] = [None] * len(self.slots)  # the group in each slot
         self._tickets: dict[int, Any] = {}  # of groups that are being copied
+        # Saved views are recognised by the storage that they share with a slot.
         self._places = {slot.untyped_storage().data_ptr(): index for index, slot in enumerate(self.slots)}
 
     def enter(self, group: int) -> None:
@@ -193,6 +196,7 @@ class Streamer:
             self._load(group, {group})
         if group in self._tickets:
             self.lane.wait(self._tickets.pop(group))
+            # Only now: before, the tensors would show what the slot held earlier.
             self.images[group].bind(self.slot_of(group))
         ahead = self._ahead(group)
         for coming in ahead:
@@ -214,9 +218,11 @@ class Streamer:
 
     def _load(self, group: int, keep: set[int]) -> None:
         """Start to copy a group into a slot whose group is not in `keep`."""
+        # `keep` has at most one group per slot, among them the one to load, which has none: a slot is always free.
         index = next(index for index, held in enumerate(self._held) if held not in keep)
         evicted = self._held[index]
         if evicted is not None:
+            # Before the copy starts: no tensor may point at memory that is being overwritten.
             self.images[evicted].bind(self.images[evicted].flat)
         self._held[index] = group
         self._tickets[group] = self.lane.submit(self.slots[index], self.images[group].flat)

@@ -43,6 +43,7 @@ class TextPadding:
         try:
             yield
         finally:
+            # The mask stays for the recomputation, which runs after this context.
             self._predicting = False
 
     @property
@@ -63,6 +64,7 @@ class ReplacedAttention:
         kernel: (parameters of block-sparse attention) -> the kernel of a call; None for that of diffusers.
     """
 
+    # diffusers sets these on processors when a backend or parallelism is chosen.
     _attention_backend = None
     _parallel_config = None
 
@@ -101,6 +103,7 @@ def project(
     query = attn.to_query(hidden_states).unflatten(-1, (attn.num_heads, -1))
     key = attn.to_key(context).unflatten(-1, (attn.num_heads, -1))
     value = attn.to_value(context).unflatten(-1, (attn.num_heads, -1))
+    # In float32 and back, as in the stock processor.
     query = attn.query_norm(query.float()).type_as(query)
     key = attn.key_norm(key.float()).type_as(key)
     if rotary_emb is not None:
@@ -133,6 +136,7 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
+        # Autograd casts the gradient of the stock rounding to bfloat16 likewise.
         first, second = grad.to(torch.bfloat16).float().unflatten(-1, (-1, 2)).unbind(-1)
         turned = (first * cos).add_(second * sin), (second * cos).sub_(first * sin)
         return torch.stack([each.to(grad.dtype) for each in turned], dim=-1).flatten(-2), None, None

@@ -27,6 +27,7 @@ QWEN_HEAD, QWEN_VISION = 544_997_376, 676_550_144
 FLUX_VAE, HUNYUAN_VAE = 83_819_683, 246_478_803
 PROMPT_PIXELS = 56  # pixels per side of a prompt token: Qwen gets the picture at half size, in patches of 28
 
+# From the config.json of the published transformers.
 LITE = {"model_dim": 1792, "ff_dim": 7168, "time_dim": 512, "num_visual_blocks": 32, "axes_dims": [16, 24, 24]}
 IMAGE = {"model_dim": 2560, "ff_dim": 10240, "time_dim": 512, "num_visual_blocks": 50, "axes_dims": [32, 48, 48]}
 PRO = {

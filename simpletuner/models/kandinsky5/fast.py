@@ -113,6 +113,7 @@ def after_attention(
 ) -> Tensor:
     """The rest of the block, after attention `B S H D`."""
     out = block.self_attention.out_layer(attended.flatten(-2, -1))
+    # Shift, scale and gate of self-attention, cross-attention and feed-forward; the first two are used already.
     _, _, gate, shift, scale, cross_gate, ff_shift, ff_scale, ff_gate = params.unsqueeze(1).chunk(9, dim=-1)
     visual = add_gated(visual, gate, out)
     modulated = modulate(block.cross_attention_norm, visual, shift, scale)

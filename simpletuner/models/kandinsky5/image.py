@@ -58,6 +58,7 @@ class StockPipeline:
         """Sample one picture or clip of exactly the requested size and length."""
         inputs = request.inputs(self.z_of)
         for prefix, embeds in (("", request.embeds), ("negative_", request.negative)):
+            # Cumulative lengths of a batch of one prompt.
             lengths = [0, len(embeds["prompt_embeds"])]
             inputs[f"{prefix}prompt_embeds_qwen"] = embeds["prompt_embeds"][None].to(self.device)
             inputs[f"{prefix}prompt_embeds_clip"] = embeds["pooled_prompt_embeds"][None].to(self.device)
@@ -174,6 +175,7 @@ def cut_window(params: dict[str, Any] | None, kept: Tensor) -> dict[str, Any] | 
     """Parameters of block-sparse attention with the window `1 1 N N` cut to the kept tiles, `B 1 n n`."""
     if params is None:
         return None
+    # The tokens of a tile are consecutive, so the first one gives its number.
     tiles = kept[:, ::TILE] // TILE
     window = params["sta_mask"][0, 0][tiles[:, :, None], tiles[:, None, :]]
     return {**params, "sta_mask": window[:, None]}
@@ -187,6 +189,7 @@ class SampledLatents(VaeEncoder):
         """z of pixels in [-1, 1], drawn with one seed per sample; float32, on the CPU."""
         posterior = self.posterior(pixels)
         mean, std = posterior.mean.float().cpu(), posterior.std.float().cpu()
+        # On the CPU and one generator per sample: neither the device nor the batch changes the draw.
         noise = [torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         z: Tensor = (mean + std * torch.stack(noise)) * self.vae.config.scaling_factor
         return z

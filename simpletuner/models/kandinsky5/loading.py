@@ -22,6 +22,7 @@ class _TextAndImageProcessor(Qwen2VLProcessor):
         self.video_token = "<|video_pad|>"
         self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
         self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
+        # Past `Qwen2VLProcessor`, which would pass on a video processor as well.
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
 

@@ -66,6 +66,7 @@ def is_sparse_flavour(name: str) -> bool:
     return "-pro-" in name or "-10s" in name
 
 
+# Divisors of the positions in time, height and width, which the stock pipelines choose by size.
 STANDARD: RopeScale = (1.0, 2.0, 2.0)
 HIGH: RopeScale = (1.0, 3.16, 3.16)
 STANDARD_SIDES = (480, 854)  # pixels; as in diffusers, both sides must be in this range

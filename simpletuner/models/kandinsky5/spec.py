@@ -213,6 +213,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     size_multiple=SIZE_MULTIPLE,
     vae_stride=8,
     patch_size=2,
+    # The table of positions has 128 per side, of 16 pixels.
     largest_side=2048,
     native_sizes={1024: IMAGE_SIZES},
     lora_targets=("to_query", "to_key", "to_value"),
@@ -223,6 +224,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     checks=FamilyChecks(check_image, check_checkpoint, check_image_sizes),
     words=FamilyWords(
         longest=512,
+        # <|im_end|>, the end of the template.
         reserved=1,
         clean=clean_caption,
         fingerprint=text_fingerprint,
@@ -258,6 +260,6 @@ KANDINSKY5_VIDEO = replace(
     cost=VIDEO_COST,
     grid=pixel_grid,
     frame_rate=24,
-    frame_stride=4,
+    frame_stride=4,  # 61 frames -> 16 latent frames
     slices_convolutions=True,
 )

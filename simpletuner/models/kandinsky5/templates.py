@@ -75,4 +75,5 @@ def _encoding_fixer() -> Callable[[str], str]:
 
 def clean_caption(caption: str) -> str:
     """Clean a caption as the pipelines do: fix broken encodings, unescape HTML, collapse whitespace."""
+    # Twice, as in diffusers: captions from the web may be escaped twice (`&amp;quot;`).
     return " ".join(html.unescape(html.unescape(_encoding_fixer()(caption))).split())

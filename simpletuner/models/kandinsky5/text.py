@@ -124,6 +124,7 @@ class Kandinsky5TextEncoder:
     def _fit(self, caption: str) -> str:
         """Truncate a cleaned caption so that it and the end of the template fit into `max_length`."""
         tokenizer = self.processor.tokenizer
+        # What follows the caption, without the picture's tokens, whose number depends on its size.
         suffix = self.template.text.partition("{}")[2].partition("<|vision_start|>")[0]
         room = self.max_length - len(tokenizer(suffix)["input_ids"])
         ids = tokenizer(caption)["input_ids"]

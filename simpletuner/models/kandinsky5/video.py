@@ -43,6 +43,7 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
         vae = self.load_vae(device, dtype)
+        # The same values without the stock mask, which has tokens² entries.
         attend_by_frame(vae)
         encoder = HunyuanLatentEncoder(vae, device, dtype)
         if self.caching.vae_enable_patch_conv:
@@ -73,6 +74,7 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
             return ()
         latents = channels_last(noisy.noisy_latents)
         mask = torch.zeros_like(latents[..., :1])
+        # A clip of one frame would have nothing left to predict.
         if self.takes_picture and noisy.batch.condition is not None and latents.shape[1] > 1:
             mask[:, 0] = 1
         return torch.zeros_like(latents), mask

@@ -163,7 +163,8 @@ SANA_VIDEO = FamilySpec(
             changes={
                 "vae_stride": 32,
                 "patch_size": 1,
-                "frame_stride": 8,
+                "frame_stride": 8,  # 81 frames -> 11 latent frames
+                # A token covers 32 pixels: stride 32, patches of 1.
                 "largest_side": POSITIONS * 32,
                 "native_sizes": {720: SIZES_720},
                 "components": {**COMPONENTS, "vae": Component("vae", VAE_KEY, (LTX2,))},
@@ -193,6 +194,7 @@ SANA_VIDEO = FamilySpec(
     size_multiple=32,
     vae_stride=8,
     patch_size=2,
+    # A token covers 16 pixels: stride 8, patches of 2.
     largest_side=POSITIONS * 16,
     native_sizes={480: SIZES_480},
     lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
@@ -217,6 +219,6 @@ SANA_VIDEO = FamilySpec(
     ),
     cost=COST,
     frame_rate=16,
-    frame_stride=4,
+    frame_stride=4,  # 81 frames -> 21 latent frames
     decodes_in_strips=False,
 )

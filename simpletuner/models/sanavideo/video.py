@@ -140,6 +140,7 @@ class SanaTextEncoder:
             hidden = self.gemma(ids, attention_mask=mask, use_cache=False).last_hidden_state
         else:
             hidden = self.start.read(self.gemma, ids, mask)
+        # The start token and the end of the row, as in the pipeline: the instruction drops out.
         kept = [0, *range(-self.max_length + 1, 0)]
         rows = zip(hidden[:, kept].cpu(), mask[:, kept].bool().cpu(), strict=True)
         return [row[is_real].clone() for row, is_real in rows]
@@ -184,8 +185,10 @@ class StockSanaPipelines:
             "prompt_attention_mask": mask[:1].to(self.device),
             "negative_prompt_embeds": text[1:].to(self.device),
             "negative_prompt_attention_mask": mask[1:].to(self.device),
+            # The default is a string, which the pipeline refuses beside embeddings.
             "negative_prompt": None,
             "frames": request.num_frames,
+            # Otherwise the pipeline samples the nearest of its sizes, and resizes.
             "use_resolution_binning": False,
             "output_type": "pil",
             **request.inputs(lambda latents: latents),
@@ -307,6 +310,7 @@ class WanLatentEncoder(VaeEncoder):
         mode = self.posterior(pixels).mode().float().cpu()
         if not bool(mode.isfinite().all()):
             raise UserError(f"The VAE gave values that are not finite ({self.dtype}); vae_dtype fp32 is the right one.")
+        # The reciprocal first, as in the pipelines: a division rounds differently.
         latents: Tensor = (mode - self.mean) * (1.0 / self.std)
         return latents
 
