@@ -5,7 +5,7 @@ The ledger of what is to do is a file, so that the next start finishes what a ki
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -102,6 +102,11 @@ class Companion:
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
         """See `Callback`."""
 
-    def finish(self, ledger: Ledger) -> Sequence[str]:
-        """Do what is left to do for the result; returns lines for people."""
-        return ()
+    def finish(self, ledger: Ledger) -> str:
+        """Do what is left to do for the result; returns a line that names what it made."""
+        return ""
+
+    @property
+    def unfinished(self) -> str:
+        """A line that says what it could not do, and how to do it; empty if everything is done."""
+        return ""

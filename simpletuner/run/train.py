@@ -133,11 +133,12 @@ def end(plan: Plan, events: EventStream, companions: Sequence[Companion], ledger
     """Everything after the result is on disk; the last lines name it, what companions made, and the next commands."""
     lines = [
         result,
-        *(line for companion in companions for line in companion.finish(ledger)),
+        *(companion.finish(ledger) for companion in companions),
         f'Look at it: simpletuner sample {shlex.quote(str(plan.output_dir))} --prompt "..."',
         "To train longer, start the same command with a larger max_train_steps.",
+        *(companion.unfinished for companion in companions),
     ]
-    events.publish(StateChanged("finished", ledger.step, plan.length.total_steps, "\n".join(lines)))
+    events.publish(StateChanged("finished", ledger.step, plan.length.total_steps, "\n".join(filter(None, lines))))
     # Last: after a kill before this line, the next start announces the end again.
     strike(plan.output_dir, "end")
 

@@ -7,7 +7,7 @@ is something new to show. Its ledger lists every input file as used, or with the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -145,8 +145,8 @@ class RunReport(Companion):
         self.plan, self._environment = plan, describe_environment()
         self.events.subscribe(self)
 
-    def finish(self, ledger: Ledger) -> Sequence[str]:
-        return [f"Report: {self.plan.output_dir / REPORT_FILE}"]
+    def finish(self, ledger: Ledger) -> str:
+        return f"Report: {self.plan.output_dir / REPORT_FILE}"
 
     @cached_property
     def samples(self) -> list[TrainingSample]:

@@ -106,14 +106,14 @@ class Uploads(Companion):
         if state.global_step < assembly.settings.total_steps:
             self.join()
 
-    def finish(self, ledger: Ledger) -> Sequence[str]:
+    def finish(self, ledger: Ledger) -> str:
         """Write the card of the result and upload it everywhere; returns when it is there, or has failed.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; the next start does the rest.
         """
         if "card" not in ledger.tasks:
-            return ()
+            return ""
         saved = self._saved
         if saved is None:  # a session that has saved nothing makes up for one that was killed
             folders = self._pushed(self._regular())
@@ -124,10 +124,13 @@ class Uploads(Companion):
         self.join()
         if not self.failed:
             strike(self.output_dir, "card", "uploads")
-        elif self.destinations:
-            again = f"the next command tries again: {repeat_command(self.output_dir)}"
-            return [f"Not everything was uploaded; {again}"]
-        return ()
+        return ""
+
+    @property
+    def unfinished(self) -> str:
+        if not (self.failed and self.destinations):
+            return ""
+        return f"Not everything was uploaded; the next command tries again: {repeat_command(self.output_dir)}"
 
     def repeat(self, repository: str | None) -> None:
         """Upload what there is of a run that has ended: its result, else its last checkpoint.
