@@ -70,11 +70,16 @@ class Tail:
 
     def lines(self) -> list[bytes]:
         """The next complete lines; none at the end of the file."""
-        if not self.path.is_file():  # to open a pipe would wait for its writer
+        try:
+            # To open a pipe would wait for its writer.
+            file = self.path.open("rb") if self.path.is_file() else None
+        except FileNotFoundError:  # a new run has just deleted it
+            file = None
+        if file is None:
             if self._file:
                 self._restart(0, 0)
             return []
-        with self.path.open("rb") as file:
+        with file:
             now = os.fstat(file.fileno())
             # Replaced by an atomic write, or truncated.
             if now.st_ino != self._file or now.st_size < self._offset:

@@ -209,7 +209,9 @@ class Listener:
         found: list[tuple[int, str]] = []
         number = 0
         while len(found) < count:
-            key, _, value = self.answer.readline().decode().strip().partition(": ")
+            line = self.answer.readline()
+            assert line, "the server ended the stream"
+            key, _, value = line.decode().strip().partition(": ")
             number = int(value) if key == "id" else number
             if key == "data":
                 found.append((number, json.loads(value).get("message", "")))

@@ -333,3 +333,11 @@ def test_a_silent_lock_of_another_machine_is_left_to_the_run_that_watches_it(tmp
         refuse_if_busy(run)
     age(tmp_path, 3600)
     refuse_if_busy(run)
+
+
+def test_a_file_that_is_deleted_while_it_is_looked_at_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new run deletes the events of the one before; the streams to browsers go on."""
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    assert Tail(tmp_path / "absent.jsonl", "id").lines() == []
