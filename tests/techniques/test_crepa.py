@@ -264,6 +264,9 @@ def test_the_threshold(deep: Path, batch: Batch, mode: str) -> None:
     crepa.load_state_dict({"average": None, "off": False})
     crepa.load_state_dict(saved)
     assert crepa.state_dict() == saved
+    crepa.load_state_dict({"average": 0.1, "off": True})
+    (step,) = train(assembly, batch, 1)
+    assert step["crepa_cutoff"] == (mode == "permanent"), "off for good, whatever the average of another setting was"
 
 
 def test_a_cut_off_is_logged_in_its_step(deep: Path, batch: Batch) -> None:
