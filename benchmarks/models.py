@@ -21,7 +21,8 @@ from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo
 from torch import Tensor, nn
 from transformers import Gemma2Model, PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
 
-from simpletuner.config.load import Layer, RunConfig, resolve
+from simpletuner.config.load import Layer, resolve
+from simpletuner.config.schema import RunConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter
 from simpletuner.models.cost import STOCK, FamilyCost, Kernels, TransformerCost

@@ -37,7 +37,7 @@ from benchmarks.models import (
 from benchmarks.timing import Ratio, arguments, show
 from simpletuner.budget.budget import HOST_BASE
 from simpletuner.budget.workload import Parts
-from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import RunConfig
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.cost import BatchShape

@@ -29,7 +29,7 @@ from benchmarks.models import (
 )  # fmt: skip
 from benchmarks.models import make_config as config_of
 from benchmarks.timing import Ratio, arguments, compare, interleave, show
-from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import RunConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.registry import FAMILIES
 from simpletuner.reporting.events import EventStream

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from simpletuner.config.schema import RunConfig
+from simpletuner.errors import Problem
+from simpletuner.models.spec import FamilySpec
+from simpletuner.plan.checks import family_problems, worth_reporting
 from tests.workspace import Workspace
 
 
@@ -30,3 +34,8 @@ def warnings(workspace: Workspace, capsys: pytest.CaptureFixture[str], *settings
     told = capsys.readouterr()
     assert code == 0, told.err
     return told.out.partition("Warnings:")[2]
+
+
+def family_complaints(config: RunConfig, spec: FamilySpec) -> list[Problem]:
+    """What is wrong with settings in this family, without what is not worth a line."""
+    return worth_reporting(family_problems(config, spec), config)

@@ -25,8 +25,8 @@ import av
 import httpx
 from PIL import Image
 
-from simpletuner.config.load import RunConfig
 from simpletuner.config.publishing import Hook
+from simpletuner.config.schema import RunConfig
 from simpletuner.redaction import hide
 from simpletuner.reporting.events import Event, EventStream
 from simpletuner.reporting.metrics import MIME

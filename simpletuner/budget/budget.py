@@ -14,8 +14,8 @@ from functools import cached_property
 from simpletuner.budget.device import Device, gigabytes
 from simpletuner.budget.estimate import Sent, Step, StepModel, link_rate, sent_bytes
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
-from simpletuner.config.load import RunConfig
 from simpletuner.config.precision import vae_dtype
+from simpletuner.config.schema import RunConfig
 from simpletuner.models.cost import BYTES, TILE, VaeLoad
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import Listing, evaluated, list_entries, make_catalogue

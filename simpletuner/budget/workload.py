@@ -11,10 +11,9 @@ from itertools import compress
 from typing import Literal
 
 from simpletuner.budget.estimate import StepModel
-from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, trained_precision, widens_second_moment
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
-from simpletuner.config.schema import EmaConfig, OptimizerName
+from simpletuner.config.schema import EmaConfig, OptimizerName, RunConfig
 from simpletuner.config.speed import compile_backend, keeps_attention, plain_math
 from simpletuner.data.sample import Sample
 from simpletuner.models.adapter_kinds import planned_adapters

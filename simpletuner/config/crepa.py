@@ -13,7 +13,7 @@ from simpletuner.config.values import Flag, Integer, Number, Text, parse_text
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:
-    from simpletuner.config.load import RunConfig
+    from simpletuner.config.schema import RunConfig
     from simpletuner.config.tread import Route
     from simpletuner.data.dataset import Dataset
     from simpletuner.models.spec import FamilySpec

@@ -25,11 +25,11 @@ from simpletuner.config.schema import (
     GROUPS,
     FamilyOptions,
     GroupType,
+    RunConfig,
     all_options,
     family_groups,
     option_names,
 )
-from simpletuner.config.schema import RunConfig as RunConfig
 from simpletuner.config.upstream import INSTEAD, foreign_key_problem
 from simpletuner.config.values import plain_key
 from simpletuner.errors import ConfigError, Problem, did_you_mean, nearest

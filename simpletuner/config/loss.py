@@ -12,7 +12,7 @@ from simpletuner.config.values import Flag, Integer, Number, Text
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:
-    from simpletuner.config.load import RunConfig
+    from simpletuner.config.schema import RunConfig
     from simpletuner.data.dataset import Dataset
 
 huber = partial(option, requires=when(loss_type=("huber", "smooth_l1")))

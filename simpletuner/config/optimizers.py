@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from simpletuner.config.load import RunConfig
 from simpletuner.config.option import (
     BITSANDBYTES,
     PRODIGY,
@@ -22,7 +21,14 @@ from simpletuner.config.option import (
     check_installed,
 )
 from simpletuner.config.precision import transformer_dtype
-from simpletuner.config.schema import CHOSEN, DEFAULT_LEARNING_RATES, OptimizerConfig, OptimizerName, PrecisionConfig
+from simpletuner.config.schema import (
+    CHOSEN,
+    DEFAULT_LEARNING_RATES,
+    OptimizerConfig,
+    OptimizerName,
+    PrecisionConfig,
+    RunConfig,
+)
 from simpletuner.config.speed import has_compiler
 from simpletuner.config.values import parse_flag, parse_number
 from simpletuner.errors import NoEffect, Problem, did_you_mean

@@ -13,7 +13,7 @@ from simpletuner.config.values import Flag, Integer, Number
 from simpletuner.errors import NoEffect, Problem
 
 if TYPE_CHECKING:
-    from simpletuner.config.load import RunConfig
+    from simpletuner.config.schema import RunConfig
 
 PREFIX = "scheduled_sampling_"
 OFFSET, PROBABILITY, RAMP = (f"{PREFIX}{name}" for name in ("max_step_offset", "probability", "ramp_steps"))

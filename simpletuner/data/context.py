@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.load import RunConfig
-from simpletuner.config.schema import CachingConfig, DatasetDefaults
+from simpletuner.config.schema import CachingConfig, DatasetDefaults, RunConfig
 from simpletuner.errors import Problem
 from simpletuner.models.spec import FamilySpec, Task
 

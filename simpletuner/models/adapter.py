@@ -15,8 +15,7 @@ from PIL import ImageOps
 from PIL.Image import Image, Resampling
 from torch import Tensor, nn
 
-from simpletuner.config.load import RunConfig
-from simpletuner.config.schema import CachingConfig, FamilyOptions, TextConfig
+from simpletuner.config.schema import CachingConfig, FamilyOptions, RunConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.source import ModelSource

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import RunConfig
 from simpletuner.errors import Problem, UserError, shorten
 from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, read_header
 from simpletuner.models.spec import FamilySpec, Flavour

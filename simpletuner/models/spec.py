@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.load import RunConfig
 from simpletuner.config.option import Group
-from simpletuner.config.schema import FamilyOptions, TextConfig
+from simpletuner.config.schema import FamilyOptions, RunConfig, TextConfig
 from simpletuner.config.values import Size
 from simpletuner.errors import Problem
 from simpletuner.models.cost import FamilyCost

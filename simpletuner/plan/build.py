@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig, read_datasets
-from simpletuner.config.load import RunConfig, raise_if_fatal
-from simpletuner.config.schema import PLAIN_PRECISIONS
+from simpletuner.config.load import raise_if_fatal
+from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig
 from simpletuner.config.sources import Arguments, dataset_file
 from simpletuner.data.build import build_datasets
 from simpletuner.data.context import DataContext

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from simpletuner.config.json_files import check_unset
-from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate
 from simpletuner.config.precision import check_packages, check_products, text_encoder_dtype, transformer_dtype
 from simpletuner.config.publishing import check_publishing, check_typed, check_webhooks
-from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, all_options, family_groups
+from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, RunConfig, all_options, family_groups
 from simpletuner.config.sources import COMMAND_LINE
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.trackers import check_trackers
@@ -33,11 +32,6 @@ RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")
 def check_config(config: RunConfig) -> list[Problem]:
     """All problems that show in the settings alone, for every family."""
     return worth_reporting((problem for rule in RULES for problem in rule(config)), config)
-
-
-def check_family(config: RunConfig, spec: FamilySpec) -> list[Problem]:
-    """All problems of the settings with this family."""
-    return worth_reporting(family_problems(config, spec), config)
 
 
 def unmet(config: RunConfig) -> Iterator[NoEffect]:

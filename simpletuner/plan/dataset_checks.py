@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.load import RunConfig
-from simpletuner.config.schema import FlowConfig
+from simpletuner.config.schema import FlowConfig, RunConfig
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem, did_you_mean, within

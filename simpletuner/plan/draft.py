@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.load import Layer, RunConfig, resolve, with_family
-from simpletuner.config.schema import all_options
+from simpletuner.config.load import Layer, resolve, with_family
+from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.config.sources import DATASET_FILE, launch_layer, read_env_layer
 from simpletuner.errors import NoEffect, Problem
 from simpletuner.models.registry import FAMILIES

@@ -7,9 +7,8 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name
-from simpletuner.config.schema import all_options
+from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.config.speed import graph_key
 from simpletuner.config.values import TRUE_WORDS, parse_flag
 from simpletuner.distributed.world import launched

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from simpletuner.caching.keys import checkpoint_identity, digest
 from simpletuner.config.json_files import read_json
-from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
 from simpletuner.config.precision import (
     quantisation,
@@ -21,6 +20,7 @@ from simpletuner.config.precision import (
     transformer_dtype,
     vae_dtype,
 )
+from simpletuner.config.schema import RunConfig
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem
 from simpletuner.models.source import ModelSource

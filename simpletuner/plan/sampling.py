@@ -11,9 +11,9 @@ from typing import Any
 
 from simpletuner.caching.keys import hash_file
 from simpletuner.config.json_files import read_json
-from simpletuner.config.load import Layer, RunConfig, canonical, raise_if_fatal
+from simpletuner.config.load import Layer, canonical, raise_if_fatal
 from simpletuner.config.optimizers import trained_precision
-from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER, PLAIN_PRECISIONS, option_names
+from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER, PLAIN_PRECISIONS, RunConfig, option_names
 from simpletuner.config.sources import Arguments, locate
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.load import Layer, RunConfig, canonical, resolve, with_family
+from simpletuner.config.load import Layer, canonical, resolve, with_family
+from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments, locate
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.registry import FAMILIES, canonical_family_name

@@ -18,8 +18,9 @@ from simpletuner.caching.catalogue import AnyEntry, Catalogue, FeatureEntry, Lat
 from simpletuner.caching.entry import DamagedEntryError, entry_path, read_entry
 from simpletuner.caching.fill import ChangedFileError, encode_now, fill_features, fill_latents, fill_texts, write_entry
 from simpletuner.caching.read import read_or_restore
-from simpletuner.config.load import RunConfig, raise_if_fatal
+from simpletuner.config.load import raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
+from simpletuner.config.schema import RunConfig
 from simpletuner.data.context import DataContext, ProgressBar
 from simpletuner.data.dataset import Dataset, check_amount, without_damaged
 from simpletuner.data.loader import in_loop

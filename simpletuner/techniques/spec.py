@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.caching.catalogue import FeatureCost, FeatureKind
-from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import RunConfig
 from simpletuner.config.tread import Route
 from simpletuner.errors import Problem
 from simpletuner.models.cost import BYTES, BatchShape, TransformerCost

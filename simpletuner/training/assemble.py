@@ -26,10 +26,9 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.precision import quantisation, transformer_dtype, vae_dtype
-from simpletuner.config.schema import OffloadConfig
+from simpletuner.config.schema import OffloadConfig, RunConfig
 from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math
 from simpletuner.diffusion.seeds import seeded, step_seed
 from simpletuner.distributed.sharding import shard

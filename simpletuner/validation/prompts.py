@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.json_files import json_kind, read_json
-from simpletuner.config.load import RunConfig, raise_if_fatal
-from simpletuner.config.schema import ValidationConfig
+from simpletuner.config.load import raise_if_fatal
+from simpletuner.config.schema import RunConfig, ValidationConfig
 from simpletuner.config.validation_adapters import check_listed
 from simpletuner.config.values import Size
 from simpletuner.errors import Problem

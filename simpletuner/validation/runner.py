@@ -23,9 +23,8 @@ from PIL.Image import Image
 from torch import nn
 
 from simpletuner.atomic import open_atomically
-from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import trained_precision
-from simpletuner.config.schema import OffloadConfig
+from simpletuner.config.schema import OffloadConfig, RunConfig
 from simpletuner.config.values import Size
 from simpletuner.data.context import ProgressBar
 from simpletuner.diffusion.batch import TextEmbeds

@@ -13,7 +13,8 @@ from simpletuner.annexes.fitting.ready import check_decoding, with_strips
 from simpletuner.budget.budget import HOST_BASE, LOADING, PREVIEWS, Budget
 from simpletuner.budget.device import Device, rates_of
 from simpletuner.budget.workload import Bucket, Parts, Workload, kernels_on
-from simpletuner.config.load import Layer, RunConfig, resolve
+from simpletuner.config.load import Layer, resolve
+from simpletuner.config.schema import RunConfig
 from simpletuner.models.cost import Kernels, VaeLoad
 from simpletuner.models.kandinsky5.cost import video_vae_decode
 from simpletuner.models.registry import FAMILIES

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.config.load import Layer, RunConfig, read_json_layer, resolve
-from simpletuner.config.schema import FAMILY_DEFAULT
+from simpletuner.config.load import Layer, read_json_layer, resolve
+from simpletuner.config.schema import FAMILY_DEFAULT, RunConfig
 from simpletuner.errors import Problem
 
 BASE = [("model_type", "lora"), ("model_family", "kandinsky5-image")]

@@ -17,13 +17,14 @@ import torch
 
 from simpletuner.annexes.adapters.kinds import check_lycoris, read_lycoris
 from simpletuner.config.datasets import DatasetConfig, VideoConfig, read_datasets
-from simpletuner.config.load import Layer, RunConfig, read_json_layer, resolve
-from simpletuner.config.schema import all_options
+from simpletuner.config.load import Layer, read_json_layer, resolve
+from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.data.buckets import PixelGrid
 from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES
-from simpletuner.plan.checks import check_config, check_family, check_flavour
+from simpletuner.plan.checks import check_config, check_flavour
 from simpletuner.validation.prompts import read_library
+from tests.complaints import family_complaints
 from tests.workspace import DATASETS, Workspace
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +87,11 @@ def check_settings(config: RunConfig) -> list[Problem]:
     """What the family and the flavour of a block say to its settings."""
     spec = FAMILIES[config.model.model_family]
     flavour = spec.flavour(config.model.model_flavour)
-    return [*check_family(config, spec), *check_flavour(config, spec, flavour), *spec.checks.settings(config, flavour)]
+    return [
+        *family_complaints(config, spec),
+        *check_flavour(config, spec, flavour),
+        *spec.checks.settings(config, flavour),
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -12,7 +12,8 @@ import torch
 from diffusers import Kandinsky5I2IPipeline, Kandinsky5T2IPipeline
 from PIL import Image
 
-from simpletuner.config.load import Layer, RunConfig, resolve
+from simpletuner.config.load import Layer, resolve
+from simpletuner.config.schema import RunConfig
 from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.loading import load_processor

@@ -12,7 +12,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaImageToVideoPipeline, SanaVideoPipeline
 from PIL.Image import Image
 
-from simpletuner.config.load import Layer, RunConfig, resolve, with_family
+from simpletuner.config.load import Layer, resolve, with_family
+from simpletuner.config.schema import RunConfig
 from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO
 from simpletuner.models.sanavideo.video import SanaVideoAdapter

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
-from simpletuner.config.load import RunConfig
+from simpletuner.config.schema import RunConfig
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import Sample
 from simpletuner.models import decoding

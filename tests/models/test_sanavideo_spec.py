@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
-from simpletuner.config.load import Layer, RunConfig, resolve, with_family
+from simpletuner.config.load import Layer, resolve, with_family
+from simpletuner.config.schema import RunConfig
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.registry import FAMILIES

@@ -10,10 +10,11 @@ import pytest
 from simpletuner.config.load import Layer, resolve, with_family
 from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES
-from simpletuner.plan.checks import check_config, check_family, check_flavour, check_total
+from simpletuner.plan.checks import check_config, check_flavour, check_total
 from simpletuner.plan.resume import decide_seed
 from simpletuner.plan.settings import find_family
 from simpletuner.training.manifest import Checkpoint, Identity, Manifest
+from tests.complaints import family_complaints
 
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 
@@ -146,7 +147,7 @@ def test_a_warm_up_as_long_as_the_run(warmup: int, total: int, warned: bool) -> 
 def test_convolutions_that_no_vae_can_carry_over_time_are_refused(family: str, fatal: list[bool]) -> None:
     settings = {"model_type": "lora", "model_family": family, "vae_enable_temporal_roll": True}
     config = resolve([Layer("config.json", list(settings.items()))], [])
-    found = [each for each in check_family(config, FAMILIES[family]) if each.where == "vae_enable_temporal_roll"]
+    found = [each for each in family_complaints(config, FAMILIES[family]) if each.where == "vae_enable_temporal_roll"]
     assert [each.fatal for each in found] == fatal
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from simpletuner.cli.help import explain_key
-from simpletuner.config.load import Layer, RunConfig, resolve
+from simpletuner.config.load import Layer, resolve
 from simpletuner.config.option import Option, When, unless, when
-from simpletuner.config.schema import all_options
+from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.errors import Problem
 from simpletuner.plan.checks import check_config, exclusions, unmet
 from simpletuner.plan.draft import Draft

@@ -17,8 +17,9 @@ from simpletuner.annexes.captions.captioner import Description, DescriptionReque
 from simpletuner.annexes.captions.wording import ENCODER, LENGTHS, Wording, check_captioner
 from simpletuner.atomic import write_atomically
 from simpletuner.caching.fill import ShrinkingEncoder
-from simpletuner.config.load import RunConfig, raise_if_fatal
+from simpletuner.config.load import raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype
+from simpletuner.config.schema import RunConfig
 from simpletuner.data.dataset import DatasetFile
 from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.files import MediaError

@@ -14,9 +14,8 @@ from typing import Any, Literal
 from simpletuner.budget.budget import PREVIEWS, Budget
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.workload import Workload
-from simpletuner.config.load import RunConfig
 from simpletuner.config.optimizers import may_change
-from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS
+from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS, RunConfig
 from simpletuner.config.speed import graph_key, keeps_attention
 from simpletuner.errors import Problem
 from simpletuner.plan.checks import exclusions

@@ -17,8 +17,7 @@ from typing import Any, Literal
 from simpletuner.annexes.publishing.card import published_result
 from simpletuner.atomic import write_atomically
 from simpletuner.caching.fill import prepared_picture
-from simpletuner.config.load import RunConfig
-from simpletuner.config.schema import all_options
+from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.data.dataset import ledger_rows
 from simpletuner.data.files import DeviceError, MediaError
 from simpletuner.data.sample import Sample

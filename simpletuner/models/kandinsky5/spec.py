@@ -6,8 +6,7 @@ import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from simpletuner.config.load import RunConfig
-from simpletuner.config.schema import FamilyOptions
+from simpletuner.config.schema import FamilyOptions, RunConfig
 from simpletuner.config.values import Size
 from simpletuner.errors import Problem
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, TRANSFORMER_CLASS, VIDEO_COST

@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterator
 
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.load import RunConfig
-from simpletuner.config.schema import FamilyOptions
+from simpletuner.config.schema import FamilyOptions, RunConfig
 from simpletuner.errors import Problem
 from simpletuner.models.sanavideo.cost import COST, COST_720, TEXT_LENGTH, TRANSFORMER_CLASS
 from simpletuner.models.sanavideo.options import SanaOptions
