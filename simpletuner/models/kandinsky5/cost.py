@@ -58,8 +58,9 @@ def transformer_cost(
         if not is_sparse(settings):
             return TileBytes()
         pairs = float(batch.samples * heads * (batch.tokens // TILE) ** 2)
-        if kernels.tile_lists:  # four int32 lists; making them takes a sort and two scatters with int64 indices
-            return TileBytes(16 * pairs, 24 * pairs)
+        if kernels.tile_lists:
+            # Booleans, from which both passes make four int32 lists, by a sort and scatters with int64 indices.
+            return TileBytes(pairs, (16 + 24) * pairs)
         # A mask of a tile's queries for every key: booleans, and the numbers added to the scores.
         return TileBytes(TILE * size * pairs, TILE * 2 * pairs)
 
