@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention, noop_ma
 from torch.nn.functional import pad
 
 from simpletuner.config.speed import is_installed
+from simpletuner.models.adapter import TileCounts
 from simpletuner.models.blocks import DEVICE_FAILURES, KERNELS, torch_attention
 from simpletuner.models.kandinsky5.attention import Kernel, replace_attention
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE
@@ -373,6 +374,7 @@ class TileAttention:
 
     def __init__(self) -> None:
         self._attend: Attend | None = None
+        self._visible: TileCounts = {}
 
     def settle(self, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> None:
         """Choose an implementation now, outside all blocks: compilation and checkpointing must not trace the test."""
@@ -384,9 +386,18 @@ class TileAttention:
             self.settle(query.device, query.dtype, query.shape[-1], query.shape[-2])
         with torch.no_grad():
             tiles = tile_mask(query, key, params["sta_mask"], params["P"])
+        if torch.is_grad_enabled():
+            # On the device: to look at the number would make the host wait.
+            visible, pairs = self._visible.get(query.shape[1], (0, 0))
+            self._visible[query.shape[1]] = visible + tiles.sum(), pairs + tiles.numel()
         attend: Any = self._attend
         out: Tensor = attend(query, key, value, tiles)
         return out
+
+    def take_counts(self) -> TileCounts:
+        """The tiles of the forward passes with gradients since the last call."""
+        counts, self._visible = self._visible, {}
+        return counts
 
     def kernel(self, params: dict[str, Any] | None) -> Kernel | None:
         """The attention of a step with these `sparse_params`; None without, where it is dense."""
