@@ -131,6 +131,10 @@ def test_blocks_with_sparse_attention_are_compiled_but_for_it(tmp_path: Path, mo
     assert graphs() == 3
 
 
+# A call of a generated kernel, or of one of torch's, in the code that inductor writes.
+LAUNCH = re.compile(r"^    .*\b(?:cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.MULTILINE)
+
+
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C compiler")
 def test_a_block_with_sparse_attention_launches_what_a_dense_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels and products of a block with a LoRA, forward and backward, apart from the self-attention."""
@@ -152,12 +156,8 @@ def test_a_block_with_sparse_attention_launches_what_a_dense_one_does(monkeypatc
         visual, text, *rest = block_inputs(model, inputs, block)
         visual, text = (each.detach().requires_grad_() for each in (visual, text))
         _, codes = run_and_get_code(lambda: block(visual, text, *rest).sum().backward())  # noqa: B023 - called at once
-        calls = (
-            re.findall(r"^    .*\b(?:cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", code, re.M)
-            for code in codes
-        )
-        counts.append(sum(map(len, calls)))
-    assert counts[0] == counts[1] <= 105
+        counts.append(sum(len(LAUNCH.findall(code)) for code in codes))
+    assert 60 < counts[0] == counts[1] <= 105 - 2, "two more for the self-attention"
 
 
 def test_every_size_may_be_a_symbol(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
