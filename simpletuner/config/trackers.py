@@ -19,7 +19,7 @@ from simpletuner.config.schema import TrackingConfig
 from simpletuner.errors import Problem, did_you_mean
 
 # How to get the package of a tracker, which has the tracker's name.
-PACKAGES = {"wandb": "pip install wandb", "tensorboard": "pip install 'simpletuner[tensorboard]'"}
+PACKAGES = {"wandb": "pip install wandb", "tensorboard": "pip install 'tensorboard>=2.18,<3'"}
 NOT_AVAILABLE_YET = ("comet_ml", "swanlab")
 KNOWN = (*PACKAGES, *NOT_AVAILABLE_YET, "simpletuner", "none", "all")
 DEFAULT_ADDRESS = "https://api.wandb.ai"
