@@ -55,7 +55,7 @@ def read_json(path: Path, problems: list[Problem], kind: type = object, needed: 
     try:
         value = parse_json(repaired, keep_last)
     except json.JSONDecodeError as error:
-        fault = f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        fault = json_fault(error)
     except UnusableJsonError as error:
         fault = str(error)
     else:
@@ -96,6 +96,28 @@ def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
         raise UnusableJsonError("contains a number with thousands of digits") from None
     _check_usable(value)
     return value
+
+
+# What stands where reading failed, what Python's message contains, and what a person would say.
+JSON_FAULTS = (
+    (r"//|/\*|#", "", "comments are not allowed"),
+    (r"(True|False|None)\b", "", "true, false and null are written in small letters"),
+    (r"'", "", "keys and texts need double quotes"),
+    (r"", "escape", "a backslash is written twice; in paths, / does as well"),
+    (r"", "control character", "a text must end on the line on which it begins"),
+    (r"\Z", "", "it ends too early"),
+    (r"", "',' delimiter", "a comma or a closing bracket is missing"),
+    (r"", "':' delimiter", "a colon is missing"),
+    (r"", "property name", "a key in double quotes is missing"),
+    (r"", "Expecting value", "a value is missing"),
+)
+
+
+def json_fault(error: json.JSONDecodeError) -> str:
+    """What is wrong with a JSON text that somebody wrote by hand, and where."""
+    rest = error.doc[error.pos :]
+    words = next((words for text, said, words in JSON_FAULTS if said in error.msg and re.match(text, rest)), error.msg)
+    return f"is not valid JSON: {words} (line {error.lineno}, column {error.colno})"
 
 
 def expand_environment(

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from simpletuner.config.json_files import expand_environment, read_json, same_value
-from simpletuner.config.option import Option
+from simpletuner.config.option import Group, Option
 from simpletuner.config.schema import (
     FAMILY_DEFAULT,
     FAMILY_FIXED,
@@ -29,6 +29,7 @@ from simpletuner.config.schema import (
     all_options,
     family_groups,
     option_names,
+    options_of,
 )
 from simpletuner.config.upstream import INSTEAD, foreign_key_problem
 from simpletuner.config.values import plain_key
@@ -243,6 +244,10 @@ def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
         return unknown_key(path.rpartition(".")[2], _known_keys(model, path))
     if kind == "literal_error":
         allowed = _allowed(details)
+        # The value of another key, or of another program.
+        options = options_of(model) if issubclass(model, Group) else {}
+        if path in options and (meant := options[path].refused.get(value)):
+            return f"{shown} {meant}."
         return f"{shown} is not one of: {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
     if kind in SIGNS:
         return f"{shown} is out of range; it must be {SIGNS[kind]} {next(iter(context.values())):g}."

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, PlainSerializer
 from pydantic_core import PydanticCustomError
 
-from simpletuner.config.json_files import UnusableJsonError, expand_environment, parse_json, read_json
+from simpletuner.config.json_files import UnusableJsonError, expand_environment, json_fault, parse_json, read_json
 from simpletuner.errors import Problem
 from simpletuner.redaction import hide_secrets
 
@@ -95,7 +95,7 @@ def parse_json_text(value: object) -> object:
         try:
             return parse_json(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"is not valid JSON ({error.msg} at character {error.pos + 1})") from None
+            raise ValueError(json_fault(error)) from None
         except UnusableJsonError as error:
             raise ValueError(str(error)) from None
     return value

@@ -74,8 +74,13 @@ def find_flavour(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -
     name, names = config.model.model_flavour, spec.flavour_names
     if name is None or name in names:
         return spec.flavour(name)
-    message = f"{name!r} is not one of: {', '.join(names)}.{did_you_mean(name, names)}"
-    problems.append(Problem("model_flavour", f"{message} For another checkpoint set pretrained_model_name_or_path."))
+    families = [family for family, each in FAMILIES.items() if name in each.flavour_names]
+    if families:
+        message = f"{name!r} belongs to {families[0]}; {spec.name} has: {', '.join(names)}."
+    else:
+        message = f"{name!r} is not one of: {', '.join(names)}.{did_you_mean(name, names)}"
+        message += " For another checkpoint set pretrained_model_name_or_path."
+    problems.append(Problem("model_flavour", message))
     return spec.flavours[0]
 
 
