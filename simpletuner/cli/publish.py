@@ -21,4 +21,4 @@ def publish(
     """
     from simpletuner.annexes.publishing.again import publish_again
 
-    publish_again(output_dir, *command_settings(context.args))
+    publish_again(output_dir, command_settings(context.args))

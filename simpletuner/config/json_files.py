@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems, Reading
 from simpletuner.redaction import SECRET_NAME, hide
 
 # A comma before a closing bracket, and every string (so that commas inside strings are left alone).
@@ -24,8 +24,8 @@ class UnusableJsonError(ValueError):
     """Valid JSON with a value that cannot be used."""
 
 
-def read_json(path: Path, problems: list[Problem], kind: type = object, needed: str = "") -> Any:
-    """The JSON value in a file, or None with the problem (file, line, column) added to the list.
+def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]:
+    """The JSON value in a file, or None after a problem with file, line and column.
 
     A comma before a closing bracket is accepted with a warning, since published examples contain one. A key that occurs
     twice in an object with different values is a problem; the last value is returned so that the rest can be checked.
@@ -33,7 +33,7 @@ def read_json(path: Path, problems: list[Problem], kind: type = object, needed: 
     Args:
         kind, needed: what the value must be, and how a message calls it.
     """
-    text = read_text(path, problems)
+    text = yield from read_text(path)
     if text is None:
         return None
     # A blank in place of the comma keeps lines and columns of error messages right.
@@ -41,19 +41,22 @@ def read_json(path: Path, problems: list[Problem], kind: type = object, needed: 
     if repaired != text:
         line = 1 + text.count("\n", 0, next(i for i, old in enumerate(text) if repaired[i] != old))
         message = f"has a comma before a closing bracket (line {line}); it was ignored."
-        problems.append(Problem(str(path), message, fatal=False))
+        yield Problem(str(path), message, fatal=False)
+
+    twice = Problems()
 
     # `dict` would keep the last value, too, but without a word.
     def keep_last(pairs: Pairs) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key, value in pairs:
             if key in result and not same_value(result[key], value):
-                problems.append(Problem(str(path), f"contains {key!r} twice: {result[key]!r} and {value!r}."))
+                twice.append(Problem(str(path), f"contains {key!r} twice: {result[key]!r} and {value!r}."))
             result[key] = value
         return result
 
     try:
         value = parse_json(repaired, keep_last)
+        yield from twice
     except json.JSONDecodeError as error:
         fault = f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
     except UnusableJsonError as error:
@@ -62,19 +65,19 @@ def read_json(path: Path, problems: list[Problem], kind: type = object, needed: 
         if isinstance(value, kind):
             return value
         fault = f"must hold {needed}, not {json_kind(value)}"
-    problems.append(Problem(str(path), f"{fault}."))
+    yield Problem(str(path), f"{fault}.")
     return None
 
 
-def read_text(path: Path, problems: list[Problem]) -> str | None:
-    """A UTF-8 file as text, or None with the problem added to the list."""
+def read_text(path: Path) -> Reading[str | None]:
+    """A UTF-8 file as text, or None after a problem."""
     try:
         # -sig: editors on Windows begin a file with a byte order mark, which json refuses.
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        problems.append(Problem(str(path), f"is not UTF-8 text (byte {error.start})."))
+        yield Problem(str(path), f"is not UTF-8 text (byte {error.start}).")
     except OSError as error:
-        problems.append(Problem(str(path), f"cannot be read: {error.strerror}."))
+        yield Problem(str(path), f"cannot be read: {error.strerror}.")
     return None
 
 
@@ -98,15 +101,14 @@ def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
     return value
 
 
-def expand_environment(
-    value: Any, where: str, problems: list[Problem], *, secret: bool = False, keep_unset: bool = False
-) -> Any:
+def expand_environment(value: Any, where: str, *, secret: bool = False, keep_unset: bool = False) -> Reading[Any]:
     """Replace `{env:NAME}` in strings, inside lists and objects too; an unset variable is a problem.
 
     Args:
         secret: hide the variables' values in all output. Variables whose names look like secrets are always hidden.
         keep_unset: leave unset variables as they are, for `check_unset`.
     """
+    unset = Problems()
 
     def lookup(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -116,7 +118,7 @@ def expand_environment(
         if name not in os.environ:
             if keep_unset:
                 return match.group()
-            problems.append(Problem(where, f"{match.string!r} {UNSET.format(name)}."))
+            unset.append(Problem(where, f"{match.string!r} {UNSET.format(name)}."))
         return os.environ.get(name, "")
 
     def expand(part: Any) -> Any:
@@ -126,7 +128,9 @@ def expand_environment(
             return [*map(expand, part)]
         return ENVIRONMENT_REFERENCE.sub(lookup, part) if isinstance(part, str) else part
 
-    return expand(value)
+    expanded = expand(value)
+    yield from unset
+    return expanded
 
 
 def check_unset(settings: Iterable[tuple[str, Any]], *, fatal: bool) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, PlainSerializer
 from pydantic_core import PydanticCustomError
 
 from simpletuner.config.json_files import UnusableJsonError, expand_environment, parse_json, read_json
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems
 from simpletuner.redaction import hide_secrets
 
 TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
@@ -122,11 +122,11 @@ def parse_objects(key: str, value: object) -> object:
     """
     value = parse_json_text(value)
     if isinstance(value, str):
-        path, problems = Path(value).expanduser(), list[Problem]()
+        path, problems = Path(value).expanduser(), Problems()
         if not path.is_file():
             raise ValueError("does not exist; it is a file, an object or a list of objects")
         # `canonical` expanded what config.json holds; this file is read later.
-        value = expand_environment(read_json(path, problems), key, problems, secret=True, keep_unset=True)
+        value = problems.take(expand_environment(problems.take(read_json(path)), key, secret=True, keep_unset=True))
         if fatal := [problem.message.removesuffix(".") for problem in problems if problem.fatal]:
             raise ValueError("; ".join(fatal))
         hide_secrets({key: value})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import CachingConfig, DatasetDefaults, RunConfig
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems
 from simpletuner.models.spec import FamilySpec, Task
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class ProgressBar(Protocol):
 
 
 # Lists remote entries whose defaults are filled in, and may download them: what each consists of, by id.
-Collect = Callable[[Sequence[DatasetConfig], "DataContext", list[Problem]], Mapping[str, "Scan"]]
+Collect = Callable[[Sequence[DatasetConfig], "DataContext", Problems], Mapping[str, "Scan"]]
 
 
 @dataclass(frozen=True)

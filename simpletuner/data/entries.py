@@ -10,7 +10,7 @@ from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.config.remote import check_source
 from simpletuner.data.context import DataContext
 from simpletuner.data.discovery import is_readable, load_index
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import Problem, Reading, did_you_mean
 
 FILE_KINDS = ("image", "video", "conditioning", "eval")
 CACHE_KINDS = ("text_embeds", "image_embeds")
@@ -32,7 +32,7 @@ def text_entry_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> Da
     return next(iter([*named, *defaults, *texts]), None)
 
 
-def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig], problems: list[Problem]) -> str | None:
+def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> Reading[str | None]:
     """Latent folder of an entry with its defaults filled in: that of the image_embeds entry it names, or its own."""
     if config.image_embeds is None:
         return config.cache_dir_vae
@@ -41,7 +41,7 @@ def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig], probl
         choices = ", ".join(known) or "there are none"
         hint = did_you_mean(config.image_embeds, list(known))
         message = f"{config.image_embeds!r} is not the id of an image_embeds entry ({choices}).{hint}"
-        problems.append(Problem(f"{config.id}.image_embeds", message))
+        yield Problem(f"{config.id}.image_embeds", message)
         return config.cache_dir_vae
     named = known[config.image_embeds]
     # In this order, since `fill` gives every entry a cache_dir_vae.
@@ -192,9 +192,7 @@ def _check_start(trained: Sequence[DatasetConfig]) -> Iterator[Problem]:
             yield Problem(f"{config.id}.probability", "is 0: the dataset is not used.", fatal=False)
 
 
-def link_partners(
-    configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]
-) -> dict[str, list[DatasetConfig]]:
+def link_partners(configs: Sequence[DatasetConfig], context: DataContext) -> Reading[dict[str, list[DatasetConfig]]]:
     """The conditioning entries that each dataset is paired with and that the flavour can use."""
     conditioning = {config.id: config for config in configs if config.is_conditioning}
     links: dict[str, list[DatasetConfig]] = {}
@@ -206,10 +204,10 @@ def link_partners(
         # Entries that the flavour cannot use are not unused: `_check_link` warns of them.
         unused = [name for name in unused if conditioning[name] not in entries]
         links[config.id] = [entry for entry in entries if _is_usable(entry, context)]
-        problems.extend(problem for entry in entries for problem in _check_link(entry, config, context))
-        problems.extend(_check_partners(config, links[config.id], context))
+        yield from (problem for entry in entries for problem in _check_link(entry, config, context))
+        yield from _check_partners(config, links[config.id], context)
     message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
-    problems.extend(Problem(name, message, fatal=False) for name in unused)
+    yield from (Problem(name, message, fatal=False) for name in unused)
     return links
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig, read_datasets
-from simpletuner.config.load import raise_if_fatal
 from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig
 from simpletuner.config.sources import Arguments, dataset_file
 from simpletuner.data.build import build_datasets
@@ -23,7 +22,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import Sampler
 from simpletuner.distributed.world import World
-from simpletuner.errors import ConfigError, Problem
+from simpletuner.errors import ConfigError, Problem, Problems, Reading
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.lora_keys import (
     Targets,
@@ -125,10 +124,11 @@ class Plan(Settings):
         return make_sampler(self.trained, self.config, self.seed, world)
 
 
-def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["train", "survey"] = "train") -> Plan:
+def make_plan(arguments: Arguments, purpose: Literal["train", "survey"] = "train") -> Plan:
     """Check everything that can be checked before weights are loaded, and resolve every open setting.
 
     Args:
+        arguments: their `problems` receive whatever is wrong or worth knowing.
         purpose: of a survey, datasets need not have captions, or enough samples; what is wrong with their files is in
             the plan's warnings.
 
@@ -136,20 +136,21 @@ def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["t
         ConfigError: with every problem at once.
     """
     # What is asked for: settings, processes, the entries of the dataset file.
-    layers, folder = read_layers(arguments, problems)
-    config, spec = resolve_layers(layers, problems)
+    problems = arguments.problems
+    layers, folder = problems.take(read_layers(arguments))
+    config, spec = problems.take(resolve_layers(layers))
     problems.extend(check_environment())
-    config = as_launched(config, problems)
-    path = dataset_file(config.run.data_backend_config, folder, problems)
+    config = problems.take(as_launched(config))
+    path = problems.take(dataset_file(config.run.data_backend_config, folder))
     placeholders = {"model_family": spec.name if spec else "", "output_dir": config.run.output_dir}
-    entries = read_datasets(path, problems, placeholders=placeholders)
+    entries = problems.take(read_datasets(path, placeholders=placeholders))
     problems.extend(check_cache_folders(entries))
     # Without a family, only the rules for all families can add to the list.
     if spec is None:
         raise ConfigError([*problems, *check_config(config)])
     # The model, which the rules and the sizes of buckets depend on.
-    flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
-    settings = Settings.of(config, spec, flavour, ModelSource.from_config(spec, flavour, config))
+    flavour, entries = settle_task(problems.take(find_flavour(config, spec)), entries)
+    settings = Settings.of(config, spec, flavour)
     problems.extend(worth_reporting(findings(settings, purpose), config))
     # So far, settings and headers of weights; from here on, the files of the datasets.
     context = DataContext.of(settings.config, settings.spec, flavour.task, arguments.collect)
@@ -157,16 +158,16 @@ def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["t
         return _survey(settings, entries, context, problems)
     texts = [entry for entry in entries if entry.is_text_embeds]
     plan = Plan(**vars(settings), dataset_file=path, text_caches=texts)
-    return _plan_run(_plan_model(plan, problems), entries, context, problems)
+    return _plan_run(problems.take(_plan_model(plan)), entries, context, problems)
 
 
-def _survey(settings: Settings, entries: list[DatasetConfig], context: DataContext, problems: list[Problem]) -> Plan:
-    found = list[Problem]()
+def _survey(settings: Settings, entries: list[DatasetConfig], context: DataContext, problems: Problems) -> Plan:
+    found = Problems()
     datasets = build_datasets(entries, context, found)
     ids = {dataset.id for dataset in datasets}
     # A problem of a dataset as a whole, and not of one of its keys, is about its files.
     problems.extend(problem for problem in found if problem.where not in ids)
-    raise_if_fatal(problems)
+    problems.raise_if_fatal()
     return Plan(**vars(settings), datasets=datasets, warnings=[replace(each, fatal=False) for each in found])
 
 
@@ -181,38 +182,39 @@ def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world
     )
 
 
-def _plan_model(plan: Plan, problems: list[Problem]) -> Plan:
+def _plan_model(plan: Plan) -> Reading[Plan]:
     """What needs no datasets: the layers that are trained, previews, and the checkpoint to continue from."""
     config, spec, source = plan.config, plan.spec, plan.source
-    targets = _check_lora(config, spec, source, problems)
-    prompts = collect_prompts(config.validation, problems)
-    problems.extend(check_prompts(config, prompts))
+    targets = yield from _check_lora(config, spec, source)
+    prompts = yield from collect_prompts(config.validation)
+    yield from check_prompts(config, prompts)
     # Their layers are compared with those of the checkpoint, so not without one.
-    problems.extend(check_adapters(config, spec.name, source, prompts) if not source.problems() else [])
+    if not source.problems():
+        yield from check_adapters(config, spec.name, source, prompts)
     lora_bytes = max((run.size for run in adapter_runs(config)), default=0) if prompts else 0
-    sizes = preview_sizes(config, spec, problems)
+    sizes = yield from preview_sizes(config, spec)
     plan = replace(plan, lora_targets=targets, prompts=prompts, sizes=sizes, lora_bytes=lora_bytes)
     # Before the seed, which a continued run takes from its checkpoint.
-    resume = check_resume(plan, problems)
+    resume = yield from check_resume(plan)
     return replace(plan, resume=resume, seed=decide_seed(config.run.seed, resume))
 
 
-def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, problems: list[Problem]) -> Plan:
+def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, problems: Problems) -> Plan:
     config, spec, flavour = plan.config, plan.spec, plan.flavour
     # The datasets, with all their files listed and measured.
     plan = replace(plan, datasets=build_datasets(entries, context, problems) if entries else [])
-    if not plan.trained and not any(problem.fatal for problem in problems):
+    if not plan.trained and not problems.are_fatal:
         problems.append(Problem("data_backend_config", "names no dataset to train on."))
     problems.extend(check_datasets(config, spec, flavour, plan.datasets))
     # What follows needs whole datasets: with problems so far it would only report their consequences.
-    raise_if_fatal(problems)
+    problems.raise_if_fatal()
     buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}
     problems.extend(spec.checks.sizes(config, flavour, plan.sizes, buckets))
     # The length needs the order of samples, and that the buckets.
-    plan = replace(plan, same_data=has_same_data(plan, problems), length=plan_length(config, plan.sampler()))
+    plan = replace(plan, same_data=problems.take(has_same_data(plan)), length=plan_length(config, plan.sampler()))
     problems.extend(check_total(config, plan.length.total_steps))
     problems.extend(_check_last_epoch(plan))
-    raise_if_fatal(problems)
+    problems.raise_if_fatal()
     # Several checks may warn of the same.
     return replace(plan, warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)))
 
@@ -240,32 +242,32 @@ def count_batches(sampler: Sampler, epochs: int) -> int:
     return sum((last - first) * sampler.batches_per_epoch(first) for first, last in itertools.pairwise(edges))
 
 
-def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, problems: list[Problem]) -> Targets:
+def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Reading[Targets]:
     value = "slider" if config.lora.slider_lora_target else config.lora.peft_lora_target_modules
-    targets = resolve_targets(value, spec, problems)
+    targets = yield from resolve_targets(value, spec)
     if config.model.model_type != "lora":
         return targets
     # Old formats do not list their weights without being loaded; they are checked then.
     shapes, kind = source["transformer"].weight_shapes(), adapter_kind(config.lora)
     if kind.layers:
         quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
-        return kind.layers(config.lora, spec, weights_of(shapes), problems, quantised)
+        return (yield from kind.layers(config.lora, spec, weights_of(shapes), quantised))
     modules = linear_modules(shapes)
-    problems.extend(check_init_lora(config.lora, list(modules), targets))
+    yield from check_init_lora(config.lora, list(modules), targets)
     if modules:
-        problems.extend(check_targets(modules, targets))
+        yield from check_targets(modules, targets)
     # Above the narrower side of a weight, a rank adds numbers and no freedom.
     narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
     if narrowest is not None and config.lora.lora_rank > narrowest and not kind.takes_any_rank:
         message = f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
-        problems.append(Problem("lora_rank", message, fatal=False))
+        yield Problem("lora_rank", message, fatal=False)
     return targets
 
 
-def preview_sizes(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> list[tuple[int, int]]:
+def preview_sizes(config: RunConfig, spec: FamilySpec) -> Reading[list[tuple[int, int]]]:
     """Preview sizes. They are needed without previews too: Kandinsky fits its rope scale to them."""
     sizes = config.validation.validation_resolution or ()
-    return fit_sizes(sizes, spec, lenient=config.run.i_know_what_i_am_doing, problems=problems)
+    return (yield from fit_sizes(sizes, spec, lenient=config.run.i_know_what_i_am_doing))
 
 
 def _check_last_epoch(plan: Plan) -> Iterator[Problem]:

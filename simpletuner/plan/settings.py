@@ -11,7 +11,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import Layer, canonical, resolve, with_family
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments, locate
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import Problem, Reading, did_you_mean, result_of
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
@@ -30,8 +30,13 @@ class Settings:
     source: ModelSource
 
     @classmethod
-    def of(cls, config: RunConfig, spec: FamilySpec, flavour: Flavour, source: ModelSource) -> Settings:
-        """With the pixel grid that the checkpoint needs, unless the user set one."""
+    def of(cls, config: RunConfig, spec: FamilySpec, flavour: Flavour, source: ModelSource | None = None) -> Settings:
+        """With the pixel grid that the checkpoint needs, unless the user set one.
+
+        Args:
+            source: the parts of the model; by default those that the settings name.
+        """
+        source = source or ModelSource.from_config(spec, flavour, config)
         spec = spec.for_checkpoint(flavour, source)
         if not config.is_explicit("aspect_bucket_alignment"):
             # Written into the config, since datasets take what they leave unset from it.
@@ -40,42 +45,44 @@ class Settings:
         return cls(config, spec, flavour, source)
 
 
-def read_layers(arguments: Arguments, problems: list[Problem]) -> tuple[list[Layer], Path]:
+def read_layers(arguments: Arguments) -> Reading[tuple[list[Layer], Path]]:
     """The layers of files, environment and command line, the weakest first, and the folder of the config file."""
-    located = locate(arguments.selectors, problems)
-    return [*located.layers, arguments.extended(located.extra_arguments, problems).layer()], located.folder
+    located = yield from locate(arguments.selectors)
+    extended = yield from arguments.extended(located.extra_arguments)
+    return [*located.layers, extended.layer()], located.folder
 
 
-def resolve_layers(layers: Sequence[Layer], problems: list[Problem]) -> tuple[RunConfig, FamilySpec | None]:
+def resolve_layers(layers: Sequence[Layer]) -> Reading[tuple[RunConfig, FamilySpec | None]]:
     """The settings with the defaults of the family that they name; None if it is unknown."""
-    spec = find_family(layers, problems)
-    return resolve(with_family(layers, spec.defaults, spec.fixed) if spec else layers, problems), spec
+    spec = yield from find_family(layers)
+    config = yield from resolve(with_family(layers, spec.defaults, spec.fixed) if spec else layers)
+    return config, spec
 
 
-def find_family(layers: Sequence[Layer], problems: list[Problem]) -> FamilySpec | None:
+def find_family(layers: Sequence[Layer]) -> Reading[FamilySpec | None]:
     """The family named by the layer with the highest precedence, which is the last one, as its flavour has it."""
     # Family and flavour may come from different layers.
     named: dict[str, str] = {}
     for layer in layers:
         # resolve() reports the problems, and a missing family.
-        named |= {key: str(value) for key, value in canonical(layer, []).items() if value is not None}
+        named |= {key: str(value) for key, value in result_of(canonical(layer)).items() if value is not None}
     if "model_family" not in named:
         return None
     name = canonical_family_name(named["model_family"])
     if name in FAMILIES:
         return FAMILIES[name].for_flavour(named.get("model_flavour"))
     message = f"{named['model_family']!r} is not one of: {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES)}"
-    problems.append(Problem("model_family", message))
+    yield Problem("model_family", message)
     return None
 
 
-def find_flavour(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> Flavour:
+def find_flavour(config: RunConfig, spec: FamilySpec) -> Reading[Flavour]:
     """The flavour that the settings name; the default one in place of an unknown name."""
     name, names = config.model.model_flavour, spec.flavour_names
     if name is None or name in names:
         return spec.flavour(name)
     message = f"{name!r} is not one of: {', '.join(names)}.{did_you_mean(name, names)}"
-    problems.append(Problem("model_flavour", f"{message} For another checkpoint set pretrained_model_name_or_path."))
+    yield Problem("model_flavour", f"{message} For another checkpoint set pretrained_model_name_or_path.")
     return spec.flavours[0]
 
 

@@ -14,7 +14,7 @@ from simpletuner.annexes.wizard.talk import Talk
 from simpletuner.atomic import write_atomically
 from simpletuner.config.load import canonical, read_json_layer
 from simpletuner.config.schema import GROUPS, main_name, option_names
-from simpletuner.errors import ConfigError, Problem, UserError
+from simpletuner.errors import ConfigError, Reading, UserError
 from simpletuner.models.spec import FamilySpec, Task
 from simpletuner.plan.draft import Draft
 
@@ -35,16 +35,16 @@ def check_target(file: Path) -> None:
         raise UserError(f"{file} cannot be written: no permission in {folder}.")
 
 
-def load_values(file: Path, problems: list[Problem]) -> dict[str, Any]:
+def load_values(file: Path) -> Reading[dict[str, Any]]:
     """Values as they are written in the file, by the canonical names of their keys.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    layer = read_json_layer(file, problems)
+    layer = yield from read_json_layer(file)
     if layer is None:
-        raise ConfigError(problems)
-    canonical(layer, problems)
+        raise ConfigError([])
+    yield from canonical(layer)
     named = [(main_name(written), value) for written, value in layer.values]
     # Nothing stands for the default, but an empty resume_from_checkpoint for not resuming.
     return {key: value for key, value in named if value not in (None, "") or key == "resume_from_checkpoint"}

@@ -20,7 +20,7 @@ from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_json
 from simpletuner.config.json_files import read_json
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems, result_of
 from simpletuner.plan.draft import Draft
 
 WELCOME = """\
@@ -129,8 +129,8 @@ def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
         return draft, keys.index(kept["question"]) if kept["question"] in keys else 0
     if not file.exists() or not talk.confirm(f"{file} exists. Start from it?", default=True):
         return Draft(file), 0
-    problems: list[Problem] = []
-    draft = Draft(file, load_values(file, problems))
+    problems = Problems()
+    draft = Draft(file, problems.take(load_values(file)))
     for problem in (each for each in problems if not each.fatal):
         talk.refuse(str(problem))
     return _usable(draft, talk), 0
@@ -148,7 +148,7 @@ def _usable(draft: Draft, talk: Talk) -> Draft:
 
 
 def _kept(file: Path) -> dict[str, Any] | None:
-    content = read_json(kept_answers(file), []) if kept_answers(file).is_file() else None
+    content = result_of(read_json(kept_answers(file))) if kept_answers(file).is_file() else None
     # A draft of another version is ignored rather than guessed at.
     is_whole = isinstance(content, dict) and content.keys() == {"question", "loaded", "values"}
     return content if is_whole else None
