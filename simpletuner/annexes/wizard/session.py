@@ -82,8 +82,8 @@ class Progress:
         while self.position < len(QUESTIONS):
             question = QUESTIONS[self.position]
             if question.applies(self.draft):
-                if question.option.section != title:
-                    title = question.option.section
+                if question.section.label != title:
+                    title = question.section.label
                     talk.say()
                     talk.say(title, "bold cyan")
                 try:
