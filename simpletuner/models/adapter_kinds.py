@@ -29,12 +29,16 @@ class AdapterKind:
         layers: (settings, family, shapes, quantised) -> the layers that the kind's own file chooses, and the problems
             of that file. None where `peft_lora_target_modules` chooses them.
         takes_any_rank: also one above the width of a layer.
+        settings_file: the key of the kind's own file, if it has one.
+        no_slider: why its strength cannot be multiplied; empty if it can.
     """
 
     add: str | None = None
     numbers: Callable[[LoraConfig, FamilySpec, Targets, Shapes], dict[str, int]] | None = None
     layers: Callable[[LoraConfig, FamilySpec, Shapes, bool], Reading[list[str]]] | None = None
     takes_any_rank: bool = False
+    settings_file: str = ""
+    no_slider: str = ""
 
 
 LORA = AdapterKind()

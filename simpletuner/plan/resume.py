@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from simpletuner.caching.keys import checkpoint_identity, digest
 from simpletuner.config.json_files import read_json
+from simpletuner.config.lora import LoraConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
 from simpletuner.config.precision import (
     quantisation,
@@ -23,6 +24,7 @@ from simpletuner.config.precision import (
 from simpletuner.config.schema import RunConfig
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem, Reading, result_of
+from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.environment import allows_other_batch_size
@@ -32,11 +34,8 @@ if TYPE_CHECKING:  # it resumes by this module
     from simpletuner.plan.build import Plan
 
 # Trained weights and optimizer state do not fit another value of these; other settings may be changed on purpose.
-LORA = (
-    "lora_rank", "lora_alpha", "lora_init_type", "use_dora", "lora_type", "lokr_factor", "lora_plus_ratio",
-    "lycoris_config", "peft_lora_target_modules",
-)  # fmt: skip
-FIXED = frozenset({"optimizer", "mixed_precision", *LORA})
+LORA = ("lora_rank", "lora_alpha", "lora_init_type", "use_dora", "lora_type", "lokr_factor", "lora_plus_ratio")
+FIXED = frozenset({"optimizer", "mixed_precision", *LoraConfig.model_fields}) - {"lora_dropout"}
 
 
 def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
@@ -139,9 +138,10 @@ def mathematics(plan: Plan) -> dict[str, Any]:
         fixed |= {
             # By their effect: an unset alpha is the rank, a file its content, a name its layers.
             "lora_alpha": lora.lora_alpha or lora.lora_rank,
-            "lycoris_config": lora.lycoris_config and result_of(read_json(Path(lora.lycoris_config).expanduser())),
             "peft_lora_target_modules": plan.lora_targets,
         }
+        if (key := adapter_kind(lora).settings_file) and (path := getattr(lora, key)):
+            fixed[key] = result_of(read_json(Path(path).expanduser()))
     groups = (
         config.flow, config.loss, config.text, config.family.of(spec.options), *config.techniques, config.ema
     )  # fmt: skip

@@ -311,5 +311,11 @@ by_peft = partial(AdapterKind, "simpletuner.annexes.adapters.converted:add_produ
 KINDS = {
     "lokr": by_peft(lokr, takes_any_rank=True),
     "loha": by_peft(loha),
-    "lycoris": AdapterKind("simpletuner.annexes.adapters.lycoris:add_lycoris", lycoris, lycoris_layers),
+    "lycoris": AdapterKind(
+        "simpletuner.annexes.adapters.lycoris:add_lycoris",
+        lycoris,
+        lycoris_layers,
+        settings_file=KEY,
+        no_slider="needs lora_type standard, lokr or loha, not lycoris",
+    ),
 }
