@@ -1,4 +1,4 @@
-"""`simpletuner plan` and `configure`: what precedes a run."""
+"""`simpletuner plan`, `configure` and `publish`: what precedes a run, and what follows it."""
 
 from __future__ import annotations
 
@@ -72,3 +72,17 @@ def configure(
     from simpletuner.annexes.wizard.talk import Talk
 
     run_session(file, Talk(defaults=defaults))
+
+
+def publish(
+    context: typer.Context,
+    output_dir: Annotated[Path, typer.Argument(help="The output folder of a run.")],
+) -> None:
+    """Upload the result of a run: the first time, again, or the rest of an upload that failed. Nothing is trained.
+
+    Where to is what the run's settings say; without any it is the hub. Settings of the section Publishing override
+    that: publish OUTPUT_DIR --hub_model_id=me/my-lora.
+    """
+    from simpletuner.annexes.publishing.again import publish_again
+
+    publish_again(output_dir, command_settings(context.args))

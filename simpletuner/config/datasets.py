@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.json_files import json_kind, read_json
 from simpletuner.config.load import Layer, build_group, canonical
 from simpletuner.config.option import Group, accepted, common, option
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
@@ -28,9 +27,11 @@ from simpletuner.config.values import (
     PathText,
     Text,
     TextList,
+    json_kind,
     parse_flag,
     parse_number,
     plain_key,
+    read_json,
 )
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean, within
 

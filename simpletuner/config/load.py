@@ -17,7 +17,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from simpletuner.config.json_files import expand_environment, read_json, same_value
 from simpletuner.config.option import Option
 from simpletuner.config.schema import (
     FAMILY_DEFAULT,
@@ -31,7 +30,7 @@ from simpletuner.config.schema import (
     option_names,
 )
 from simpletuner.config.upstream import INSTEAD, foreign_key_problem
-from simpletuner.config.values import plain_key
+from simpletuner.config.values import expand_environment, plain_key, read_json, same_value
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean, nearest
 from simpletuner.redaction import hide_secrets
 

@@ -18,19 +18,18 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.crepa import CrepaConfig
+from simpletuner.config.alignment import CrepaConfig, LayerSyncConfig
 from simpletuner.config.launch import LaunchConfig
-from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
+from simpletuner.config.lora import ValidationAdapterConfig as ValidationAdapterConfig
 from simpletuner.config.loss import LossConfig, MaskedLossConfig, PreservationConfig
 from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, common, describe, option, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
-from simpletuner.config.publishing import PublishConfig, WebhookConfig
+from simpletuner.config.publishing import PublishConfig, TrackingConfig, WebhookConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.tread import TreadConfig
-from simpletuner.config.validation_adapters import ValidationAdapterConfig as ValidationAdapterConfig
 from simpletuner.config.values import (
     Flag,
     Gigabytes,
@@ -127,18 +126,6 @@ class RunOptions(Group):
         "starts at step 0 and never overwrites an existing checkpoint.",
     )
     i_know_what_i_am_doing: Flag = option(False, "Turn safety errors that mention this key into warnings.")
-
-
-class TrackingConfig(Group):
-    """Tracking"""
-
-    report_to: Text = common(
-        "none",
-        "wandb, tensorboard, comet_ml, swanlab, simpletuner (the local files, always written), all, none, or a "
-        "comma-separated list.",
-    )
-    tracker_project_name: Text = common("simpletuner", "Project name for trackers.")
-    tracker_run_name: Text = common("simpletuner-testing", "Run name for trackers.")
 
 
 class ScheduleConfig(Group):

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletuner.config.json_files import read_text
 from simpletuner.config.load import Layer, read_json_layer
 from simpletuner.config.schema import option_names
-from simpletuner.config.values import plain_key
+from simpletuner.config.values import plain_key, read_text
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, result_of
 
 if TYPE_CHECKING:
-    from simpletuner.data.context import Collect
+    from simpletuner.data.entries import Collect
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
 COMMAND_LINE = "command line"  # the origin of what is given there

@@ -13,10 +13,9 @@ from simpletuner.data.buckets import build_rules
 from simpletuner.data.captions import CaptionSource, Edit, caption_source, captions_for, read_filters
 from simpletuner.data.chance import order_key
 from simpletuner.data.clips import build_clip_rules, check_frame_rate
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset, check_amount, is_stretched, summarise_rejected, warn_of_enlarged
 from simpletuner.data.discovery import Folder, Scan, read_folder
-from simpletuner.data.entries import check_dataset_file, latent_dir_of, link_partners, text_entry_of
+from simpletuner.data.entries import DataContext, check_dataset_file, latent_dir_of, link_partners, text_entry_of
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.sample import Rejected, Sample

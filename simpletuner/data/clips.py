@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +24,12 @@ from PIL import Image
 
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.context import DataContext
 from simpletuner.data.files import LeftOutError, MediaError, UnreadableError
 from simpletuner.data.media import AVIF_BRANDS, HEIF_BRANDS, decode, fit
 from simpletuner.errors import Problem, Reading
+
+if TYPE_CHECKING:
+    from simpletuner.data.entries import DataContext
 
 T = TypeVar("T")
 

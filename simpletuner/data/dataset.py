@@ -19,8 +19,8 @@ from simpletuner.config.values import Size
 from simpletuner.data.buckets import BucketRules, Geometry
 from simpletuner.data.chance import fraction
 from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
-from simpletuner.data.context import DataContext
 from simpletuner.data.discovery import FileFacts, pair_key, save_index
+from simpletuner.data.entries import DataContext
 from simpletuner.data.sample import EXPECTED, LedgerEntry, Rejected, Sample, size_text
 from simpletuner.errors import Problem, Problems, shorten
 

@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.json_files import read_json
 from simpletuner.config.lora import LoraConfig
+from simpletuner.config.values import read_json
 from simpletuner.errors import Problem, Problems, Reading, UserError, did_you_mean, shorten
 from simpletuner.headers import EXPONENTS, LENGTH_BYTES, METADATA, header_end, not_finite, read_header
 from simpletuner.models.source import HUB_ID, WeightsError, tensor_shapes, weights_header

@@ -14,9 +14,8 @@ from simpletuner.config.sources import DATASET_FILE, launch_layer, read_env_laye
 from simpletuner.errors import NoEffect, Problem, Problems, result_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.build import preview_sizes
+from simpletuner.plan.build import Settings, find_family, find_flavour, preview_sizes
 from simpletuner.plan.checks import check_total, findings, worth_reporting
-from simpletuner.plan.settings import Settings, find_family, find_flavour
 from simpletuner.validation.prompts import collect_prompts
 
 

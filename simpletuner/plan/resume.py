@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.caching.keys import checkpoint_identity, digest
-from simpletuner.config.json_files import read_json
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
 from simpletuner.config.precision import (
@@ -22,6 +21,7 @@ from simpletuner.config.precision import (
     vae_dtype,
 )
 from simpletuner.config.schema import RunConfig
+from simpletuner.config.values import read_json
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem, Reading, result_of
 from simpletuner.models.adapter_kinds import adapter_kind

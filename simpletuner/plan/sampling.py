@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.caching.keys import hash_file
-from simpletuner.config.json_files import read_json
 from simpletuner.config.load import Layer, canonical
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER, PLAIN_PRECISIONS, RunConfig, option_names
 from simpletuner.config.sources import Arguments, locate
+from simpletuner.config.values import read_json
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.media import probe
@@ -24,10 +24,9 @@ from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_keys import check_lora_file, family_in_header, linear_modules, read_shapes, role_of
 from simpletuner.models.source import ModelSource, Part, tensor_shapes
 from simpletuner.models.spec import Flavour
-from simpletuner.plan.build import Plan, preview_sizes
+from simpletuner.plan.build import Plan, Settings, find_flavour, preview_sizes, resolve_layers
 from simpletuner.plan.checks import check_prompts, findings
 from simpletuner.plan.resume import decide_seed
-from simpletuner.plan.settings import Settings, find_flavour, resolve_layers
 from simpletuner.training.manifest import (
     LORA_FILE,
     PIPELINE_FOLDER,

@@ -20,8 +20,8 @@ from simpletuner.caching.fill import ChangedFileError, encode_now, fill_features
 from simpletuner.caching.read import read_or_restore
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
 from simpletuner.config.schema import RunConfig
-from simpletuner.data.context import DataContext, ProgressBar
 from simpletuner.data.dataset import Dataset, check_amount, without_damaged
+from simpletuner.data.entries import DataContext, ProgressBar
 from simpletuner.data.loader import in_loop
 from simpletuner.distributed.sharing import share_work
 from simpletuner.distributed.world import World

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_json
 from simpletuner.caching.keys import hash_file
-from simpletuner.config.json_files import read_json
+from simpletuner.config.values import read_json
 from simpletuner.errors import Problem, Reading, result_of
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_keys import LORA_FILE as LORA_FILE

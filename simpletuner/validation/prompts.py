@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.json_files import json_kind, read_json
+from simpletuner.config.lora import check_listed
 from simpletuner.config.schema import RunConfig, ValidationConfig
-from simpletuner.config.validation_adapters import check_listed
-from simpletuner.config.values import Size
+from simpletuner.config.values import Size, json_kind, read_json
 from simpletuner.errors import Problem, Problems, Reading, result_of
 from simpletuner.models.lora_keys import (
     COMFYUI_MAGNITUDE,

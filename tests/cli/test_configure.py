@@ -13,8 +13,8 @@ import pexpect
 import pytest
 from typer.testing import CliRunner
 
-from simpletuner.annexes.wizard.config_file import example_datasets
 from simpletuner.annexes.wizard.questions import QUESTIONS
+from simpletuner.annexes.wizard.session import example_datasets
 from simpletuner.cli.app import app, main
 from simpletuner.config.schema import GROUPS, all_options
 from simpletuner.config.sections import SECTIONS

@@ -16,9 +16,9 @@ from PIL import Image, ImageFile
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data.build import build_datasets
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset, ledger_rows
 from simpletuner.data.discovery import INDEX_NAME
+from simpletuner.data.entries import DataContext
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.spec import Task
 from tests import pictures

@@ -15,8 +15,8 @@ from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data import discovery
 from simpletuner.data.build import build_datasets
 from simpletuner.data.clips import ClipFacts, ClipRules, build_clip_rules, fitting_frames
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
+from simpletuner.data.entries import DataContext
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, Problems

@@ -16,9 +16,9 @@ from PIL import Image
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data import captions, discovery
 from simpletuner.data.build import build_datasets
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.discovery import INDEX_NAME, load_index
+from simpletuner.data.entries import DataContext
 from simpletuner.errors import Problems
 
 Change = Callable[[Path, random.Random], None]

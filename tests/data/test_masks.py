@@ -17,8 +17,8 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data import masks
 from simpletuner.data.build import build_datasets
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
+from simpletuner.data.entries import DataContext
 from simpletuner.data.masks import latent_mask
 from simpletuner.data.media import decode, fit
 from simpletuner.data.sample import Sample

@@ -9,8 +9,8 @@ import pytest
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data.build import build_datasets
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset, without_damaged
+from simpletuner.data.entries import DataContext
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.spec import Task

@@ -10,9 +10,9 @@ import pytest
 from simpletuner.config.load import Layer, resolve, with_family
 from simpletuner.errors import Problems, result_of
 from simpletuner.models.registry import FAMILIES
+from simpletuner.plan.build import find_family
 from simpletuner.plan.checks import check_config, check_flavour, check_total
 from simpletuner.plan.resume import decide_seed
-from simpletuner.plan.settings import find_family
 from simpletuner.training.manifest import Checkpoint, Identity, Manifest
 from tests.complaints import family_complaints
 

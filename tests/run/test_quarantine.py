@@ -6,8 +6,8 @@ from pathlib import Path
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import CachingConfig, DatasetDefaults
 from simpletuner.data.build import build_datasets
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
+from simpletuner.data.entries import DataContext
 from simpletuner.errors import Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.run.quarantine import quarantine

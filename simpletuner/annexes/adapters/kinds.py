@@ -17,9 +17,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.json_files import read_json
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.option import LYCORIS, check_installed
+from simpletuner.config.values import read_json
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean, result_of
 from simpletuner.models.adapter_kinds import AdapterKind, Shapes
 from simpletuner.models.cost import Shape

@@ -13,10 +13,10 @@ from simpletuner.budget import device as devices
 from simpletuner.budget.budget import PREVIEWS, Budget, make_budget, remaining_seconds
 from simpletuner.budget.device import NCCL_BUFFERS, compute_capability, count_gpus, find_device, this_cpu, with_measured
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
-from simpletuner.config.json_files import check_unset
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.schema import BY_SIZE
 from simpletuner.config.sources import Arguments
+from simpletuner.config.values import check_unset
 from simpletuner.distributed.world import launched
 from simpletuner.errors import Problem, Reading
 from simpletuner.models.cost import VaeLoad

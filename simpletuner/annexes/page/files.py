@@ -31,7 +31,6 @@ from starlette.responses import JSONResponse, Response
 from simpletuner.annexes.page.project import EXAMPLE, Project, Refusal, problems_json, project_of, wanted
 from simpletuner.atomic import write_json
 from simpletuner.config.datasets import parse_datasets, read_datasets
-from simpletuner.config.json_files import read_json
 from simpletuner.config.load import read_json_layer, unwrapped
 from simpletuner.config.schema import main_name
 from simpletuner.config.sources import (
@@ -44,6 +43,7 @@ from simpletuner.config.sources import (
     read_env_file,
     read_env_layer,
 )
+from simpletuner.config.values import read_json
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.media import PICTURE_SUFFIXES

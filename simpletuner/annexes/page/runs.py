@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from simpletuner.config.json_files import read_json
+from simpletuner.config.values import read_json
 from simpletuner.distributed.requests import FOLDER as REQUESTS
 from simpletuner.errors import UserError, result_of
 from simpletuner.models.lora_keys import LORA_FILE

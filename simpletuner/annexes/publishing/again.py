@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.annexes.publishing.uploads import Hub, Uploads, prepared_destinations
-from simpletuner.config.json_files import check_unset, read_json
 from simpletuner.config.load import build_group, canonical
 from simpletuner.config.publishing import PUBLISHING_CONFIG, PublishConfig, check_publishing, without_hidden
 from simpletuner.config.sources import Arguments, read_config_file
+from simpletuner.config.values import check_unset, read_json
 from simpletuner.distributed.requests import signals_as_interrupt
 from simpletuner.errors import Problem, Problems, Reading, SimpleTunerError, UserError, result_of
 from simpletuner.reporting.log import setup_logging

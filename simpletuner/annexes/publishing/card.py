@@ -24,9 +24,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image, ImageDraw, ImageFont
 
 from simpletuner.atomic import build_folder, write_json
-from simpletuner.config.json_files import read_json
 from simpletuner.config.optimizers import learning_rate, optimizer_name
 from simpletuner.config.precision import transformer_dtype
+from simpletuner.config.values import read_json
 from simpletuner.errors import result_of
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import load_adapter

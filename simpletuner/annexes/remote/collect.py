@@ -14,8 +14,8 @@ from simpletuner.annexes.remote.store import Offer, Store, UnfetchedError
 from simpletuner.annexes.remote.table import list_table
 from simpletuner.annexes.remote.web import PRIVATE
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.data.context import DataContext
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
+from simpletuner.data.entries import DataContext
 from simpletuner.errors import Problem, Problems, UserError
 from simpletuner.reporting.progress import shown_events
 

@@ -15,9 +15,9 @@ from huggingface_hub import get_token
 
 from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.option import Option
+from simpletuner.config.publishing import PACKAGES, why_missing
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, all_options
 from simpletuner.config.sections import Section, section_of
-from simpletuner.config.trackers import PACKAGES, why_missing
 from simpletuner.errors import Problem, did_you_mean, nearest
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import TASKS, Flavour

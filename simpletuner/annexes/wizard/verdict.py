@@ -14,7 +14,7 @@ from PIL import Image
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.fitting.show import duration
 from simpletuner.annexes.remote.collect import collect_cached
-from simpletuner.annexes.wizard.config_file import example_datasets, render_config
+from simpletuner.annexes.wizard.session import example_datasets, render_config
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
 from simpletuner.config.sources import Arguments

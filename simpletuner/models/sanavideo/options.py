@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.json_files import read_json
 from simpletuner.config.option import Group, common, option
-from simpletuner.config.values import FALSE_WORDS, TRUE_WORDS, Number, PathText, parse_json_text
+from simpletuner.config.values import FALSE_WORDS, TRUE_WORDS, Number, PathText, parse_json_text, read_json
 from simpletuner.errors import Problems
 
 
