@@ -75,8 +75,7 @@ def configure(
 
 
 def publish(
-    context: typer.Context,
-    output_dir: Annotated[Path, typer.Argument(help="The output folder of a run.")],
+    context: typer.Context, output_dir: Annotated[Path, typer.Argument(help="The output folder of a run.")]
 ) -> None:
     """Upload the result of a run: the first time, again, or the rest of an upload that failed. Nothing is trained.
 

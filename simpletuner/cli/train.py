@@ -37,8 +37,7 @@ def train(
     ] = False,
     page: Annotated[bool, typer.Option("--page", help="Serve the web page of this run.")] = False,
     page_port: Annotated[
-        int | None,
-        typer.Option("--page-port", "--page_port", help="The same, on another port than 8001.", max=65535),
+        int | None, typer.Option("--page-port", "--page_port", help="The same, on another port than 8001.", max=65535)
     ] = None,
     no_auth: Annotated[bool, typer.Option("--no-auth", "--no_auth", help="Let all local users use the page.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Even days on a CPU.")] = False,
@@ -149,10 +148,7 @@ def _train(world: World, plan: Plan, budget: Budget, take_page: TakePage | None,
     prepare_output(plan)
     setup_logging(process=world.label)
     world.main_only(lambda: log_plan(plan, budget))
-    with (
-        _recorded_events(plan, world) as events,
-        serve_page(plan.output_dir, events) if serve_page else nullcontext(),
-    ):
+    with _recorded_events(plan, world) as events, serve_page(plan.output_dir, events) if serve_page else nullcontext():
         _run(plan, budget, events, world, yes=yes)
 
 

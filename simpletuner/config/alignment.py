@@ -91,8 +91,7 @@ class CrepaConfig(TechniqueGroup):
         label="Vision Encoder Size",
     )
     crepa_encoder_resize: Literal["aspect", "square"] = option(
-        "aspect",
-        "square: frames are stretched to a square; aspect: they keep their proportions, with no more patches.",
+        "aspect", "square: frames are stretched to a square; aspect: they keep their proportions, with no more patches."
     )
     crepa_encoder_frames_batch_size: Integer = option(-1, "Frames per batch of the encoder; -1 is a whole clip.", ge=-1)
     crepa_cache: Literal["auto", "disk", "off"] = option(

@@ -176,10 +176,7 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     )
     is_regularisation_data: Flag = option(False, "The target is the base model's own prediction.")
     slider_strength: Number | None = option(
-        None,
-        "Multiplies the LoRA's strength in steps on this dataset; 0 or unset is neutral.",
-        ge=-100,
-        le=100,
+        None, "Multiplies the LoRA's strength in steps on this dataset; 0 or unset is neutral.", ge=-100, le=100
     )
     disable_validation: Flag = option(False, "Use none of its samples in validation.")
     hash_filenames: Json | None = accepted(None, "names of entries are always hashes of what they hold")

@@ -93,8 +93,7 @@ class LoraConfig(Group):
         excludes=when(lora_init_type=("olora", "pissa"), because="the saved difference has no DoRA form"),
     )
     lora_format: Literal["diffusers", "comfyui"] = option(
-        "diffusers",
-        "Key names in saved files: diffusers' or ComfyUI's (Kandinsky 5 only). `init_lora` reads both.",
+        "diffusers", "Key names in saved files: diffusers' or ComfyUI's (Kandinsky 5 only). `init_lora` reads both."
     )
     init_lora: PathText | None = common(
         None,
@@ -176,8 +175,7 @@ class ValidationAdapterConfig(Group):
     """Validation adapters"""
 
     validation_adapter_path: Text | None = common(
-        None,
-        "A LoRA for previews, on top of the model in training: a file, a folder, or `repo[:file]` on the hub.",
+        None, "A LoRA for previews, on top of the model in training: a file, a folder, or `repo[:file]` on the hub."
     )
     validation_adapter_name: Text | None = of_adapter(
         None, "Its name in the names of preview files.", default_note="the name of the file"

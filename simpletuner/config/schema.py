@@ -82,9 +82,7 @@ class ModelConfig(Group):
         None, "Which checkpoint of the family.", aliases=("model_flavor",), default_note="the family's first"
     )
     pretrained_model_name_or_path: PathText | None = common(
-        None,
-        "Hub id or folder of a diffusers checkpoint; overrides the flavour.",
-        default_note="of the flavour",
+        None, "Hub id or folder of a diffusers checkpoint; overrides the flavour.", default_note="of the flavour"
     )
     pretrained_vae_model_name_or_path: PathText | None = option(
         None, "Hub id or folder to take the VAE from.", default_note="the model path"
@@ -232,9 +230,7 @@ class SpeedConfig(Group):
         "auto", "auto: all optimizations that keep the results (docs/SPEED.md). reference: unmodified diffusers code."
     )
     speed_plain_math: Flag | None = option(
-        None,
-        "Blocks of Kandinsky with less arithmetic and bit-identical results.",
-        default_note="as `speed` says",
+        None, "Blocks of Kandinsky with less arithmetic and bit-identical results.", default_note="as `speed` says"
     )
     speed_keep_attention: Flag | None = recomputed(
         None,
@@ -518,9 +514,7 @@ class ValidationConfig(Group):
     num_eval_images: Integer = option(4, "Pictures taken from a dataset per validation.", ge=1)
     validation_image_format: Literal["png", "webp", "jpeg"] = option("png", "File format of previews.")
     validation_noise_scheduler: Literal["euler", "unipc", "dpm++"] | None = option(
-        None,
-        "Sampler of previews, with the shift of the pipeline's sampler.",
-        default_note="the pipeline's",
+        None, "Sampler of previews, with the shift of the pipeline's sampler.", default_note="the pipeline's"
     )
     validation_decoding: Decoding = option(
         "whole",
