@@ -245,7 +245,7 @@ def _why_not(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
     """Why a key does not take a word: it is the value of another key, or none of its own."""
     value, allowed = details["input"], _allowed(details)
     options = options_of(model) if issubclass(model, Group) else {}
-    if path in options and (why := options[path].refused.get(value)):
+    if path in options and (why := options[path].refused.get(str(value))):
         return f"{why}."
     return f"is not one of: {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
 

@@ -68,6 +68,11 @@ def test_values_that_belong_elsewhere(workspace: Workspace, capsys: Capture) -> 
     assert "'t2v-lite-sft-5s' belongs to kandinsky5-video; kandinsky5-image has: t2i-lite-sft" in flavour
 
 
+def test_a_list_where_a_word_belongs(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_config(model_type=["lora"])
+    assert complaint(workspace, capsys).startswith("model_type: ['lora'] is not one of: lora, full.")
+
+
 def test_invalid_json_of_datasets(workspace: Workspace, capsys: Capture) -> None:
     workspace.path(DATASET_FILE).write_text("[{,1]")
     problem = complaint(workspace, capsys)
