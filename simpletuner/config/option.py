@@ -350,12 +350,3 @@ def check_installed(package: Package, key: str, value: str) -> Iterator[Problem]
     if importlib.util.find_spec(package.module) is None:
         install = f"pip install 'simpletuner[{package.extra}]'"
         yield Problem(key, f"{value!r} needs the package {package.name}, which is not installed: {install}")
-
-
-BITSANDBYTES = Package("bitsandbytes", "bitsandbytes", "cuda")
-TORCHAO = Package("torchao", "torchao", "torchao")
-PRODIGY = Package("prodigyopt", "prodigyopt", "optimizers")
-SCHEDULE_FREE = Package("schedulefree", "schedulefree", "optimizers")
-PYTORCH_OPTIMIZER = Package("pytorch_optimizer", "pytorch-optimizer", "optimizers")
-LYCORIS = Package("lycoris", "lycoris-lora", "lycoris")
-BOTO3 = Package("boto3", "boto3", "s3")
