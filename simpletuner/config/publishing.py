@@ -341,8 +341,7 @@ def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
         if name in NOT_AVAILABLE_YET:
             yield Problem("report_to", f"{name!r} is not available yet; choose wandb, tensorboard or none.")
         elif name not in KNOWN:
-            message = f"{name!r} is not one of: {', '.join(KNOWN)}.{did_you_mean(name, KNOWN)}"
-            yield Problem("report_to", message)
+            yield Problem("report_to", f"{name!r} is not one of: {', '.join(KNOWN)}.{did_you_mean(name, KNOWN)}")
     if "none" in names and len(set(names)) > 1:
         yield Problem("report_to", f"{config.report_to!r} asks for none and for {', '.join(names)} at once.")
     # `all` means those that are installed.

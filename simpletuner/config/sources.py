@@ -329,5 +329,4 @@ def _first_file(candidates: list[Path], name: str | None) -> Path:
             return path
     tried = ", ".join(str(path) for path in candidates)
     what = f"the environment {name!r} was not found" if name else "no configuration was found"
-    message = f"{what}; tried {tried}. Write one with `simpletuner configure`."
-    raise ConfigError([Problem("config", message)])
+    raise ConfigError([Problem("config", f"{what}; tried {tried}. Write one with `simpletuner configure`.")])
