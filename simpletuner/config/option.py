@@ -351,12 +351,3 @@ def check_installed(package: Package, key: str, value: str) -> Iterator[Problem]
         name = re.split("[<>=]", package.requirement)[0]
         install = f"pip install '{package.requirement}'"
         yield Problem(key, f"{value!r} needs the package {name}, which is not installed: {install}")
-
-
-BITSANDBYTES = Package("bitsandbytes", "bitsandbytes>=0.46,<0.51")
-TORCHAO = Package("torchao", "torchao>=0.18,<0.19")
-PRODIGY = Package("prodigyopt", "prodigyopt>=1.1,<2")
-SCHEDULE_FREE = Package("schedulefree", "schedulefree>=1.4,<2")
-PYTORCH_OPTIMIZER = Package("pytorch_optimizer", "pytorch-optimizer>=3.5,<5")
-LYCORIS = Package("lycoris", "lycoris-lora>=4.1,<5")
-BOTO3 = Package("boto3", "boto3>=1.36,<2")
