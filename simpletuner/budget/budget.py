@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from simpletuner.budget.device import Device, gigabytes
-from simpletuner.budget.estimate import Sent, Step, StepModel, link_rate, sent_bytes
+from simpletuner.budget.estimate import Sent, Step, StepModel, exchange_seconds, sent_bytes
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import RunConfig
@@ -127,7 +127,7 @@ class Budget:
         micro = sum(step.cost.seconds * bucket.share for bucket, step in buckets)
         computing = micro * self.config.schedule.gradient_accumulation_steps
         # As if the shorter of the two were hidden behind the longer.
-        return max(computing, self.sent.total / link_rate(self.device, self.config.launch.num_machines))
+        return max(computing, exchange_seconds(self.sent, self.device, self.config.launch))
 
     @property
     def sent(self) -> Sent:

@@ -18,7 +18,7 @@ from simpletuner.budget.budget import Budget
 from simpletuner.budget.measure import device_rates
 from simpletuner.config.precision import transformer_dtype, vae_dtype
 from simpletuner.distributed.requests import STOPPING, expect_requests, stop_on_interrupt
-from simpletuner.distributed.world import World, usable_cores
+from simpletuner.distributed.world import World, compute_threads
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.blocks import KERNELS
@@ -204,13 +204,3 @@ def fix_order(wanted: bool) -> None:
     torch.backends.cudnn.benchmark = False  # which chooses convolutions by timing
     # A debugging aid, which would write all memory once more.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def compute_threads(wanted: int) -> int:
-    """Threads for computation on a CPU, limited by the cores this process may use and by OMP_NUM_THREADS.
-
-    More threads than cores would wait for each other in every operation.
-    """
-    usable = usable_cores()
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, min(wanted, usable, int(given) if given.isdecimal() else usable))
