@@ -240,6 +240,7 @@ def open_companions(
     plan: Plan, destinations: Sequence[Destination], events: EventStream, world: World
 ) -> list[Companion]:
     """What accompanies a run in this process, in the order in which it is called."""
+    from simpletuner.annexes.fitting.outcome import Comparison
     from simpletuner.annexes.publishing.report import RunReport
     from simpletuner.annexes.publishing.uploads import open_uploads
     from simpletuner.annexes.replay import Autopsy
@@ -250,4 +251,4 @@ def open_companions(
     if not world.is_main:
         # Reports, trackers and uploads are of the run, not of a process; a failure may be of this one alone.
         return [autopsy]
-    return [autopsy, Trackers(events), RunReport(events), open_uploads(plan, destinations, events)]
+    return [autopsy, Trackers(events), Comparison(events), RunReport(events), open_uploads(plan, destinations, events)]

@@ -21,6 +21,7 @@ from simpletuner.budget.device import (
     with_measured,
 )
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
+from simpletuner.budget.outcomes import find_outcome
 from simpletuner.config.json_files import check_unset
 from simpletuner.config.load import raise_if_fatal
 from simpletuner.config.precision import check_capability, multiplied
@@ -169,4 +170,4 @@ def on_cpu(plan: Plan, budget: Budget) -> Budget:
     device = find_device(output_dir=plan.output_dir)
     if device.is_gpu:
         device = with_measured(this_cpu(idle=device.name), plan.output_dir)
-    return replace(budget, device=device)
+    return replace(budget, device=device, outcome=find_outcome(plan, budget.workload, device))
