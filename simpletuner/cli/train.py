@@ -191,6 +191,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
     from simpletuner.annexes.fitting.show import start_lines
     from simpletuner.annexes.publishing.uploads import prepared_destinations
     from simpletuner.models.registry import load_adapter
+    from simpletuner.plan.entries import machine_folder
     from simpletuner.reporting.events import StateChanged
     from simpletuner.run.companions import read_ledger
 
@@ -213,6 +214,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
         return
     summary = "\n".join(start_lines(plan, budget))
     events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
+    keep_compiled(machine_folder(plan))
     # torch is imported here, after every check that is quick without it.
     with events.phase("Loading torch", stage="init_torch"), uncollected():
         import torch
@@ -227,6 +229,15 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
         with announced_end(plan, events, world):
             agreed(plan, budget, yes=yes)
     run_plan(plan, budget, events, open_companions(plan, places, events, world), world)
+
+
+def keep_compiled(folder: Path) -> None:
+    """Let inductor and triton keep what they compile where runs find it again, unless the user says where.
+
+    By default inductor keeps it below /tmp, which rented machines lose. Read when torch compiles.
+    """
+    for key, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        os.environ.setdefault(key, str((folder / name).absolute()))
 
 
 def _warn(events: EventStream, warnings: Iterable[Problem]) -> None:

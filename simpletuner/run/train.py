@@ -23,7 +23,7 @@ from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import latent_storage, text_folder
+from simpletuner.plan.entries import latent_storage, machine_folder, text_folder
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.payloads import Recorded, RunRecord
 from simpletuner.run.caches import Encoding, build_adapter, prepare_caches
@@ -66,7 +66,8 @@ def run_plan(
         # The others wait until leftovers of an earlier session are gone.
         world.on_main(lambda: prepare_folder(plan))
         # A resumed run keeps the kernels that were measured before: others would round differently.
-        KERNELS.open(plan.output_dir, *([plan.resume.path.parent] if plan.resume else []), world=world)
+        earlier = [plan.resume.path.parent] if plan.resume else []
+        KERNELS.open(plan.output_dir, *earlier, world=world, shared=machine_folder(plan))
         epoch = plan.resume.manifest.epoch if plan.resume else 1
         caches = prepare_caches(Encoding(plan, adapter, device, events), epoch, budget.listing, world)
         # Measured before the transformer is loaded: it needs memory, too.
