@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def visible(text: str) -> str:
@@ -37,6 +40,10 @@ class Problem:
     def __str__(self) -> str:
         return visible(f"{self.where}: {self.message}" if self.where else self.message)
 
+    def within(self, place: str) -> Problem:
+        """The problem of a part that has keys of its own, such as a dataset."""
+        return replace(self, where=f"{place}.{self.where}")
+
 
 @dataclass(frozen=True)
 class NoEffect(Problem):
@@ -45,9 +52,9 @@ class NoEffect(Problem):
     fatal: bool = False
 
 
-def within(place: str, problems: Iterable[Problem]) -> Iterator[Problem]:
-    """The problems of a part that has keys of its own, such as a dataset."""
-    yield from (replace(problem, where=f"{place}.{problem.where}") for problem in problems)
+# What reads, checks or builds something: it yields the problems on the way, and returns the result. `yield from` passes
+# both on, and `Problems.take` collects.
+Reading = Generator[Problem, None, T]
 
 
 class SimpleTunerError(Exception):
@@ -72,6 +79,48 @@ class ConfigError(UserError):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems if problem.fatal))
+
+
+class Problems(list[Problem]):
+    """The place where the problems that rules and readers yield come together."""
+
+    def take(self, reading: Reading[T]) -> T:
+        """The result of a reading, whose problems are added.
+
+        Raises:
+            ConfigError: it cannot go on; with everything that was found before.
+        """
+        try:
+            while True:
+                self.append(next(reading))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        except ConfigError as error:
+            raise ConfigError([*self, *error.problems]) from None
+
+    @property
+    def are_fatal(self) -> bool:
+        """Whether any of them prevents the run."""
+        return any(problem.fatal for problem in self)
+
+    def raise_if_fatal(self) -> None:
+        """Raise all of them in one message if any is fatal."""
+        if self.are_fatal:
+            raise ConfigError(self)
+
+
+def result_of(reading: Reading[T]) -> T:
+    """The result of a reading whose problems are reported elsewhere, or do not matter."""
+    return Problems().take(reading)
+
+
+def within(place: str, reading: Reading[T]) -> Reading[T]:
+    """A reading of a part, see `Problem.within`."""
+    problems = Problems()
+    result = problems.take(reading)
+    yield from (problem.within(place) for problem in problems)
+    return result
 
 
 class WriteError(UserError):

@@ -1,13 +1,16 @@
-"""Where the options stand on the web page, in the order in which a person meets them."""
+"""Where the options stand on the web page and in the wizard, in the order in which a person meets them."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+
+from simpletuner.config.schema import sections
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a tab.
+    """A part of a tab of the page, and a step of the wizard.
 
     Attributes:
         id: `tab/section`, also the anchor on the page.
@@ -56,3 +59,15 @@ SECTIONS = (
     Section("environment/accepted", "Accepted without effect", ("Accepted without effect",)),
 )
 TABS = tuple(dict.fromkeys(section.tab for section in SECTIONS))
+
+
+@functools.cache
+def section_of() -> dict[str, Section]:
+    """The section of every option, by key and in the order of the page."""
+    grouped = sections()
+    placed = {key: section for section in SECTIONS for key in section.keys}
+    for section in SECTIONS:
+        # A key that some section claims stands there, and not again with its group.
+        names = (option.name for group in section.groups for option in grouped[group])
+        placed |= {name: section for name in names if name not in placed}
+    return {key: placed[key] for section in SECTIONS for key in placed if placed[key] is section}

@@ -15,6 +15,7 @@ from simpletuner.budget.device import Device, rates_of
 from simpletuner.budget.workload import Bucket, Parts, Workload, kernels_on
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
+from simpletuner.errors import Problems
 from simpletuner.models.cost import Kernels, VaeLoad
 from simpletuner.models.kandinsky5.cost import video_vae_decode
 from simpletuner.models.registry import FAMILIES
@@ -32,8 +33,8 @@ LEANEST = {
 
 def config(family: str, **settings: Any) -> RunConfig:
     values = {"model_type": "lora", "model_family": family, "speed": "reference", **settings}
-    problems: list[Any] = []
-    found = resolve([Layer("config.json", list(values.items()))], problems)
+    problems = Problems()
+    found = problems.take(resolve([Layer("config.json", list(values.items()))]))
     assert not problems, problems
     return found
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.json_files import read_json, same_value
-from simpletuner.errors import Problem
+from simpletuner.config.values import read_json, same_value
+from simpletuner.errors import Problem, Problems
 
 
 def read(path: Path, text: str | bytes) -> tuple[Any, list[Problem]]:
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    problems: list[Problem] = []
-    return read_json(path, problems), problems
+    problems = Problems()
+    return problems.take(read_json(path)), problems
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_what_nothing_could_work_with_is_refused(tmp_path: Path, text: str | byt
 
 
 def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
-    problems: list[Problem] = []
-    assert read_json(tmp_path, problems) is None
+    problems = Problems()
+    assert problems.take(read_json(tmp_path)) is None
     assert "cannot be read" in problems[0].message
 
 

@@ -17,7 +17,7 @@ from simpletuner.config.precision import (
     transformer_dtype,
 )
 from simpletuner.config.schema import PrecisionConfig, all_options
-from simpletuner.config.sources import parse_settings
+from simpletuner.config.sources import parse_arguments
 from simpletuner.plan.build import make_plan
 from simpletuner.plan.entries import make_catalogue
 from simpletuner.run.train import prepare_machine
@@ -178,7 +178,7 @@ def test_full_float32_of_a_gpu_is_part_of_the_latents_keys(
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with workspace.inside():
-        catalogue = make_catalogue(make_plan(*parse_settings([f"vae_dtype={dtype}"])))
+        catalogue = make_catalogue(make_plan(parse_arguments([f"vae_dtype={dtype}"])))
     assert catalogue is not None
     assert catalogue.encoders.vae.tf32 is expected
     assert catalogue.encoders.text.tf32 is None
@@ -193,7 +193,7 @@ def test_nothing_changes_torchs_settings_beside_training(
     places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [each.allow_tf32 for each in places]
     with workspace.inside():
-        plan = make_plan(*parse_settings(["vae_dtype=fp32", f"vae_cache_ondemand={not ahead}".lower()]))
+        plan = make_plan(parse_arguments(["vae_dtype=fp32", f"vae_cache_ondemand={not ahead}".lower()]))
     prepare_machine(plan)
     found = [each.allow_tf32 for each in places]
     for each, was in zip(places, before, strict=True):
