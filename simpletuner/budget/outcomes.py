@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import PositiveFloat, RootModel, ValidationError
@@ -27,11 +28,13 @@ class Outcome:
     Attributes:
         day: when it ended, such as 2026-11-20.
         step, previews: of a step, and of a round of previews.
+        densities: share of the tiles that block-sparse attention visited, by tokens of a sample.
     """
 
     day: str
     step: PositiveFloat = 1.0
     previews: PositiveFloat = 1.0
+    densities: Mapping[int, PositiveFloat] = field(default_factory=dict)
 
     def __str__(self) -> str:
         # "corrected by the run of 2026-11-20: x1.12"
