@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import PositiveFloat, RootModel, ValidationError
 
-from simpletuner.atomic import write_atomically
+from simpletuner.atomic import changing, write_atomically
 from simpletuner.budget.device import Device
 from simpletuner.budget.workload import Workload
 from simpletuner.distributed.world import compute_threads
@@ -62,10 +62,10 @@ def remember(plan: Plan, workload: Workload, device: Device, outcome: Outcome) -
         WriteError: no space is left.
     """
     folder = machine_folder(plan)
-    known = _read(folder)  # other runs may have written meanwhile
-    known.root.setdefault(_machine(device), {})[kind_of_run(plan, workload)] = outcome
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / OUTCOMES_FILE, known.model_dump_json(indent=1).encode())
+    with changing(folder / OUTCOMES_FILE):
+        known = _read(folder)  # other runs may have written meanwhile
+        known.root.setdefault(_machine(device), {})[kind_of_run(plan, workload)] = outcome
+        write_atomically(folder / OUTCOMES_FILE, known.model_dump_json(indent=1).encode())
 
 
 def kind_of_run(plan: Plan, workload: Workload) -> str:
