@@ -25,9 +25,9 @@ from simpletuner.config.speed import has_compiler
 from simpletuner.config.values import parse_flag, parse_number
 from simpletuner.errors import NoEffect, Problem, did_you_mean
 
-PRODIGY = Package("prodigyopt", "prodigyopt", "optimizers")
-SCHEDULE_FREE = Package("schedulefree", "schedulefree", "optimizers")
-PYTORCH_OPTIMIZER = Package("pytorch_optimizer", "pytorch-optimizer", "optimizers")
+PRODIGY = Package("prodigyopt", "prodigyopt>=1.1,<2")
+SCHEDULE_FREE = Package("schedulefree", "schedulefree>=1.4,<2")
+PYTORCH_OPTIMIZER = Package("pytorch_optimizer", "pytorch-optimizer>=3.5,<5")
 # The type of the default decides how the user's text is parsed.
 OptimizerValue = bool | int | float
 # Weight by weight; all weights by one operation after the other; all in one kernel; in one kernel for each weight.

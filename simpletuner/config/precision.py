@@ -18,8 +18,8 @@ from simpletuner.errors import Problem
 if TYPE_CHECKING:  # it imports this module
     from simpletuner.config.schema import CachingConfig
 
-BITSANDBYTES = Package("bitsandbytes", "bitsandbytes", "cuda")
-TORCHAO = Package("torchao", "torchao", "torchao")
+BITSANDBYTES = Package("bitsandbytes", "bitsandbytes>=0.46,<0.51")
+TORCHAO = Package("torchao", "torchao>=0.18,<0.19")
 Precision = Literal[
     "no_change", "bf16", "fp32",
     "int8", "int4", "int2", "fp8", "fp8uz",

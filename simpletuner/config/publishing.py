@@ -30,7 +30,7 @@ from simpletuner.errors import Problem, did_you_mean
 from simpletuner.redaction import HIDDEN, REFERENCE, hide_secrets
 from simpletuner.s3 import S3Login
 
-BOTO3 = Package("boto3", "boto3", "s3")
+BOTO3 = Package("boto3", "boto3>=1.36,<2")
 PUBLISHING_CONFIG = "publishing_config"
 PROVIDERS = {"s3-compatible": "s3", "b2": "backblaze_b2"}
 ELSEWHERE = ("azure_blob", "azure", "dropbox")
@@ -310,7 +310,7 @@ def _host(address: str) -> str:
 
 
 # How to get the package of a tracker, which has the tracker's name.
-PACKAGES = {"wandb": "pip install wandb", "tensorboard": "pip install 'simpletuner[tensorboard]'"}
+PACKAGES = {"wandb": "pip install wandb", "tensorboard": "pip install 'tensorboard>=2.18,<3'"}
 NOT_AVAILABLE_YET = ("comet_ml", "swanlab")
 KNOWN = (*PACKAGES, *NOT_AVAILABLE_YET, "simpletuner", "none", "all")
 DEFAULT_ADDRESS = "https://api.wandb.ai"

@@ -102,8 +102,12 @@ def find_flavour(config: RunConfig, spec: FamilySpec) -> Reading[Flavour]:
     name, names = config.model.model_flavour, spec.flavour_names
     if name is None or name in names:
         return spec.flavour(name)
-    message = f"{name!r} is not one of: {', '.join(names)}.{did_you_mean(name, names)}"
-    yield Problem("model_flavour", f"{message} For another checkpoint set pretrained_model_name_or_path.")
+    if elsewhere := [family for family, each in FAMILIES.items() if name in each.flavour_names]:
+        message = f"{name!r} belongs to {elsewhere[0]}; {spec.name} has: {', '.join(names)}."
+    else:
+        message = f"{name!r} is not one of: {', '.join(names)}.{did_you_mean(name, names)}"
+        message += " For another checkpoint set pretrained_model_name_or_path."
+    yield Problem("model_flavour", message)
     return spec.flavours[0]
 
 

@@ -26,7 +26,7 @@ from simpletuner.models.cost import Shape
 from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
 
-LYCORIS = Package("lycoris", "lycoris-lora", "lycoris")
+LYCORIS = Package("lycoris", "lycoris-lora>=4.1,<5")
 KEY = "lycoris_config"
 CONFIG_FILE = "lycoris_config.json"
 ALGOS = ("lora", "locon", "loha", "lokr")
