@@ -268,8 +268,10 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     """Estimate a plan as configured."""
     catalogue = make_catalogue(plan)
     listing = list_entries(plan, catalogue) if catalogue else None
-    parts, workload = parts_of(plan, is_gpu=device.is_gpu), workload_of(plan, listing)
-    return Budget(plan.config, parts, workload, device, listing, outcome=find_outcome(plan, workload, device))
+    workload = workload_of(plan, listing)
+    outcome = find_outcome(plan, workload, device)
+    parts = parts_of(plan, is_gpu=device.is_gpu).with_densities(outcome.densities)
+    return Budget(plan.config, parts, workload, device, listing, outcome=outcome)
 
 
 def steps_per_epoch(plan: Plan) -> float:

@@ -241,7 +241,7 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
 
 def _density_lines(budget: Budget) -> Iterator[str]:
     """How many tiles block-sparse attention visits in the largest buckets, which the TFLOP and the time include."""
-    density, known = budget.parts.transformer.density, budget.parts.densities
+    density, known = budget.parts.transformer.density, budget.outcome.densities
     if density is not None:
         buckets = list(zip(budget.workload.buckets, (step.load.tokens for step in budget.steps), strict=True))
         shares = (f"{density(tokens):.0%} at {bucket.label} ({'measured' if tokens in known else 'assumed'})"
@@ -381,7 +381,7 @@ def _density(budget: Budget, tokens: int) -> dict[str, Any]:
     density = budget.parts.transformer.density
     if density is None:
         return {}
-    return {"attention_density": density(tokens), "attention_density_measured": tokens in budget.parts.densities}
+    return {"attention_density": density(tokens), "attention_density_measured": tokens in budget.outcome.densities}
 
 
 def _dataset(dataset: Dataset) -> dict[str, Any]:
