@@ -18,19 +18,18 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.crepa import CrepaConfig
+from simpletuner.config.alignment import CrepaConfig, LayerSyncConfig
 from simpletuner.config.launch import LaunchConfig
-from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
+from simpletuner.config.lora import ValidationAdapterConfig as ValidationAdapterConfig
 from simpletuner.config.loss import LossConfig, MaskedLossConfig, PreservationConfig
 from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, common, describe, option, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
-from simpletuner.config.publishing import PublishConfig, WebhookConfig
+from simpletuner.config.publishing import PublishConfig, TrackingConfig, WebhookConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.tread import TreadConfig
-from simpletuner.config.validation_adapters import ValidationAdapterConfig as ValidationAdapterConfig
 from simpletuner.config.values import (
     Flag,
     Gigabytes,
@@ -76,16 +75,20 @@ class ModelConfig(Group):
     """Model"""
 
     model_type: Literal["lora", "full"] = common(
-        ..., "What is trained: a LoRA on the frozen model, or every weight of the transformer."
+        ...,
+        "What is trained: a LoRA on the frozen model, or every weight of the transformer.",
+        refused=dict.fromkeys(("lokr", "lycoris"), "is a kind of LoRA: set model_type lora, and the kind as lora_type"),
     )
-    model_family: Text = common(..., "The model family. `_` for `-` and any letter case are accepted.")
+    model_family: Text = common(
+        ...,
+        "What to train: kandinsky5-image (pictures, edits), kandinsky5-video (clips), or sanavideo (480p clips). "
+        "`_` for `-` and any letter case are accepted.",
+    )
     model_flavour: Text | None = common(
         None, "Which checkpoint of the family.", aliases=("model_flavor",), default_note="the family's first"
     )
     pretrained_model_name_or_path: PathText | None = common(
-        None,
-        "Hub id or folder of a diffusers checkpoint; overrides the flavour.",
-        default_note="of the flavour",
+        None, "Hub id or folder of a diffusers checkpoint; overrides the flavour.", default_note="of the flavour"
     )
     pretrained_vae_model_name_or_path: PathText | None = option(
         None, "Hub id or folder to take the VAE from.", default_note="the model path"
@@ -127,18 +130,6 @@ class RunOptions(Group):
         "starts at step 0 and never overwrites an existing checkpoint.",
     )
     i_know_what_i_am_doing: Flag = option(False, "Turn safety errors that mention this key into warnings.")
-
-
-class TrackingConfig(Group):
-    """Tracking"""
-
-    report_to: Text = common(
-        "none",
-        "wandb, tensorboard, comet_ml, swanlab, simpletuner (the local files, always written), all, none, or a "
-        "comma-separated list.",
-    )
-    tracker_project_name: Text = common("simpletuner", "Project name for trackers.")
-    tracker_run_name: Text = common("simpletuner-testing", "Run name for trackers.")
 
 
 class ScheduleConfig(Group):
@@ -245,9 +236,7 @@ class SpeedConfig(Group):
         "auto", "auto: all optimizations that keep the results (docs/SPEED.md). reference: unmodified diffusers code."
     )
     speed_plain_math: Flag | None = option(
-        None,
-        "Blocks of Kandinsky with less arithmetic and bit-identical results.",
-        default_note="as `speed` says",
+        None, "Blocks of Kandinsky with less arithmetic and bit-identical results.", default_note="as `speed` says"
     )
     speed_keep_attention: Flag | None = recomputed(
         None,
@@ -293,6 +282,23 @@ SLOTS = 2  # of the ring buffer for streamed blocks, in groups: one computes whi
 streamed = partial(option, requires=when("enable_group_offload", "group_offload_text_encoder", "group_offload_vae"))
 
 
+def parse_card(value: object) -> object:
+    """The name of a card without its maker and series: `RTX 4090` is `4090`."""
+    words = str(parse_text(value)).lower().replace("-", " ").split()
+    return "-".join(word for word in words if word not in ("nvidia", "geforce", "rtx"))
+
+
+Card = Annotated[
+    Literal[
+        "b200", "h200", "h100", "h100-pcie", "a100", "a30", "l40s", "l40", "pro-6000", "6000-ada", "a6000", "a5000",
+        "a4000", "a40", "5090", "5080", "5070-ti", "5070", "5060-ti", "5060", "4090", "4080", "4070-ti-super",
+        "4070-ti", "4070-super", "4070", "4060-ti", "4060", "3090", "3080-ti", "3080", "3070-ti", "3070", "3060-ti",
+        "3060", "a10", "l4", "t4",
+    ],
+    BeforeValidator(parse_card),
+]  # fmt: skip
+
+
 class OffloadConfig(Group):
     """Offload"""
 
@@ -307,6 +313,13 @@ class OffloadConfig(Group):
         "plan --device-memory 24`.",
         aliases=("device_memory",),
         gt=0,
+        default_note="the device of this machine",
+    )
+    plan_device: Card | None = option(
+        None,
+        "Plan for this card, at its rates and with its memory unless plan_device_memory_gb gives another: `simpletuner "
+        "plan --device h100`.",
+        aliases=("device",),
         default_note="the device of this machine",
     )
     enable_group_offload: Flag = common(
@@ -531,9 +544,7 @@ class ValidationConfig(Group):
     num_eval_images: Integer = option(4, "Pictures taken from a dataset per validation.", ge=1)
     validation_image_format: Literal["png", "webp", "jpeg"] = option("png", "File format of previews.")
     validation_noise_scheduler: Literal["euler", "unipc", "dpm++"] | None = option(
-        None,
-        "Sampler of previews, with the shift of the pipeline's sampler.",
-        default_note="the pipeline's",
+        None, "Sampler of previews, with the shift of the pipeline's sampler.", default_note="the pipeline's"
     )
     validation_decoding: Decoding = option(
         "whole",

@@ -29,6 +29,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # per number
 # Cost of the backward pass of attention relative to its forward pass. dQ, dK, dV and dP are four matrix products, the
 # forward pass has two; a flash kernel recomputes the scores as well (Dao 2023, arXiv 2307.08691, section 2.3).
 ATTENTION_BACKWARD, FLASH_BACKWARD = 2.0, 2.5
+LENGTHS = ("token", "text")
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,22 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of matrix products (`linear`) and of softmax attention."""
+    """FLOPs of matrix products (`linear`), of dense softmax attention, and of block-sparse attention (`sparse`)."""
 
     linear: float = 0.0
     attention: float = 0.0
+    sparse: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.linear + other.linear, self.attention + other.attention)
+        return Work(self.linear + other.linear, self.attention + other.attention, self.sparse + other.sparse)
 
     def times(self, linear: float, attention: float | None = None) -> Work:
-        return Work(self.linear * linear, self.attention * (linear if attention is None else attention))
+        factor = linear if attention is None else attention
+        return Work(self.linear * linear, self.attention * factor, self.sparse * factor)
 
     @property
     def total(self) -> float:
-        return self.linear + self.attention
+        return self.linear + self.attention + self.sparse
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,8 @@ class Activations:
         attention: tensors of a block that selective checkpointing keeps besides its input.
         outside: tensors that live for the whole step: position tables, timestep embeddings.
         sampling: the peak of a forward pass without gradients.
-        traffic: bytes moved by a block's elementwise operations in a forward pass; the backward pass moves twice as
-            many.
+        traffic: bytes moved by a stock block's elementwise operations in a forward pass.
+        forward, backward: bytes that a block in its kernels moves in training, in either pass.
     """
 
     held: float
@@ -111,6 +114,8 @@ class Activations:
     outside: float
     sampling: float
     traffic: float
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True)
@@ -162,8 +167,8 @@ class CostTable:
         keeps_attention: whether selective checkpointing can keep the result of the self-attention.
         flops: of a `large` and a `small` block, excluding products with weights.
         bytes: of a large block, by dtype; `reads` lists layers whose input is kept only for an adapter, each with
-            the first layer that reads the same input, `compiled` is what a compiled block saves, and `trained` what a
-            stock one does in a full fine-tune.
+            the first layer that reads the same input, `compiled` is what a compiled block saves, `compiled forward` and
+            `compiled backward` what its kernels move, and `trained` what a stock one saves in a full fine-tune.
         published: shapes of the published checkpoints.
     """
 
@@ -234,6 +239,7 @@ class TransformerCost:
         tiles: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
         compiled: blocks with adapters are compiled.
         compiled_reads: further layers whose input a compiled block keeps only for an adapter; see the table's `reads`.
+        density: tokens of a sample -> share of the pairs of tokens that block-sparse attention computes; None if all.
     """
 
     table: CostTable
@@ -243,6 +249,7 @@ class TransformerCost:
     tiles: Callable[[BatchShape, int], TileBytes] = field(default=lambda batch, size: TileBytes())
     compiled: bool = False
     compiled_reads: Mapping[str, str] = field(default_factory=dict)
+    density: Callable[[int], float] | None = None
 
     @cached_property
     def blocks(self) -> list[str]:
@@ -326,6 +333,9 @@ class TransformerCost:
         reads = factors["reads"] | (self.compiled_reads if self.compiled else {})
         elements = positions["token"] * self.hidden
         kept = elements * size + positions["token"] * heads * 4  # its result and log-sum-exp
+        traffic, lists = sums["traffic"], 2 * (tiles.saved + tiles.making)
+        # The backward pass of stock code moves twice as many.
+        forward, backward = self._moved(sums, positions, adapters, size) if self.compiled else (traffic, 2 * traffic)
         return Activations(
             held=elements * size,
             saved=sums[saved] + self._adapted(reads, positions, adapters) * size + tiles.saved,
@@ -333,8 +343,24 @@ class TransformerCost:
             attention=kept + tiles.saved if self.table.keeps_attention else 0.0,
             outside=sums["outside"],
             sampling=sums["sampling"] + tiles.saved + tiles.making,
-            traffic=sums["traffic"] + 2 * (tiles.saved + tiles.making),
+            traffic=traffic + lists,
+            forward=forward + lists,
+            backward=backward + 2 * lists,
         )
+
+    def _moved(
+        self, sums: Mapping[str, float], positions: Mapping[str, int], adapters: Adapters, size: int
+    ) -> tuple[float, float]:
+        """Bytes that the kernels of a compiled block move, forward and backward.
+
+        Each LoRA adds its output to that of its layer, and its gradient to that of the input: two reads and a write.
+        """
+        outputs, inputs = 0, 0
+        for name, (applied_to, shape) in self._layers.items():
+            if self.blocks[-1] + name in adapters.modules and not adapters.products:
+                outputs += positions[applied_to] * shape[0]
+                inputs += positions[applied_to] * math.prod(shape[1:2])
+        return sums["compiled forward"] + 3 * size * outputs, sums["compiled backward"] + 3 * size * inputs
 
     def _adapted(self, reads: Mapping[str, str], positions: Mapping[str, int], adapters: Adapters) -> float:
         """Numbers that a block saves for its adapters: inputs not saved otherwise, and outputs of the down factors, or
@@ -414,11 +440,11 @@ class TransformerCost:
         numbers = {"width": self.hidden, "head": self.head, "text": batch.text, "token": batch.tokens}
         work = Work()
         for words, factor in self.table.flops[block].items():
-            flops, lengths = (
-                factor * product_of(words, numbers),
-                sum(word in ("token", "text") for word in words.split()),
-            )
-            work += Work(attention=flops) if lengths == 2 else Work(linear=flops)
+            flops, lengths = factor * product_of(words, numbers), [each for each in words.split() if each in LENGTHS]
+            if self.density is not None and lengths == ["token", "token"]:
+                work += Work(sparse=flops * self.density(batch.tokens))
+            else:
+                work += Work(attention=flops) if len(lengths) == 2 else Work(linear=flops)
         return work
 
     @remembered

@@ -24,9 +24,8 @@ from simpletuner.caching.catalogue import (
 from simpletuner.caching.keys import EncoderIdentity, checkpoint_identity
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.precision import text_encoder_dtype, text_encoder_storage, vae_dtype
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.entries import text_entry_of
+from simpletuner.data.entries import DataContext, text_entry_of
 from simpletuner.data.sample import Sample
 from simpletuner.plan.build import Plan
 from simpletuner.plan.environment import driver
@@ -102,6 +101,11 @@ def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
     if entry is not None and entry.cache_dir:
         return Path(entry.cache_dir).expanduser()
     return DataContext.of(plan.config, plan.spec, plan.flavour.task).text_root
+
+
+def machine_folder(plan: Plan) -> Path:
+    """The folder of what depends on the machine and serves all runs: compiled code, chosen kernels, outcomes."""
+    return Path(plan.config.run.cache_dir or "cache").expanduser()
 
 
 def cache_folders(plan: Plan) -> list[Path]:

@@ -11,15 +11,23 @@ from simpletuner.annexes.fitting.fit import DECODING, check_fit, check_ways, cho
 from simpletuner.annexes.fitting.show import MISSING_GPU, duration
 from simpletuner.budget import device as devices
 from simpletuner.budget.budget import PREVIEWS, Budget, make_budget, remaining_seconds
-from simpletuner.budget.device import NCCL_BUFFERS, compute_capability, count_gpus, find_device, this_cpu, with_measured
+from simpletuner.budget.device import (
+    NCCL_BUFFERS,
+    compute_capability,
+    count_gpus,
+    find_device,
+    linked,
+    this_cpu,
+    with_measured,
+)
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
-from simpletuner.config.json_files import check_unset
-from simpletuner.config.load import raise_if_fatal
+from simpletuner.budget.outcomes import find_outcome
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.schema import BY_SIZE
 from simpletuner.config.sources import Arguments
+from simpletuner.config.values import check_unset
 from simpletuner.distributed.world import launched
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Reading
 from simpletuner.models.cost import VaeLoad
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing
@@ -31,16 +39,16 @@ FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those o
 DAY = 86400.0
 
 
-def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:
+def ready_plan(arguments: Arguments) -> tuple[Plan, Budget]:
     """The plan and its budget; with `offload: auto` the plan has the chosen settings.
 
     Raises:
         ConfigError: with all problems at once, including a run that does not fit.
     """
-    plan, budget = weigh_plan(arguments, problems)
+    problems, (plan, budget) = arguments.problems, weigh_plan(arguments)
     problems.extend(check_devices(plan.config.launch.local_processes))
     problems.extend(check_unset([*plan.config.publish, *plan.config.webhooks], fatal=True))
-    raise_if_fatal(problems)
+    problems.raise_if_fatal()
     return plan, budget
 
 
@@ -54,23 +62,26 @@ def check_devices(processes: int) -> Iterator[Problem]:
         yield Problem("num_processes", message)
 
 
-def weigh_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:
-    """Like `ready_plan`, but a run that does not fit is only added to `problems`.
+def weigh_plan(arguments: Arguments) -> tuple[Plan, Budget]:
+    """Like `ready_plan`, but a run that does not fit is only added to the problems of the arguments.
 
     Raises:
         ConfigError: other problems prevent a plan.
     """
-    plan, budget = weigh(make_plan(arguments, problems), problems)
+    plan, budget = arguments.problems.take(weigh(make_plan(arguments)))
     slow = list(check_gpu(plan, budget))
-    problems.extend(slow)
+    arguments.problems.extend(slow)
     return replace(plan, warnings=[*slow, *plan.warnings]), budget
 
 
-def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
+def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
     """The same for a plan that is there already."""
-    device = find_device(plan.config.offload.plan_device_memory_gb, plan.output_dir)
+    offload = plan.config.offload
+    device = find_device(offload.plan_device_memory_gb, plan.output_dir, offload.plan_device)
     if plan.config.launch.num_processes > 1:
-        device = replace(device, buffers=NCCL_BUFFERS)
+        is_here = offload.plan_device is None and offload.plan_device_memory_gb is None and device.is_gpu
+        links = linked() if is_here else {}
+        device = replace(device, buffers=NCCL_BUFFERS, rates=replace(device.rates, **links))
     budget = with_strips(make_budget(plan, device))
     plan = replace(plan, config=budget.config)
     # Before `offload: auto`, whose choice depends on whether features are cached.
@@ -82,9 +93,9 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
     judged = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
     judged += check_disk(plan, find_writings(plan, budget))
     # Of another machine's GPU it is unknown which products it has.
-    if multiplied(plan.config.precision) and plan.config.offload.plan_device_memory_gb is None:
+    if multiplied(plan.config.precision) and offload.plan_device_memory_gb is None and offload.plan_device is None:
         judged += check_capability(plan.config.precision, compute_capability())
-    problems.extend(judged)
+    yield from judged
     return replace(plan, warnings=[*plan.warnings, *(problem for problem in judged if not problem.fatal)]), budget
 
 
@@ -158,4 +169,4 @@ def on_cpu(plan: Plan, budget: Budget) -> Budget:
     device = find_device(output_dir=plan.output_dir)
     if device.is_gpu:
         device = with_measured(this_cpu(idle=device.name), plan.output_dir)
-    return replace(budget, device=device)
+    return replace(budget, device=device, outcome=find_outcome(plan, budget.workload, device))
