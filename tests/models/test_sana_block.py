@@ -27,6 +27,8 @@ DEFAULT = list(SANA_VIDEO.lora_targets)
 RANK = 4
 TINY, SMALL = Case(2, 24, 3, 3, 4, 6, 300, samples=2), Case(4, 64, 3, 4, 12, 20, 300)
 
+TOKENS = TINY.frames * TINY.height * TINY.width
+
 
 class Block:
     """The last block of a small model, with a LoRA or trained as a whole, and what the model hands to it."""
@@ -115,7 +117,7 @@ def fresh_compiler() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("given", [False, True], ids=["t2v", "i2v"])
-@pytest.mark.parametrize(("targets", "most"), [(DEFAULT, 24), (ALL_LINEAR, 28)], ids=["default", "all-linear"])
+@pytest.mark.parametrize(("targets", "most"), [(DEFAULT, 23), (ALL_LINEAR, 27)], ids=["default", "all-linear"])
 def test_what_a_compiled_block_keeps_is_planned(targets: Any, most: float, given: bool) -> None:
     """In hidden states; of diffusers' code it was 42, with a given first frame 50. `all-linear` needs the input of both
     products in the feed-forward, four."""
@@ -137,12 +139,15 @@ def test_only_what_is_cheap_is_computed_again() -> None:
     """Of all products, those of linear attention, which are as wide as a head."""
     kernels = ("mm", "addmm", "bmm", "convolution", "convolution_backward", "attention", "attention_backward")
     found: list[list[int]] = []
+    results: list[str] = []
 
     def compiler(graph: Any, inputs: Any) -> Any:
         calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
         names = [call.removeprefix("aten.").partition(".")[0] for call in calls]
         names = [name.replace("_scaled_dot_product_flash_attention_for_cpu", "attention") for name in names]
         found.append([names.count(kernel) for kernel in kernels])
+        kept = graph.graph.output_node().all_input_nodes
+        results.extend(f"{each.target}" for each in kept if TOKENS in each.meta["val"].shape)
         return make_boxed_func(graph.forward)
 
     backend: Any = aot_autograd(
@@ -152,3 +157,6 @@ def test_only_what_is_cheap_is_computed_again() -> None:
     block.gradients(block.plain(partial(torch.compile, backend=backend, dynamic=False)))
     # Ten layers, two of them of the text, which needs no gradient, and the three products of linear attention.
     assert found == [[4, 6, 3, 2, 0, 1, 0], [8, 0, 2 * 3 + 3, 0, 2, 0, 1]]
+    # Of symbolic strides inductor cannot tell the order: "cannot determine truth value of Relational".
+    assert results
+    assert not [each for each in results if "permute" in each or "transpose" in each]

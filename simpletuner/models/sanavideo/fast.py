@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, linear, relu, silu
+from torch.nn.functional import conv2d, linear, relu, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 
@@ -37,7 +37,7 @@ def run_block(
     shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation
     modulated = (block.norm1(tokens) * (1 + scale) + shift).to(tokens.dtype)
     tokens = tokens + gate * _self_attention(block.attn1, modulated, tables)
-    tokens = block.attn2(tokens, encoder_hidden_states=text, attention_mask=mask) + tokens
+    tokens = _cross_attention(block.attn2, tokens, text, mask) + tokens
     modulated = block.norm2(tokens) * (1 + ff_scale) + ff_shift
     return tokens + ff_gate * _feed_forward(block.ff, modulated.unflatten(1, grid))
 
@@ -57,6 +57,23 @@ def _self_attention(attention: Any, hidden: Tensor, tables: Sequence[Tensor]) ->
     attended = recomputed(partial(_attend, attention), *inputs, *tables)
     out: Tensor = attention.to_out[1](attention.to_out[0](attended))
     return out
+
+
+def _cross_attention(attention: Any, hidden: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+    """Attention of tokens `B S C` to a text with the biases `B 1 L`."""
+    # Kept, the transposed queries would be a view with symbolic strides, on which inductor fails.
+    query = recomputed(partial(_by_head, attention.norm_q, attention.heads), attention.to_q(hidden))
+    key, value = _by_head(attention.norm_k, attention.heads, attention.to_k(text)), attention.to_v(text)
+    value = _by_head(None, attention.heads, value)
+    attended = scaled_dot_product_attention(query, key, value, attn_mask=mask.unsqueeze(1))
+    out: Tensor = attention.to_out[1](attention.to_out[0](attended.transpose(1, 2).flatten(2)))
+    return out
+
+
+def _by_head(norm: Any, heads: int, x: Tensor) -> Tensor:
+    """`B S C` as `B H S D`, past a norm over all heads."""
+    normalised: Tensor = x if norm is None else norm(x)
+    return normalised.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
 def _attend(attention: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
