@@ -1,19 +1,27 @@
-"""What the commands that take settings share."""
+"""What the commands that take settings share; `simpletuner help`, which explains every setting by its name, by section
+or by a search; and `simpletuner examples`."""
 
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 import sys
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
+    from simpletuner.config.option import Option
     from simpletuner.config.sources import Arguments
     from simpletuner.data.discovery import Scan
     from simpletuner.plan.build import Plan
@@ -79,3 +87,176 @@ def prepare_output(plan: Plan) -> None:
         plan.output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"output_dir: {str(plan.output_dir)!r} cannot be created: {error.strerror}.") from None
+
+
+WIDTH = 78
+
+
+class SettingsCommand(TyperCommand):
+    """A command that takes settings; its `--help` also lists their sections."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        typer.echo("\n".join(sections_help()))
+
+
+def show_help(
+    context: typer.Context,
+    words: Annotated[list[str] | None, typer.Argument(help="A setting, a section, or words to search for.")] = None,
+) -> None:
+    """Explain a setting (help learning_rate), a section (help LoRA), or search (help offload)."""
+    if not words and context.parent is not None:
+        typer.echo(context.parent.get_help())
+    lines = settings_help(" ".join(words)) if words else sections_help()
+    typer.echo("\n".join(lines))
+
+
+def sections_help() -> Iterator[str]:
+    """The sections of the settings, and how to look one up."""
+    from simpletuner.config.schema import sections
+
+    yield "\nSettings: key=value, --key value or --flag; they override the file. Sections:\n"
+    names = [f"{name} ({len(options)})" for name, options in sections().items()]
+    yield textwrap.fill(", ".join(names), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    yield "\nsimpletuner help KEY explains one, help SECTION a section, help WORD searches."
+
+
+def settings_help(wanted: str) -> list[str]:
+    """The help of a key, of a section, or of every key that mentions the words.
+
+    Raises:
+        UserError: nothing is found.
+    """
+    from simpletuner.config.datasets import dataset_options
+    from simpletuner.config.schema import option_names, sections
+
+    names, of_datasets, by_section = option_names(), dataset_options(), sections()
+    name = wanted.lstrip("-").replace("-", "_").lower()
+    mentions = _search(wanted, [*chain(*by_section.values()), *of_datasets.values()])
+    section = next((options for title, options in by_section.items() if title.lower() == wanted.lower()), [])
+    of_dataset = [option for key, option in of_datasets.items() if name in (key, key.rpartition(".")[2])]
+    # A key may share its name with a key of datasets, and with a section; these are listed below it.
+    if same_name := [*filter(None, [names.get(name)]), *of_dataset]:
+        section = [option for option in section if option not in same_name]
+        related = dict.fromkeys(option.name for option in mentions if option not in (*section, *same_name))
+        first, *rest = same_name
+        return [*explain_key(first, [*related]), *chain(*map(explain_key, rest)), *chain(*map(summary, section))]
+    if not (options := section or mentions):
+        raise UserError(f"no setting mentions {wanted!r}.{did_you_mean(name, [*names, *of_datasets])}")
+    return [*chain(*map(summary, options))]
+
+
+def explain_key(option: Option, related: Sequence[str] = ()) -> Iterator[str]:
+    """Everything about one key."""
+    from simpletuner.config.datasets import DATASET_FILE
+    from simpletuner.models.registry import FAMILIES
+
+    families = {} if option.section == DATASET_FILE else FAMILIES
+    by_family = {family: spec.defaults.get(option.name) for family, spec in families.items()}
+    facts = {
+        "Allowed": allowed(option),
+        "Default": default_of(option),
+        "By family": ", ".join(f"{family} {value}" for family, value in by_family.items() if value is not None),
+        **{title: ", ".join(names) for title, names in option.relations.items()},
+        "See also": ", ".join(related),
+    }
+    yield f"{option.name}  ({option.section})"
+    yield from textwrap.wrap(option.help, WIDTH, initial_indent="  ", subsequent_indent="  ")
+    for title, text in facts.items():
+        if text:
+            line = f"{title}: {text}"
+            yield textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def summary(option: Option) -> Iterator[str]:
+    """A key with its help, allowed values and default, in a few lines."""
+    from simpletuner.config.datasets import DATASET_FILE
+
+    yield option.name if option.section == DATASET_FILE else f"--{option.name}"
+    text = f"{option.help} [{allowed(option)}; default {default_of(option)}]"
+    yield from textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def allowed(option: Option) -> str:
+    """The values a key takes, in words."""
+    kind = ", ".join(option.choices) or option.type_name
+    return f"{kind} {option.limit_text}".strip()
+
+
+def default_of(option: Option) -> str:
+    """The default in words."""
+    return option.default_text.replace("`", "") or "not set"
+
+
+def _search(wanted: str, options: Sequence[Option]) -> list[Option]:
+    """What an everyday word stands for, in the order in which it helps most; then what mentions all words."""
+    from simpletuner.config.sections import EVERYDAY_WORDS
+
+    meant = [key for words, keys in EVERYDAY_WORDS.items() if f" {wanted.lower()} " in f" {words} " for key in keys]
+    first = sorted((each for each in options if each.name in meant), key=lambda option: meant.index(option.name))
+    return [*first, *(option for option in options if option.name not in meant and _mentions(option, wanted))]
+
+
+def _mentions(option: Option, wanted: str) -> bool:
+    text = " ".join((option.name, *option.aliases, option.help, option.section, *option.choices)).lower()
+    # Keys are written with underscores, flags also with dashes.
+    return all(word in text or word.replace("-", "_") in text for word in wanted.lower().split())
+
+
+examples = typer.Typer(help="List the packaged examples, or copy one to start from.", no_args_is_help=True)
+
+
+@examples.command("list")
+def list_examples() -> None:
+    """The packaged examples, one line each."""
+    from simpletuner.config.sources import example_names
+
+    names = example_names()
+    width = max(map(len, names))
+    for name in names:
+        typer.echo(f"{name:<{width}}  {_about(name)}")
+    typer.echo("\nRun one: simpletuner train example=NAME. Make a copy to change: simpletuner examples copy NAME.")
+
+
+def _about(name: str) -> str:
+    """What an example trains, from its config."""
+    from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
+    from simpletuner.models.registry import FAMILIES
+    from simpletuner.models.spec import TASKS
+
+    config = json.loads(example_file(name).read_text(encoding="utf-8"))
+    spec = FAMILIES[config["model_family"]]
+    flavour = spec.flavour(config.get("model_flavour"))
+    kind = "LoRA" if config["model_type"] == "lora" else "full fine-tune"
+    about = f"{kind} for {spec.title}, {flavour.name} ({TASKS[flavour.task]})"
+    if "num_processes" in config:
+        about += f", on {config['num_processes']} GPUs"
+    is_tiny = str(config.get("pretrained_model_name_or_path", "")).startswith(EXAMPLES_ALIAS)
+    return f"{about}; tiny model, no download, no GPU, minutes" if is_tiny else about
+
+
+@examples.command("copy")
+def copy_example(
+    name: Annotated[str, typer.Argument(help="Name of the example; `examples list` shows them.")],
+    dest: Annotated[Path | None, typer.Option("--dest", help="Folder to create; config/NAME by default.")] = None,
+) -> None:
+    """Copy an example's files, and point the paths inside them at the copy."""
+    from simpletuner.atomic import build_folder, write_atomically
+    from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
+
+    source = example_file(name).parent
+    folder = dest or Path("config") / name
+    # How a text begins that names a file of the example. Those of other examples stay in the package.
+    packaged, copied = f'"{EXAMPLES_ALIAS}{name}/', json.dumps(f"{folder.as_posix()}/", ensure_ascii=False)[:-1]
+    if folder.exists() or folder.is_symlink():
+        raise UserError(f"{folder} exists already; choose another folder with --dest.")
+    try:
+        # Whole or not at all: half a copy would be refused as an existing folder at the next try.
+        with build_folder(folder) as unfinished:
+            shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+            for path in unfinished.glob("*.json"):
+                write_atomically(path, path.read_text(encoding="utf-8").replace(packaged, copied))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}.") from None
+    chosen = name if dest is None else folder
+    typer.echo(f"Copied to {folder}. Run it with: simpletuner train env={chosen}")

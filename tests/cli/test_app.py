@@ -13,7 +13,7 @@ import pytest
 
 from simpletuner.cli import app
 from simpletuner.cli.app import main
-from simpletuner.cli.help import settings_help
+from simpletuner.cli.settings import settings_help
 from simpletuner.config.datasets import dataset_options
 from simpletuner.config.schema import all_options
 from simpletuner.config.sections import EVERYDAY_WORDS

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.cli.help import explain_key
+from simpletuner.cli.settings import explain_key
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.option import Option, When, unless, when
 from simpletuner.config.schema import RunConfig, all_options
