@@ -29,7 +29,7 @@ from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.optimizers import OPTIMIZERS, update_kernel
 from simpletuner.config.schema import SLOTS, OptimizerName
 from simpletuner.config.speed import checkpointed_blocks
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route
 from simpletuner.models.cost import (
     ATTENTION_BACKWARD,
     BYTES,

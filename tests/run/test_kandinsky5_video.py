@@ -147,8 +147,9 @@ def test_bad_input(
         ({}, ""),  # 80x48 and 128x128 have one scale, the one outside 480..854
         (
             {"validation_resolution": "768x512"},
-            "rope_scale: 80x48 of pictures: the pipeline samples this size with 1,3.16,3.16, it is trained with "
-            "1,2,2, as 768x512 is sampled.",
+            "rope_scale: clips of pictures are trained at 80x48. If you will sample at 768x512, as previews are, "
+            "ignore this; else set crop_aspect closest: 80x48 is sampled with RoPE scale 1,3.16,3.16, and trained "
+            "with 1,2,2.",
         ),
         ({"validation_resolution": "768x512", "rope_scale": "1,2,2"}, ""),
         ({"rope_scale": "1,2,2"}, "1,2,2 is trained; the pipeline samples 128x128 with another scale."),

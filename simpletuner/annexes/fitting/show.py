@@ -140,7 +140,13 @@ def _fate(entry: LedgerEntry) -> str:
 def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     listing = budget.listing
     if listing is None:
-        yield "Caches: the checkpoint will be downloaded first; then everything is encoded once."
+        transformer = plan.source["transformer"]
+        absence = transformer.absence()
+        yield "Caches: " + (
+            f"{transformer.location!r} {absence}"
+            if absence
+            else "the checkpoint will be downloaded first; then everything is encoded once."
+        )
         return
     noun, later = plan.spec.media_noun, len(listing.encoded_in_training)
     for what, entries in (("captions and prompts", listing.texts), (noun, listing.ahead)):

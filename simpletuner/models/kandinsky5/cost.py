@@ -69,7 +69,7 @@ def transformer_cost(
     unit = TILE if is_sparse(settings) else 1
     # Masks leave nothing out.
     density = (lambda tokens: ASSUMED_DENSITY) if is_sparse(settings) and kernels.tile_lists else None
-    return TransformerCost(read_cost_table(PACKAGE), shapes, head, unit, tile_bytes, kernels.compiled, density)
+    return TransformerCost(read_cost_table(PACKAGE), shapes, head, unit, tile_bytes, kernels.compiled, density=density)
 
 
 def _base_channels(settings: Mapping[str, object]) -> int:
