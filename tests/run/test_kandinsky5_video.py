@@ -178,7 +178,7 @@ def test_block_sparse_checkpoints_ask_for_tiles(tmp_path: Path, capsys: pytest.C
     workspace.write_datasets([{**CLIPS, "resolution": 128, "crop": True, "crop_style": "center"}, DATASETS[1]])
     on_a_gpu = ("--dry-run", "plan_device_memory_gb=80")
     assert workspace.train(*on_a_gpu) == 0
-    assert "attention visits of all tiles 25% at 128x128@5 (assumed)" in capsys.readouterr().out
+    assert "attention density (share of the tiles visited): 25 % at 128x128@5 (assumed)" in capsys.readouterr().out
     assert workspace.train("max_train_steps=1") == 0
     density = workspace.metrics()[0]["attention_density"]
     assert f", attention density {density * 100:.0f} %" in capsys.readouterr().out
@@ -187,7 +187,7 @@ def test_block_sparse_checkpoints_ask_for_tiles(tmp_path: Path, capsys: pytest.C
     workspace.path("cache").mkdir(exist_ok=True)
     workspace.path("cache/outcomes.json").write_text(json.dumps(outcomes))
     assert workspace.train(*on_a_gpu) == 0
-    assert f"{density:.0%} at 128x128@5 (measured)" in capsys.readouterr().out
+    assert f"{density * 100:.0f} % at 128x128@5 (measured)" in capsys.readouterr().out
     workspace.write_datasets([{**CLIPS, "aspect_bucket_alignment": "16"}, DATASETS[1]])
     assert workspace.train("--dry-run", "output_dir=other") == 2
     assert "128" in capsys.readouterr().err

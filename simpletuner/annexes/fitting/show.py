@@ -244,9 +244,9 @@ def _density_lines(budget: Budget) -> Iterator[str]:
     density, known = budget.parts.transformer.density, budget.outcome.densities
     if density is not None:
         buckets = list(zip(budget.workload.buckets, (step.load.tokens for step in budget.steps), strict=True))
-        shares = (f"{density(tokens):.0%} at {bucket.label} ({'measured' if tokens in known else 'assumed'})"
+        shares = (f"{density(tokens) * 100:.0f} % at {bucket.label} ({'measured' if tokens in known else 'assumed'})"
                   for bucket, tokens in buckets[:SHOWN_BUCKETS])  # fmt: skip
-        yield f"  block-sparse attention visits of all tiles {', '.join(shares)}"
+        yield f"  attention density (share of the tiles visited): {', '.join(shares)}"
 
 
 def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
