@@ -49,7 +49,7 @@ from simpletuner.speed.attention import kernel_chooser
 from simpletuner.speed.compile import FirstGradients, compile_blocks
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import HiddenStates, Site, Technique
-from simpletuner.training.lora import add_lora, start_from
+from simpletuner.training.lora import LoraAdapter, add_lora, start_from
 from simpletuner.training.meter import count_flops
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease, HostState
@@ -97,6 +97,8 @@ def assemble(
         shard(transformer, layout.blocks, config.launch, device, world, keep_trained=is_lora)
     else:
         place_model(transformer, blocks_to_stream(layout, config.offload), device)
+    if fast is not None and config.speed.speed_fused_lora:
+        _fuse_lora(trained, fast, device, sharded=sharded)
     parameters, ratio = trained.parameters(), config.lora.lora_plus_ratio
     # LoRA+ (Hayou et al., arXiv:2402.12354): the matrices B at a multiple of the rate.
     faster = [weight for name, weight in parameters.items() if ratio is not None and ".lora_B." in name]
@@ -288,6 +290,14 @@ def _use_fast_blocks(
         choose = kernel_chooser(config.precision.attention_mechanism, device, dtype)
         fast.self_attention.choose = choose or fast.self_attention.choose
     return fast
+
+
+def _fuse_lora(trained: LoraAdapter, fast: FastBlocks, device: torch.device, *, sharded: bool) -> None:
+    from simpletuner.speed.fused_lora import fuse
+
+    # Inits that change the base write other weights into the adapter between a forward pass and its backward pass.
+    packs = device.type == "cuda" and not sharded and not trained.initial
+    fuse(trained.transformer, fast, pack=device if packs else None)
 
 
 def _checkpoint_and_compile(
