@@ -256,7 +256,9 @@ class SpeedConfig(Group):
         label="Fused LoRA",
         requires=(
             when(model_type="lora", because="model_type full trains every weight and no LoRA", fatal=True),
-            when(lora_type="standard", because="the update of other kinds is no product of two thin matrices", fatal=True),
+            when(
+                lora_type="standard", because="the update of other kinds is no product of two thin matrices", fatal=True
+            ),
         ),
         excludes=(
             when("use_dora", because="DoRA scales the sum of base and update, whose norm takes the whole weight"),

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -46,15 +47,18 @@ from simpletuner.models.loading import DeferredWeights, keep_full_float32
 from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import kernel_chooser
-from simpletuner.speed.compile import FirstGradients, compile_blocks
+from simpletuner.speed.compile import FirstGradients, Reference, compile_blocks, unpacked_products
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import HiddenStates, Site, Technique
-from simpletuner.training.lora import LoraAdapter, add_lora, start_from
+from simpletuner.training.lora import BASE_CHANGING_INITS, add_lora, start_from
 from simpletuner.training.meter import count_flops
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.training.state import Assembly, StepSettings, TrainingSpec
 from simpletuner.training.trained import FullModel, Trained
+
+if TYPE_CHECKING:  # imported where it is on
+    from simpletuner.training.fused_lora import FusedLora
 
 
 def make_accelerator() -> Accelerator:
@@ -86,7 +90,8 @@ def assemble(
     transformer, is_lora = trained.transformer, config.model.model_type == "lora"
     layout, dtype = adapter.block_layout(transformer), DTYPES[transformer_dtype(precision)]
     fast = _use_fast_blocks(transformer, config, adapter, device)
-    _checkpoint_and_compile(transformer, layout, fast, config, device)
+    fused = _fuse_lora(fast, config)
+    _checkpoint_and_compile(transformer, layout, fast, fused, config, device)
     load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(precision, config.caching)])
     site = Site(
         adapter, transformer, layout, device, dtype, techniques, trained.disabled, HiddenStates(layout), load_vae,
@@ -97,8 +102,9 @@ def assemble(
         shard(transformer, layout.blocks, config.launch, device, world, keep_trained=is_lora)
     else:
         place_model(transformer, blocks_to_stream(layout, config.offload), device)
-    if fast is not None and config.speed.speed_fused_lora:
-        _fuse_lora(trained, fast, device, sharded=sharded)
+        # Inits that change the base swap the adapter's weights between a forward pass and its backward pass.
+        if fused is not None and device.type == "cuda" and config.lora.lora_init_type not in BASE_CHANGING_INITS:
+            fused.pack(transformer, device)
     parameters, ratio = trained.parameters(), config.lora.lora_plus_ratio
     # LoRA+ (Hayou et al., arXiv:2402.12354): the matrices B at a multiple of the rate.
     faster = [weight for name, weight in parameters.items() if ratio is not None and ".lora_B." in name]
@@ -293,20 +299,21 @@ def _use_fast_blocks(
     return fast
 
 
-def _fuse_lora(trained: LoraAdapter, fast: FastBlocks, device: torch.device, *, sharded: bool) -> None:
-    from simpletuner.speed.fused_lora import fuse
+def _fuse_lora(fast: FastBlocks | None, config: RunConfig) -> FusedLora | None:
+    if fast is None or not config.speed.speed_fused_lora:
+        return None
+    from simpletuner.training.fused_lora import FusedLora
 
-    # Inits that change the base write other weights into the adapter between a forward pass and its backward pass.
-    packs = device.type == "cuda" and not sharded and not trained.initial
-    fuse(trained.transformer, fast, pack=device if packs else None)
+    return FusedLora(fast)
 
 
 def _checkpoint_and_compile(
-    transformer: nn.Module, layout: BlockLayout, fast: FastBlocks | None, config: RunConfig, device: torch.device
-) -> None:
+    transformer: nn.Module, layout: BlockLayout, fast: FastBlocks | None, fused: FusedLora | None, config: RunConfig,
+    device: torch.device,
+) -> None:  # fmt: skip
     """Checkpoint blocks, then compile them.
 
-    With `quantized_matmul` the first visual block tells the error of its gradients, uncompiled.
+    With `quantized_matmul` or `speed_fused_lora` the first visual block logs the error of its gradients, uncompiled.
     """
     dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in transformer.modules())
     keeps, inputs_leave = keeps_attention(config.speed), config.offload.offload_block_inputs
@@ -318,16 +325,27 @@ def _checkpoint_and_compile(
         block_inputs=BlockInputs(device) if inputs_leave else None,
         keep=fast.self_attention if fast is not None and keeps else None,
     )
-    stored = quantisation(config.precision.base_model_precision) if config.precision.quantized_matmul else None
-    first = stored and FirstGradients(stored.name.partition("-")[0], layout.visual_blocks[0], fast)
+    first = layout.visual_blocks[0]
+    compared = [FirstGradients(*how, first, fast) for how in _approximations(config, first, fused)]
     backend = compile_backend(config.speed, config.launch, device.type)
     if backend is not None:
         # The last functions of checkpointed blocks recompute themselves if they keep the attention's result, and their
         # inputs on the device, and do not restore the state of the random generator.
         inside, sampling = keeps and not inputs_leave and not dropout, config.validation.validation_torch_compile
         compile_blocks(layout, fast, backend, config.launch, sampling=sampling, recomputing=inside)
-    if first:
-        first.install()
+    for each in compared:
+        each.install()
+
+
+def _approximations(config: RunConfig, block: nn.Module, fused: FusedLora | None) -> Iterator[tuple[str, Reference]]:
+    """What changes gradients of a block: in words, and a context without it."""
+    stored = quantisation(config.precision.base_model_precision)
+    differ = "on the first batch, gradients of block 0 differ by up to %.1e from"
+    if stored is not None and config.precision.quantized_matmul:
+        products = f"{stored.name.partition('-')[0]} products"
+        yield f"{products}: {differ} unpacked products.", partial(unpacked_products, block)
+    if fused is not None and fused.groups:
+        yield f"fused LoRA: {differ} separate products.", fused.separate
 
 
 def _stream(

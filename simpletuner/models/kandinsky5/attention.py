@@ -118,7 +118,7 @@ def project(
 
 def products(attn: Kandinsky5Attention, names: tuple[str, ...], x: Tensor) -> Sequence[Tensor]:
     """`x` through layers of an attention, which `speed_fused_lora` computes together."""
-    if attn.fused_projections:
+    if attn.fused_projections and names in attn.shared_inputs:
         together: Sequence[Tensor] = attn.shared_inputs[names](x)
         return together
     return [attn.get_submodule(name)(x) for name in names]

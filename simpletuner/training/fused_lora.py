@@ -1,7 +1,7 @@
 """LoRA in fewer products (`speed_fused_lora`).
 
-Layers with the same input x (T K), weights Wᵢ and adapters Aᵢ (r K), Bᵢ compute yᵢ = x Wᵢᵀ + s (x Aᵢᵀ) Bᵢᵀ. peft multiplies
-each layer three times. Here all A are one product, h = s x [A₁; A₂; ...]ᵀ, and then, with B on the diagonal of blocks,
+Layers with the same input x (T K), weights Wᵢ and adapters Aᵢ (r K), Bᵢ compute yᵢ = x Wᵢᵀ + s (x Aᵢᵀ) Bᵢᵀ: in peft three
+products each. Here all A are one product, h = s x [A₁; A₂; ...]ᵀ, and then, with B on the diagonal of blocks,
 
     [y₁ | y₂ | ...] = [x | h] · [W | B]ᵀ             one product for all layers, which adds in its accumulators
 
@@ -14,6 +14,7 @@ reads h Bᵀ for each, 12; [x | h] is written beside x, and x read once, for eac
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ from torch.nn.functional import linear
 
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.training.lora import ADAPTER
+
+logger = logging.getLogger(__name__)
 
 
 class SharedInput:
@@ -114,32 +117,44 @@ class WideProduct(torch.autograd.Function):
         return (inputs, thin.t() @ wide[:, :width], None, None, None, *ups)
 
 
-def fuse(transformer: nn.Module, fast: FastBlocks, *, pack: torch.device | None) -> list[SharedInput]:
-    """Fuse the LoRA of layers that share their input.
+class FusedLora:
+    """The groups of a transformer's layers that share their input and all have a LoRA."""
 
-    Args:
-        pack: the device whose plain weights are packed; None for no packing.
-    """
-    groups = []
-    for attention, names in fast.shared_inputs:
-        owner: Any = attention
-        layers = [owner.get_submodule(name) for name in names]
-        if all(isinstance(layer, LoraLinear) for layer in layers):
-            groups.append(SharedInput(layers))
-            owner.fused_projections = True
-            owner.shared_inputs = {**vars(owner).get("shared_inputs", {}), names: groups[-1]}
-    packed = []
-    for group in groups if pack is not None else []:
-        base = group.layers[0].base_layer
-        if type(base) is nn.Linear and base.weight.device == pack:
-            group.pack()
-            packed.append(group)
+    def __init__(self, fast: FastBlocks) -> None:
+        self.groups: list[SharedInput] = []
+        self._packed: list[SharedInput] = []
+        for module, names in fast.shared_inputs:
+            attention: Any = module
+            layers = [attention.get_submodule(name) for name in names]
+            if all(isinstance(layer, LoraLinear) for layer in layers):
+                self.groups.append(SharedInput(layers))
+                before = attention.shared_inputs if attention.fused_projections else {}
+                attention.shared_inputs, attention.fused_projections = {**before, names: self.groups[-1]}, True
+        if not self.groups:
+            logger.warning("speed_fused_lora has no effect: no layers that share their input all have a LoRA.")
 
-    def refresh(*inputs: Any) -> None:
-        sources, places = zip(*(pair for group in packed for pair in group.copies()), strict=True)
-        torch._foreach_copy_(places, sources)
+    def pack(self, transformer: nn.Module, device: torch.device) -> None:
+        """Pack the plain weights that are on a device; for the others, nothing changes."""
+        for group in self.groups:
+            base: Any = group.layers[0].base_layer
+            if type(base) is nn.Linear and base.weight.device.type == device.type:
+                group.pack()
+                self._packed.append(group)
+        if self._packed:
+            # Optimizers, checkpoints and averages write to B, some without a trace in autograd's version counters.
+            transformer.register_forward_pre_hook(self._refresh)
 
-    if packed:
-        # Optimizers, checkpoints and averages write to B, some behind autograd's back: copied at every forward pass.
-        transformer.register_forward_pre_hook(refresh)
-    return groups
+    def _refresh(self, *call: Any) -> None:
+        copies = [pair for group in self._packed for pair in group.copies()]
+        torch._foreach_copy_([place for _, place in copies], [up for up, _ in copies])
+
+    @contextmanager
+    def separate(self) -> Iterator[None]:
+        """A context in which peft computes every layer by itself."""
+        for group in self.groups:
+            group.is_fused = False
+        try:
+            yield
+        finally:
+            for group in self.groups:
+                group.is_fused = True
