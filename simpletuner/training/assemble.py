@@ -18,7 +18,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -57,9 +56,6 @@ from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.training.state import Assembly, StepSettings, TrainingSpec
 from simpletuner.training.trained import FullModel, Trained
 
-if TYPE_CHECKING:  # imported where it is on
-    from simpletuner.training.fused_lora import FusedLora
-
 
 def make_accelerator() -> Accelerator:
     """accelerate for devices, gradient synchronisation and collectives, without its mixed precision.
@@ -90,8 +86,7 @@ def assemble(
     transformer, is_lora = trained.transformer, config.model.model_type == "lora"
     layout, dtype = adapter.block_layout(transformer), DTYPES[transformer_dtype(precision)]
     fast = _use_fast_blocks(transformer, config, adapter, device)
-    fused = _fuse_lora(fast, config)
-    _checkpoint_and_compile(transformer, layout, fast, fused, config, device)
+    _checkpoint_and_compile(transformer, layout, fast, config, device)
     load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(precision, config.caching)])
     site = Site(
         adapter, transformer, layout, device, dtype, techniques, trained.disabled, HiddenStates(layout), load_vae,
@@ -102,9 +97,6 @@ def assemble(
         shard(transformer, layout.blocks, config.launch, device, world, keep_trained=is_lora)
     else:
         place_model(transformer, blocks_to_stream(layout, config.offload), device)
-        # Inits that change the base swap the adapter's weights between a forward pass and its backward pass.
-        if fused is not None and device.type == "cuda" and config.lora.lora_init_type not in BASE_CHANGING_INITS:
-            fused.pack(transformer, device)
     parameters, ratio = trained.parameters(), config.lora.lora_plus_ratio
     # LoRA+ (Hayou et al., arXiv:2402.12354): the matrices B at a multiple of the rate.
     faster = [weight for name, weight in parameters.items() if ratio is not None and ".lora_B." in name]
@@ -299,18 +291,9 @@ def _use_fast_blocks(
     return fast
 
 
-def _fuse_lora(fast: FastBlocks | None, config: RunConfig) -> FusedLora | None:
-    if fast is None or not config.speed.speed_fused_lora:
-        return None
-    from simpletuner.training.fused_lora import FusedLora
-
-    return FusedLora(fast)
-
-
 def _checkpoint_and_compile(
-    transformer: nn.Module, layout: BlockLayout, fast: FastBlocks | None, fused: FusedLora | None, config: RunConfig,
-    device: torch.device,
-) -> None:  # fmt: skip
+    transformer: nn.Module, layout: BlockLayout, fast: FastBlocks | None, config: RunConfig, device: torch.device
+) -> None:
     """Checkpoint blocks, then compile them.
 
     With `quantized_matmul` or `speed_fused_lora` the first visual block logs the error of its gradients, uncompiled.
@@ -326,7 +309,7 @@ def _checkpoint_and_compile(
         keep=fast.self_attention if fast is not None and keeps else None,
     )
     first = layout.visual_blocks[0]
-    compared = [FirstGradients(*how, first, fast) for how in _approximations(config, first, fused)]
+    compared = [FirstGradients(*how, first, fast) for how in _approximations(transformer, first, fast, config)]
     backend = compile_backend(config.speed, config.launch, device.type)
     if backend is not None:
         # The last functions of checkpointed blocks recompute themselves if they keep the attention's result, and their
@@ -337,14 +320,22 @@ def _checkpoint_and_compile(
         each.install()
 
 
-def _approximations(config: RunConfig, block: nn.Module, fused: FusedLora | None) -> Iterator[tuple[str, Reference]]:
-    """What changes gradients of a block: in words, and a context without it."""
+def _approximations(
+    transformer: nn.Module, first: nn.Module, fast: FastBlocks | None, config: RunConfig
+) -> Iterator[tuple[str, Reference]]:
+    """What changes the gradients of the first block: in words, and a context without it."""
     stored = quantisation(config.precision.base_model_precision)
     differ = "on the first batch, gradients of block 0 differ by up to %.1e from"
     if stored is not None and config.precision.quantized_matmul:
         products = f"{stored.name.partition('-')[0]} products"
-        yield f"{products}: {differ} unpacked products.", partial(unpacked_products, block)
-    if fused is not None and fused.groups:
+        yield f"{products}: {differ} unpacked products.", partial(unpacked_products, first)
+    if fast is not None and config.speed.speed_fused_lora:
+        from simpletuner.training.fused_lora import FusedLora
+
+        # FSDP2 shards the weights. Inits that change the base swap the adapter between a forward pass and its backward
+        # pass, and [W | B] would keep the wrong one.
+        stays = not config.launch.fsdp_enable and config.lora.lora_init_type not in BASE_CHANGING_INITS
+        fused = FusedLora(transformer, fast, pack=stays)
         yield f"fused LoRA: {differ} separate products.", fused.separate
 
 

@@ -1,7 +1,7 @@
 """LoRA in fewer products (`speed_fused_lora`).
 
-Layers with the same input x (T K), weights Wᵢ and adapters Aᵢ (r K), Bᵢ compute yᵢ = x Wᵢᵀ + s (x Aᵢᵀ) Bᵢᵀ: in peft three
-products each. Here all A are one product, h = s x [A₁; A₂; ...]ᵀ, and then, with B on the diagonal of blocks,
+Layers with the same input x (T K), weights Wᵢ and adapters Aᵢ (r K), Bᵢ compute yᵢ = x Wᵢᵀ + s (x Aᵢᵀ) Bᵢᵀ, in peft by
+three products each. Here all A are one product, h = s x [A₁; A₂; ...]ᵀ, and then, with B on the diagonal of blocks,
 
     [y₁ | y₂ | ...] = [x | h] · [W | B]ᵀ             one product for all layers, which adds in its accumulators
 
@@ -26,6 +26,8 @@ from torch.nn.functional import linear
 
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.training.lora import ADAPTER
+
+PACKED_ON = ("cuda",)  # types of devices on which the wide product is faster
 
 logger = logging.getLogger(__name__)
 
@@ -61,17 +63,20 @@ class SharedInput:
         out: Tensor = WideProduct.apply(x.flatten(0, -2), down, self.packed, self.bias, scale, *ups)
         return out.unflatten(0, x.shape[:-1]).split([len(up) for up in ups], dim=-1)
 
-    def pack(self) -> None:
-        """Move the weights into one matrix, with columns for B; it replaces theirs in memory."""
+    def pack(self) -> bool:
+        """Move plain weights on a GPU into one matrix with columns for B, which replaces theirs; False for others."""
         bases: list[Any] = [layer.base_layer for layer in self.layers]
-        weight, ranks = bases[0].weight, len(bases) * self.rank
-        rows = [base.out_features for base in bases]
-        packed = weight.new_zeros(sum(rows), weight.shape[1] + ranks)
-        for base, part in zip(bases, packed[:, : weight.shape[1]].split(rows), strict=True):
-            base.weight.data = part.copy_(base.weight)
+        weight, rows = bases[0].weight, [base.out_features for base in bases]
+        if any(type(base) is not nn.Linear for base in bases) or weight.device.type not in PACKED_ON:
+            return False
+        width, ranks = weight.shape[1], len(bases) * self.rank
+        packed = weight.new_zeros(sum(rows), width + ranks)
+        for base, part in zip(bases, packed[:, :width].split(rows), strict=True):
+            base.weight.data = part.copy_(base.weight.detach())
         if bases[0].bias is not None:
             self.bias = torch.cat([base.bias.detach() for base in bases])
         self.packed = packed
+        return True
 
     @property
     def rank(self) -> int:
@@ -84,7 +89,8 @@ class SharedInput:
         row, column = 0, self.packed.shape[1] - len(self.layers) * self.rank
         for layer in self.layers:
             up = layer.lora_B[ADAPTER].weight.detach()
-            yield up, self.packed[row : row + len(up), column : column + self.rank]
+            # `data`: a second forward pass copies the same numbers, and must not invalidate what the first one saved.
+            yield up, self.packed.data[row : row + len(up), column : column + self.rank]
             row, column = row + len(up), column + self.rank
 
 
@@ -118,35 +124,36 @@ class WideProduct(torch.autograd.Function):
 
 
 class FusedLora:
-    """The groups of a transformer's layers that share their input and all have a LoRA."""
+    """The groups of a transformer's layers that share their input and all have a LoRA.
 
-    def __init__(self, fast: FastBlocks) -> None:
+    Args:
+        pack: pack the weights that are plain and on a GPU; they and B must not change between a forward pass and its
+            backward pass.
+    """
+
+    def __init__(self, transformer: nn.Module, fast: FastBlocks, *, pack: bool) -> None:
         self.groups: list[SharedInput] = []
-        self._packed: list[SharedInput] = []
+        self._packed: list[SharedInput] | None = None
         for module, names in fast.shared_inputs:
             attention: Any = module
             layers = [attention.get_submodule(name) for name in names]
             if all(isinstance(layer, LoraLinear) for layer in layers):
                 self.groups.append(SharedInput(layers))
-                before = attention.shared_inputs if attention.fused_projections else {}
-                attention.shared_inputs, attention.fused_projections = {**before, names: self.groups[-1]}, True
+                others = attention.shared_inputs if attention.fused_projections else {}
+                attention.shared_inputs, attention.fused_projections = {**others, names: self.groups[-1]}, True
         if not self.groups:
             logger.warning("speed_fused_lora has no effect: no layers that share their input all have a LoRA.")
-
-    def pack(self, transformer: nn.Module, device: torch.device) -> None:
-        """Pack the plain weights that are on a device; for the others, nothing changes."""
-        for group in self.groups:
-            base: Any = group.layers[0].base_layer
-            if type(base) is nn.Linear and base.weight.device.type == device.type:
-                group.pack()
-                self._packed.append(group)
-        if self._packed:
-            # Optimizers, checkpoints and averages write to B, some without a trace in autograd's version counters.
+        elif pack:
             transformer.register_forward_pre_hook(self._refresh)
 
     def _refresh(self, *call: Any) -> None:
+        """Copy every B beside its weight, before each forward pass: optimizers, checkpoints and averages write to it,
+        some without a trace in autograd's version counters."""
+        if self._packed is None:  # the weights are on their final device by now, those of streamed blocks on the CPU
+            self._packed = [group for group in self.groups if group.pack()]
         copies = [pair for group in self._packed for pair in group.copies()]
-        torch._foreach_copy_([place for _, place in copies], [up for up, _ in copies])
+        if copies:
+            torch._foreach_copy_([place for _, place in copies], [up for up, _ in copies])
 
     @contextmanager
     def separate(self) -> Iterator[None]:
