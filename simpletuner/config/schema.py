@@ -253,6 +253,22 @@ class SpeedConfig(Group):
         "Store frozen float32 modulation weights of Kandinsky as bf16 if that is lossless.",
         default_note="as `speed` says",
     )
+    speed_fused_lora: Flag = option(
+        False,
+        "Compute the LoRAs of layers that share their input in one product, on a GPU together with the base weights. "
+        "Other rounding; a run prints the error of its gradients.",
+        label="Fused LoRA",
+        requires=(
+            when(model_type="lora", because="model_type full trains every weight and no LoRA", fatal=True),
+            when(
+                lora_type="standard", because="the update of other kinds is no product of two thin matrices", fatal=True
+            ),
+        ),
+        excludes=(
+            when("use_dora", because="DoRA scales the sum of base and update, whose norm takes the whole weight"),
+            when("lora_dropout", because="each layer drops other inputs"),
+        ),
+    )
     deterministic: Flag = option(
         False,
         "Bit-identical repeats on a GPU: kernels with a fixed order of sums, none chosen by timing. Slower; no "

@@ -15,7 +15,8 @@ from simpletuner.errors import NoEffect, Problem, did_you_mean
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those with CUDA graphs
 # Keys that have an effect only on blocks of ours.
-BLOCK_KEYS = ("speed_plain_math", "speed_keep_attention", "speed_bf16_modulation", "attention_mechanism")
+BLOCK_KEYS = ("speed_plain_math", "speed_keep_attention", "speed_bf16_modulation", "speed_fused_lora",
+              "attention_mechanism")  # fmt: skip
 
 
 @dataclass(frozen=True)

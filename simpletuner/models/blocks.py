@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from simpletuner.atomic import changing, write_json
@@ -112,6 +112,7 @@ class FastBlocks:
         last: names of functions that end a block.
         recomputing: versions of those that keep only their inputs for the backward pass, by name.
         outside_checkpoint: entered around those in a checkpointed block; it hides the block's checkpoint from them.
+        shared_inputs: modules, each with names of its layers that read the same input.
     """
 
     pieces: dict[str, Callable[..., Any]]
@@ -119,6 +120,7 @@ class FastBlocks:
     last: tuple[str, ...] = ()
     recomputing: dict[str, Callable[..., Any]] = field(default_factory=dict)
     outside_checkpoint: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    shared_inputs: Sequence[tuple[nn.Module, tuple[str, ...]]] = ()
 
     def finish(self, name: str, *inputs: Any) -> Any:
         """Run the last function of a block.
