@@ -345,7 +345,11 @@ def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
     for name in PACKAGES if "all" not in names else ():
         if name in names and (reason := why_missing(name)):
             yield Problem("report_to", reason, fatal=False)
-    # Names become folders inside `logging_dir`.
+    yield from check_names(config)
+
+
+def check_names(config: TrackingConfig) -> Iterator[Problem]:
+    """Names become folders inside `logging_dir`."""
     folders = {"tracker_project_name": config.tracker_project_name, "tracker_run_name": config.tracker_run_name}
     for key, name in folders.items():
         if name.startswith("/") or ".." in name.split("/"):
