@@ -134,6 +134,8 @@ class BlockLayout:
         order: (frames, rows, columns) of the grid of tokens -> for each token of a visual block, in their order there,
             its index in the flattened grid; int64, `S`.
         routing: None if a visual block needs all tokens.
+        rope: position of the argument of a visual block with the rotations of all tokens, `B S ...`; None if processes
+            cannot share the tokens.
         compiled: (compiler, forward of a block) -> that forward, compiled for all sizes; None if it has to be compiled
             for each.
     """
@@ -143,6 +145,7 @@ class BlockLayout:
     width: int
     order: Callable[[int, int, int], Tensor] = raster_order
     routing: TokenRouting | None = None
+    rope: int | None = None
     compiled: Callable[[Compiler, Forward], Forward] | None = None
 
     @property

@@ -42,7 +42,7 @@ class StepMeter:
     def count(self, batch: Batch) -> None:
         """Count a micro-batch."""
         self._shapes.append(tuple(batch.latents.shape))
-        self._flops += batch_flops(self._assembly, batch)
+        self._flops += batch_flops(self._assembly, batch) / self._assembly.settings.sequence
 
     def report(
         self, step: int, loader: BatchLoader, metrics: Mapping[str, float], timesteps: Sequence[float]

@@ -80,8 +80,7 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
 
 def _length_lines(plan: Plan) -> Iterator[str]:
     length, schedule = plan.length, plan.config.schedule
-    processes = plan.config.launch.num_processes
-    per_step = processes * schedule.train_batch_size * schedule.gradient_accumulation_steps
+    per_step = plan.config.launch.data_processes * schedule.train_batch_size * schedule.gradient_accumulation_steps
     yield f"{_count(length.total_steps, 'step')} of {_count(per_step, 'sample')}"
     peak, rate = peak_learning_rate(plan.config), learning_rate(plan.config.optimizer, plan.config.model.model_type)
     if peak != rate:
