@@ -270,9 +270,9 @@ def check_sequence(settings: Settings) -> Iterator[Problem]:
     heads = spec.heads(settings.source.read_config("transformer") or spec.cost.published(settings.flavour.name))
     both = math.gcd(heads, launch.local_processes)
     if both % size:
-        allowed = " or ".join(str(each) for each in range(1, both + 1) if both % each == 0)
+        allowed = ", ".join(str(each) for each in range(1, both + 1) if both % each == 0)
         processes = f"{launch.local_processes} process{'es' if launch.local_processes > 1 else ''} of each machine"
-        yield Problem(key, f"{size} must divide the {heads} heads of the model and the {processes}: {allowed}.")
+        yield Problem(key, f"{size} must divide the {heads} heads of the model and the {processes}: choose one of {allowed}.")
 
 
 def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list[Problem]:

@@ -182,6 +182,9 @@ def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if launch.num_processes > 1:
         where = _count(launch.num_machines, "machine")
         yield f"  {launch.num_processes} processes on {where}, one per device, {way_of(budget.config)}"
+        if launch.sequence_parallel_size > 1:
+            shared = f"the tokens of a sample are shared by {launch.sequence_parallel_size} processes"
+            yield f"  {shared}, each of which exchanges {gigabytes(budget.sent.exchanged)} a step"
         yield "  memory is that of one device, and on the host of all processes of a machine"
     yield from _phase_lines(budget)
     yield from _bucket_lines(budget)
