@@ -320,16 +320,8 @@ class StepModel:
         blocks = self.cost.activations_by_block(self.cost.routed(load, routes), BYTES[self.dtype], self.adapters)
         if self.sequence == 1:
             return blocks
-        shares = [self._share(block) for block in blocks]
+        shares = [_share(block, self.sequence) for block in blocks]
         return [replace(shares[0], held=blocks[0].held), *shares[1:]]  # the first block's input has all tokens
-
-    def _share(self, whole: Activations) -> Activations:
-        """What a process has of a block whose tokens are shared."""
-        count, copies = self.sequence, EXCHANGED * whole.held
-        return replace(
-            whole, held=whole.held / count, saved=whole.saved / count, attention=whole.attention / count,
-            transient=(whole.transient + copies) / count,
-        )  # fmt: skip
 
     @property
     def checkpointed(self) -> list[bool]:
@@ -353,6 +345,15 @@ class StepModel:
 
     def _activations(self, load: BatchShape) -> Activations:
         return self.cost.activations(load, BYTES[self.dtype], self.adapters)
+
+
+def _share(whole: Activations, count: int) -> Activations:
+    """What each of `count` processes has of a block whose tokens they share."""
+    copies = EXCHANGED * whole.held
+    return replace(
+        whole, held=whole.held / count, saved=whole.saved / count, attention=whole.attention / count,
+        transient=(whole.transient + copies) / count,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,9 @@ class LaunchConfig(Group):
         "of each machine and the heads of the model's attention.",
         ge=1,
         excludes=(
-            when("tread_config", because="each process would drop other tokens than the routes choose. Use one of them"),
+            when(
+                "tread_config", because="each process would drop other tokens than the routes choose. Use one of them"
+            ),
             when("lora_dropout", because="all processes of a group would drop the same, for other tokens. Use 0"),
         ),
     )

@@ -265,14 +265,18 @@ def check_sequence(settings: Settings) -> Iterator[Problem]:
     if size == 1:
         return
     if spec.heads is None:
-        yield Problem(key, f"{size}: a block of {spec.title} needs all tokens of a sample, so they cannot be shared; use 1.")
+        yield Problem(
+            key, f"{size}: a block of {spec.title} needs all tokens of a sample, so they cannot be shared; use 1."
+        )
         return
     heads = spec.heads(settings.source.read_config("transformer") or spec.cost.published(settings.flavour.name))
     both = math.gcd(heads, launch.local_processes)
     if both % size:
         allowed = ", ".join(str(each) for each in range(1, both + 1) if both % each == 0)
         processes = f"{launch.local_processes} process{'es' if launch.local_processes > 1 else ''} of each machine"
-        yield Problem(key, f"{size} must divide the {heads} heads of the model and the {processes}: choose one of {allowed}.")
+        yield Problem(
+            key, f"{size} must divide the {heads} heads of the model and the {processes}: choose one of {allowed}."
+        )
 
 
 def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list[Problem]:

@@ -94,8 +94,8 @@ def assemble(
     group = _share_tokens(layout, fast, config, world)
     load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(precision, config.caching)])
     site = Site(
-        adapter, transformer, layout, device, dtype, techniques, trained.disabled, HiddenStates(layout, group), load_vae,
-        world, sharded,
+        adapter, transformer, layout, device, dtype, techniques, trained.disabled, HiddenStates(layout, group),
+        load_vae, world, sharded,
     )  # fmt: skip
     modules, wrapped = _attach(techniques, site, spec.seed, accelerator)
     if sharded:

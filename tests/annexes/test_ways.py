@@ -71,6 +71,21 @@ def test_a_slow_link_is_waited_for() -> None:
     assert far.sent == sent_bytes(far.model, TechniqueCost(), 1)
 
 
+def test_processes_that_share_tokens_hold_and_compute_a_share() -> None:
+    one, four = (budget(gpu(80), num_processes=4, sequence_parallel_size=size) for size in (1, 4))
+    alone, shared = one.steps[0], four.steps[0]
+    held = 2 * shared.load.samples * shared.load.tokens * shared.model.cost.hidden
+    assert [each.held for each in shared.model.activations(shared.load)[:2]] == [held, held / 4]
+    assert shared.cost.model == pytest.approx(alone.cost.model / 4)
+    assert alone.exchanged == 0
+    # Four tensors in each of the forward pass, its recomputation and the backward pass; a quarter of a share stays.
+    blocks = 2 + sum(shared.model.checkpointed) / shared.model.cost.large
+    assert four.sent.exchanged == pytest.approx(shared.model.cost.large * 4 * blocks * held / 4 * 3 / 4)
+    assert shared.cost.seconds == pytest.approx(
+        alone.cost.seconds / 4 + shared.exchanged / one.device.rates.transfer, rel=0.01
+    )
+
+
 def test_the_ways_to_train() -> None:
     assert find_ways(budget(gpu(80))) == {}
     lora = find_ways(budget(gpu(8), num_processes=4))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from simpletuner.distributed.joining import connect, settle_meeting
 from simpletuner.distributed.world import World
@@ -39,14 +39,28 @@ def run_case(name: str, checkpoints: Mapping[str, Path], world: World, folder: P
     settings = {**case.settings, "sequence_parallel_size": sequence}
     case = Case(settings, case.techniques, adapter=case.adapter, batch=case.batch)
     run = Run(checkpoints.get(name, checkpoints["uneven"]), case, world, folder)
+    seen = watch(run)
     before: dict[str, Tensor] = {name: each.clone() for name, each in run.weights().items()}
     run.train(case.steps)
     return {
         "losses": run.losses,
         "norms": [metrics[size] for metrics in run.metrics for size in metrics if size.startswith("grad_")],
         "moved": {name: each - before[name] for name, each in run.weights().items()},
+        "seen": sorted(seen),
         "predictions": run.predictions(),
     }
+
+
+def watch(run: Run) -> set[int]:
+    """How many tokens of a sample the last block has while it trains."""
+    seen: set[int] = set()
+
+    def note(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        if torch.is_grad_enabled():
+            seen.add(inputs[0].shape[1])
+
+    run.assembly.trained.transformer.visual_transformer_blocks[-1].feed_forward.register_forward_pre_hook(note)
+    return seen
 
 
 def main(place: World, checkpoints: Mapping[str, Path], folder: Path, cases: Mapping[str, int]) -> None:

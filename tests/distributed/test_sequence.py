@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from simpletuner.distributed.world import World
-from tests.closeness import distance
+from tests.closeness import ROTATION, distance
 from tests.distributed.sequence_run import CASES, main, run_case
 from tests.distributed.sharded_run import BATCH_FILE
 from tests.processes import run_together
@@ -45,7 +45,15 @@ def results(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> d
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in SHARED.items() for name in cases])
 def test_one_curve(results: dict[int, dict[str, Any]], size: int, name: str) -> None:
     one, several = results[1][name], results[size][name]
-    print(several["losses"], one["losses"], several["norms"], one["norms"], distance(several["moved"], one["moved"]))
     assert several["losses"] == pytest.approx(one["losses"], rel=SAME)
     assert several["norms"] == pytest.approx(one["norms"], rel=1e-5)
-    assert distance(several["moved"], one["moved"]) < 1e-3
+    assert distance(several["moved"], one["moved"]) < ROTATION
+    predictions = [dict(enumerate(each["predictions"])) for each in (several, one)]
+    assert distance(*predictions) < SAME * 10, "without gradients every process has all tokens"
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in SHARED.items() for name in cases])
+def test_a_process_has_a_share_of_the_tokens(results: dict[int, dict[str, Any]], size: int, name: str) -> None:
+    tokens = 3 * 8 * 16 if name == "nabla" else 9
+    assert results[1][name]["seen"] == [tokens]
+    assert results[size][name]["seen"] == [tokens // SHARED[size][name]], "the last process has the smallest share"
