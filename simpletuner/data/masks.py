@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from simpletuner.data.clips import ClipRules, retry_once
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset, is_stretched
 from simpletuner.data.discovery import FileFacts
+from simpletuner.data.entries import DataContext
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import fit
 from simpletuner.data.sample import Sample

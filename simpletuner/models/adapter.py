@@ -119,6 +119,8 @@ class TokenRouting:
     tables: Mapping[int, Callable[[Any, Tensor], Any]]
 
 
+# Tokens of a sample -> pairs of tiles that block-sparse attention visited, a number on the device, and all pairs.
+TileCounts = dict[int, tuple[Tensor, int]]
 Forward = Callable[..., Any]
 Compiler = Callable[[Forward], Forward]
 
@@ -138,6 +140,7 @@ class BlockLayout:
             cannot share the tokens.
         compiled: (compiler, forward of a block) -> that forward, compiled for all sizes; None if it has to be compiled
             for each.
+        take_tiles: what block-sparse attention visited in training since the last call.
     """
 
     groups: Mapping[str, nn.ModuleList]
@@ -147,6 +150,7 @@ class BlockLayout:
     routing: TokenRouting | None = None
     rope: int | None = None
     compiled: Callable[[Compiler, Forward], Forward] | None = None
+    take_tiles: Callable[[], TileCounts] = dict
 
     @property
     def blocks(self) -> list[nn.Module]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from simpletuner.config.lora import LoraConfig
-from simpletuner.errors import Problem
+from simpletuner.errors import Reading
 from simpletuner.models.cost import Adapters, Shape
 from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
@@ -26,15 +26,19 @@ class AdapterKind:
         add: `module:function` that freezes a transformer and adds the adapter: (transformer, settings, targets, family,
             seed=, dtype=) -> `Trained`. None for a LoRA, which is part of the core.
         numbers: (settings, family, targets, shapes) -> trained numbers by layer. None for a LoRA, whose rank says them.
-        layers: (settings, family, shapes, problems, quantised=) -> the layers that the kind's own file chooses, with
-            the problems of that file. None where `peft_lora_target_modules` chooses them.
+        layers: (settings, family, shapes, quantised) -> the layers that the kind's own file chooses, and the problems
+            of that file. None where `peft_lora_target_modules` chooses them.
         takes_any_rank: also one above the width of a layer.
+        settings_file: the key of the kind's own file, if it has one.
+        no_slider: why its strength cannot be multiplied; empty if it can.
     """
 
     add: str | None = None
     numbers: Callable[[LoraConfig, FamilySpec, Targets, Shapes], dict[str, int]] | None = None
-    layers: Callable[[LoraConfig, FamilySpec, Shapes, list[Problem], bool], list[str]] | None = None
+    layers: Callable[[LoraConfig, FamilySpec, Shapes, bool], Reading[list[str]]] | None = None
     takes_any_rank: bool = False
+    settings_file: str = ""
+    no_slider: str = ""
 
 
 LORA = AdapterKind()

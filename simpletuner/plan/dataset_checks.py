@@ -10,6 +10,7 @@ from simpletuner.config.schema import FlowConfig, RunConfig
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem, did_you_mean, within
+from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import check_folders
@@ -90,8 +91,8 @@ def _check_slider(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
         yield Problem(key, "has no effect: the dataset is not trained.", fatal=False)
     elif config.model.model_type == "full":
         yield Problem(key, "needs model_type lora: it is the strength of the LoRA.")
-    elif lora.lora_type == "lycoris":
-        yield Problem(key, "needs lora_type standard, lokr or loha, not lycoris.")
+    elif reason := adapter_kind(lora).no_slider:
+        yield Problem(key, f"{reason}.")
     elif dataset.config.is_regularisation_data:
         message = "and is_regularisation_data exclude each other: that target is the model at strength 0."
         yield Problem(key, message)

@@ -8,12 +8,12 @@ import pytest
 
 from simpletuner.config.load import Layer, resolve
 from simpletuner.distributed.world import World
+from simpletuner.errors import result_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
-from simpletuner.plan.build import make_sampler
+from simpletuner.plan.build import Settings, make_sampler
 from simpletuner.plan.checks import check_config, check_sequence
 from simpletuner.plan.environment import may_shard
-from simpletuner.plan.settings import Settings
 
 SHARDED = {"num_processes": 4, "fsdp_enable": True}
 EXCLUDED: list[tuple[dict[str, Any], str]] = [
@@ -31,7 +31,7 @@ EXCLUDED: list[tuple[dict[str, Any], str]] = [
 
 def config(**settings: Any) -> Any:
     values = {"model_type": "lora", "model_family": "kandinsky5-video", **settings}
-    return resolve([Layer("config.json", list(values.items()))], [])
+    return result_of(resolve([Layer("config.json", list(values.items()))]))
 
 
 def told(**settings: Any) -> tuple[list[str], list[str]]:

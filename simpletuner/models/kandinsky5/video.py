@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
-from simpletuner.models.adapter import CheckpointSetup
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.cost import attention_heads
@@ -74,6 +75,10 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
         heads = attention_heads(settings) // (self._fast.self_attention.shares if self._fast else 1)
         self._tiles.settle(latents.device, self.dtype, sum(settings["axes_dims"]), heads)
         return nabla.sparse_params(tuple(latents.shape), settings, latents.device)
+
+    def block_layout(self, transformer: nn.Module) -> BlockLayout:
+        layout = super().block_layout(transformer)
+        return layout if self._tiles is None else replace(layout, take_tiles=self._tiles.take_counts)
 
     def condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, ...]:
         """Sixteen channels of zeros, and a mask that is 1 on a given first frame."""
