@@ -29,7 +29,7 @@ from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.optimizers import OPTIMIZERS, update_kernel
 from simpletuner.config.schema import SLOTS, OptimizerName
 from simpletuner.config.speed import checkpointed_blocks
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route
 from simpletuner.models.cost import (
     ATTENTION_BACKWARD,
     BYTES,
@@ -476,8 +476,8 @@ class Step:
     def _seconds(self, work: Work, traffic: float) -> float:
         rates = self.device.rates
         speed = FLOAT32_SHARE if self.model.dtype == "fp32" and self.device.is_gpu else 1.0
-        attention = (work.attention + work.sparse) / (rates.attention * speed)
-        return work.linear / (rates.matmul * speed) + attention + traffic / rates.memory
+        products = work.linear / rates.matmul + work.attention / rates.attention + work.sparse / rates.sparse
+        return products / speed + traffic / rates.memory
 
     @property
     def _launches(self) -> float:

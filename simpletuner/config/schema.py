@@ -22,14 +22,18 @@ from simpletuner.config.alignment import CrepaConfig, LayerSyncConfig
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.lora import ValidationAdapterConfig as ValidationAdapterConfig
-from simpletuner.config.loss import LossConfig, MaskedLossConfig, PreservationConfig
 from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, common, describe, option, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
 from simpletuner.config.publishing import PublishConfig, TrackingConfig, WebhookConfig
-from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
-from simpletuner.config.tread import TreadConfig
+from simpletuner.config.techniques import (
+    LossConfig,
+    MaskedLossConfig,
+    PreservationConfig,
+    ScheduledSamplingConfig,
+    TreadConfig,
+)
 from simpletuner.config.values import (
     Flag,
     Gigabytes,
@@ -330,7 +334,7 @@ class OffloadConfig(Group):
             when("fsdp_enable", because="FSDP shards the weights that group offload would stream"),
             when(
                 model_type="full",
-                because="only frozen weights can stream, and a full fine-tune has none; use model_type lora",
+                because="only frozen weights can stream, and a full fine-tune has none; set offload auto instead",
             ),
         ),
     )

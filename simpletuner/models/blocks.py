@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from simpletuner.atomic import write_json
+from simpletuner.atomic import changing, write_json
 from simpletuner.distributed.world import World
 
 if TYPE_CHECKING:
@@ -218,9 +218,9 @@ class KernelChoices:
 
     def _store(self) -> None:
         for path in self._paths:
-            path.parent.mkdir(parents=True, exist_ok=True)
             # Read again, since other processes may have added their calls meanwhile.
-            write_json(path, merge_choices(read_choices(path) or {}, self._known), durable=False)
+            with changing(path):
+                write_json(path, merge_choices(read_choices(path) or {}, self._known), durable=False)
 
     def knows(self, device: torch.device, call: str) -> bool:
         """Whether the kernel of a call was chosen."""

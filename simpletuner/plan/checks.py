@@ -227,7 +227,7 @@ def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
     for is_used, keys, reason in (
         (spec.slices_convolutions, ("vae_enable_patch_conv",), f"the VAE of {spec.title} is not the one it applies to"),
         (spec.frame_rate, FRAME_KEYS, f"{spec.title} has no frames"),
-        (spec.fast_blocks, BLOCK_KEYS, f"the blocks of {spec.title} are diffusers' own, unchanged"),
+        (spec.fast_blocks, BLOCK_KEYS, f"{spec.title} has no such blocks to choose"),
         (spec.text_encoders > 1, ("text_encoder_2_precision",), f"{spec.title} has one text encoder"),
         *((group is spec.options, group.model_fields, f"{spec.title} is not {group.__doc__}") for group in groups),
     ):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.distributed.world import World
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter, LatentEncoder

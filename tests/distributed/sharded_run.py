@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.config.schema import CheckpointConfig
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed import sharding
 from simpletuner.distributed.joining import connect, settle_meeting

@@ -139,7 +139,13 @@ def _fate(entry: LedgerEntry) -> str:
 def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     listing = budget.listing
     if listing is None:
-        yield "Caches: the checkpoint will be downloaded first; then everything is encoded once."
+        transformer = plan.source["transformer"]
+        absence = transformer.absence()
+        yield "Caches: " + (
+            f"{transformer.location!r} {absence}"
+            if absence
+            else "the checkpoint will be downloaded first; then everything is encoded once."
+        )
         return
     noun, later = plan.spec.media_noun, len(listing.encoded_in_training)
     for what, entries in (("captions and prompts", listing.texts), (noun, listing.ahead)):
@@ -237,7 +243,7 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
 
 def _density_lines(budget: Budget) -> Iterator[str]:
     """How many tiles block-sparse attention visits in the largest buckets, which the TFLOP and the time include."""
-    density, known = budget.parts.transformer.density, budget.parts.densities
+    density, known = budget.parts.transformer.density, budget.outcome.densities
     if density is not None:
         buckets = list(zip(budget.workload.buckets, (step.load.tokens for step in budget.steps), strict=True))
         shares = (f"{density(tokens):.0%} at {bucket.label} ({'measured' if tokens in known else 'assumed'})"
@@ -377,7 +383,7 @@ def _density(budget: Budget, tokens: int) -> dict[str, Any]:
     density = budget.parts.transformer.density
     if density is None:
         return {}
-    return {"attention_density": density(tokens), "attention_density_measured": tokens in budget.parts.densities}
+    return {"attention_density": density(tokens), "attention_density_measured": tokens in budget.outcome.densities}
 
 
 def _dataset(dataset: Dataset) -> dict[str, Any]:

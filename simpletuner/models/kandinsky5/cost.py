@@ -62,7 +62,7 @@ def transformer_cost(
     settings: Mapping[str, object], shapes: Mapping[str, Shape], kernels: Kernels = STOCK
 ) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
-    heads = attention_heads(settings)
+    head, heads = head_width(settings), attention_heads(settings)
 
     def tile_bytes(batch: BatchShape, size: int) -> TileBytes:
         """Quadratic in tokens, unlike the measured costs."""
@@ -78,8 +78,7 @@ def transformer_cost(
     unit = TILE if is_sparse(settings) else 1
     # Masks leave nothing out.
     density = (lambda tokens: ASSUMED_DENSITY) if is_sparse(settings) and kernels.tile_lists else None
-    head = head_width(settings)
-    return TransformerCost(read_cost_table(PACKAGE), shapes, head, unit, tile_bytes, kernels.compiled, density)
+    return TransformerCost(read_cost_table(PACKAGE), shapes, head, unit, tile_bytes, kernels.compiled, density=density)
 
 
 def _base_channels(settings: Mapping[str, object]) -> int:
