@@ -139,8 +139,9 @@ class Budget:
         """What each process sends in an optimizer step."""
         if not self.steps:
             return Sent()
-        added = self.model.added(self.steps[0].load)
-        return sent_bytes(self.model, added, self.config.schedule.gradient_accumulation_steps)
+        largest, micro_steps = self.steps[0], self.config.schedule.gradient_accumulation_steps
+        sent = sent_bytes(self.model, self.model.added(largest.load), micro_steps)
+        return replace(sent, exchanged=micro_steps * largest.exchanged)
 
     @property
     def preview_seconds(self) -> float:

@@ -261,6 +261,7 @@ class Parts:
             techniques=self.techniques,
             trains=self.trains,
             processes=launch.num_processes,
+            sequence=launch.sequence_parallel_size,
             sharers=launch.sharers,
             reshards=launch.fsdp_reshard_after_forward,
             whole_gradients=launch.fsdp_whole_gradients and config.schedule.gradient_accumulation_steps > 1,

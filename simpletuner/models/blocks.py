@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -27,6 +27,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from simpletuner.atomic import changing, write_json
 from simpletuner.distributed.world import World
+
+if TYPE_CHECKING:
+    from simpletuner.distributed.sequence import SequenceGroup
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttentionCall = Callable[[AttentionKernel, Tensor, Tensor, Tensor], Tensor]
@@ -49,14 +52,26 @@ class SelfAttention:
 
     Attributes:
         choose: picks the kernel of a dense call; it may time kernels, since it never runs inside a compiled function.
+        group: processes that share the tokens in training, and here the heads; None if this one has all tokens.
     """
+
+    group: SequenceGroup | None = None
 
     def __init__(self) -> None:
         self.choose: Callable[[Tensor, Tensor, Tensor], AttentionKernel] = lambda query, key, value: torch_attention
         self._call: AttentionCall = call_kernel
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel | None = None) -> Tensor:
-        return self._call(kernel or self.choose(query, key, value), query, key, value)
+        group = self.group if torch.is_grad_enabled() else None
+        if group is not None:
+            query, key, value = (group.by_head(each) for each in (query, key, value))
+        out = self._call(kernel or self.choose(query, key, value), query, key, value)
+        return out if group is None else group.by_token(out)
+
+    @property
+    def shares(self) -> int:
+        """How many processes share the heads of a call."""
+        return 1 if self.group is None or not torch.is_grad_enabled() else self.group.size
 
     @property
     def is_kept(self) -> bool:

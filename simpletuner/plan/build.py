@@ -267,7 +267,7 @@ def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world
         seed=seed,
         sampling=config.datasets.data_backend_sampling,
         accumulation=config.schedule.gradient_accumulation_steps,
-        world=world or World(size=config.launch.num_processes),
+        world=(world or World(size=config.launch.num_processes)).of_groups(config.launch.sequence_parallel_size),
     )
 
 

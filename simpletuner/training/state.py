@@ -80,6 +80,7 @@ class StepSettings(TrainingSpec):
         accumulation: micro-steps per optimizer step.
         shift_is_explicit: the user set `flow_schedule_shift`.
         shared_noise: all processes draw the same random numbers.
+        sequence: processes that share the tokens of the same samples.
     """
 
     accumulation: int
@@ -89,6 +90,7 @@ class StepSettings(TrainingSpec):
     flow: FlowConfig
     loss: LossConfig
     optimizer: OptimizerConfig
+    sequence: int = 1
 
     @classmethod
     def of(cls, config: RunConfig, spec: TrainingSpec) -> StepSettings:
@@ -102,6 +104,7 @@ class StepSettings(TrainingSpec):
             flow=config.flow,
             loss=config.loss,
             optimizer=config.optimizer,
+            sequence=config.launch.sequence_parallel_size,
         )
 
 

@@ -81,8 +81,7 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
 
 def _length_lines(plan: Plan) -> Iterator[str]:
     length, schedule = plan.length, plan.config.schedule
-    processes = plan.config.launch.num_processes
-    per_step = processes * schedule.train_batch_size * schedule.gradient_accumulation_steps
+    per_step = plan.config.launch.data_processes * schedule.train_batch_size * schedule.gradient_accumulation_steps
     yield f"{_count(length.total_steps, 'step')} of {_count(per_step, 'sample')}"
     peak, rate = peak_learning_rate(plan.config), learning_rate(plan.config.optimizer, plan.config.model.model_type)
     if peak != rate:
@@ -190,6 +189,9 @@ def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if launch.num_processes > 1:
         where = _count(launch.num_machines, "machine")
         yield f"  {launch.num_processes} processes on {where}, one per device, {way_of(budget.config)}"
+        if launch.sequence_parallel_size > 1:
+            shared = f"the tokens of a sample are shared by {launch.sequence_parallel_size} processes"
+            yield f"  {shared}, each of which exchanges {gigabytes(budget.sent.exchanged)} a step"
         yield "  memory is that of one device, and on the host of all processes of a machine"
     yield from _phase_lines(budget)
     yield from _bucket_lines(budget)

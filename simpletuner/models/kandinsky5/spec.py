@@ -10,7 +10,7 @@ from pathlib import Path
 from simpletuner.config.schema import FamilyOptions, RunConfig
 from simpletuner.config.values import Size
 from simpletuner.errors import Problem
-from simpletuner.models.kandinsky5.cost import IMAGE_COST, TRANSFORMER_CLASS, VIDEO_COST
+from simpletuner.models.kandinsky5.cost import IMAGE_COST, TRANSFORMER_CLASS, VIDEO_COST, attention_heads
 from simpletuner.models.kandinsky5.options import (
     TILE_SIDE,
     KandinskyOptions,
@@ -235,6 +235,7 @@ KANDINSKY5_IMAGE = FamilySpec(
         captioner="simpletuner.annexes.captions.captioner:QwenCaptioner",
     ),
     fast_blocks=True,
+    heads=attention_heads,
     cost=IMAGE_COST,
     in_comfyui=True,
     token_blocks="num_visual_blocks",
