@@ -16,6 +16,7 @@ from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from simpletuner.distributed.requests import Stop
 from simpletuner.distributed.watch import EXCHANGE_SECONDS, GRACE_SECONDS, POLL_SECONDS, Beat, Link, Watch
 from simpletuner.distributed.world import LAUNCHERS, Value, World, number_in
 from simpletuner.errors import Problem, SimpleTunerError, UserError, shorten
@@ -92,6 +93,12 @@ class ConnectedWorld(World):
 
     def exchanging(self, what: str) -> AbstractContextManager[None]:
         return self.watch.exchanging(what)
+
+    def follow(self, stop: Stop, ended: Callable[[str, int], None]) -> Callable[[object], None]:
+        self.watch.stop = stop
+        if self.is_main:
+            self.watch.ended = ended
+        return lambda sign: self.watch.mark()
 
     def undisturbed(self) -> AbstractContextManager[object]:
         return self.watch.writing
