@@ -260,8 +260,8 @@ def open_companions(
 
 
 def _companions_of_run(plan: Plan, destinations: Sequence[Destination], events: EventStream) -> Iterator[Companion]:
-    from simpletuner.annexes.publishing.report import RunReport
     from simpletuner.annexes.publishing.uploads import open_uploads
+    from simpletuner.annexes.report.report import RunReport
     from simpletuner.config.trackers import PACKAGES, tracker_names
 
     if {"all", *PACKAGES} & {*tracker_names(plan.config.tracking.report_to)}:

@@ -118,7 +118,7 @@ def assemble(
         modules=modules,
         wrapped_modules=wrapped,
         streamer=streamer,
-        sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
+        sample_flops=count_flops(transformer, adapter.spec.cost, trained.adapters, techniques),
         release=_release(config, parameters, optimizer, device),
         world=world,
         is_sharded=sharded,

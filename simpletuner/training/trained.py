@@ -23,6 +23,7 @@ from simpletuner.distributed.sharding import as_sharded, gathered, local
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError, shorten
 from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.models.cost import NO_ADAPTERS, Adapters
 from simpletuner.models.source import ModelSource
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import not_finite, refuse_not_finite
@@ -63,6 +64,10 @@ class Trained(Protocol):
 
     transformer: nn.Module
     sharers: World
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapter as its cost is computed; `NO_ADAPTERS` if the model itself is trained."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters to optimize, by name, in a fixed order."""
@@ -161,6 +166,10 @@ class FullModel:
 
     transformer: nn.Module
     sharers: World = field(default_factory=World)
+
+    @property
+    def adapters(self) -> Adapters:
+        return NO_ADAPTERS
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.transformer.named_parameters())

@@ -72,10 +72,6 @@ CASES = {
 RELAYED = ("full", "lora")
 
 
-def nothing() -> None:
-    """What completes no checkpoint."""
-
-
 @dataclass
 class Batches:
     """Hands out this process's part of the same batch again and again, like a loader."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
+from simpletuner.models.cost import Adapters
 from simpletuner.models.lora_keys import Targets
 from simpletuner.models.spec import FamilySpec
 from simpletuner.training.ema import Ema
@@ -90,6 +91,18 @@ class ConvertedAdapter(AdapterWeights, ABC):
     def native_use(self) -> str:
         """What has to be known to use that file."""
         return ""
+
+    @property
+    def adapters(self) -> Adapters:
+        numbers = {
+            name: sum(each.numel() for each in module.parameters() if each.requires_grad)
+            for name, module in self.layers()
+        }
+        return Adapters(0, frozenset(numbers), numbers)
+
+    @abstractmethod
+    def layers(self) -> Iterable[tuple[str, Any]]:
+        """The modules with the trained numbers of each layer."""
 
     @abstractmethod
     def updates(self) -> Iterator[tuple[str, Tensor]]:
@@ -175,10 +188,12 @@ class ProductAdapter(ConvertedAdapter):
 
     settings: PeftConfig
 
+    def layers(self) -> Iterable[tuple[str, Any]]:
+        return ((name, each) for name, each in self.transformer.named_modules() if isinstance(each, LycorisLayer))
+
     def updates(self) -> Iterator[tuple[str, Tensor]]:
-        for name, layer in self.transformer.named_modules():
-            if isinstance(layer, LycorisLayer):
-                yield name, layer.get_delta_weight(ADAPTER).float()
+        for name, layer in self.layers():
+            yield name, layer.get_delta_weight(ADAPTER).float()
 
     def write(self, folder: Path, note: Mapping[str, str]) -> None:
         prefix, end = PREFIXES["diffusers"], f".{ADAPTER}"
