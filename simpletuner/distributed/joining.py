@@ -67,8 +67,10 @@ class ConnectedWorld(World):
         from torch.distributed import DistError
 
         lost = isinstance(error, DistError) or "gloo" in str(error)  # which raises a plain RuntimeError
-        # Whoever loses a process, and whom a launcher ends for it, hears at the next looks which one it was.
-        verdict = self.watch.known(4 * POLL_SECONDS if lost or isinstance(error, KeyboardInterrupt) else 0.0)
+        # Whoever loses a process, and whom a launcher ends for it, hears at the next looks which one it was. On a busy
+        # machine the watch may be late; only Ctrl-C must not wait for it.
+        patience = GRACE_SECONDS if lost else 4 * POLL_SECONDS if isinstance(error, KeyboardInterrupt) else 0.0
+        verdict = self.watch.known(patience)
         return verdict and verdict[0]
 
     def first(self, name: str, value: str) -> str:
