@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from simpletuner.budget.device import Device, gigabytes
-from simpletuner.budget.estimate import Sent, Step, StepModel, link_rate, sent_bytes
+from simpletuner.budget.estimate import Sent, Step, StepModel, exchange_seconds, sent_bytes
+from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import RunConfig
@@ -98,6 +99,7 @@ class Budget:
         config: the settings; with `offload: auto` those that were chosen.
         listing: cache entries of the first epoch; None if the checkpoint is not on this machine.
         decisions: what `offload: auto` chose, and why.
+        outcome: of an earlier run of this kind on this device, which corrects the durations.
     """
 
     config: RunConfig
@@ -106,6 +108,7 @@ class Budget:
     device: Device
     listing: Listing | None = None
     decisions: Sequence[str] = ()
+    outcome: Outcome = UNCORRECTED
 
     @cached_property
     def model(self) -> StepModel:
@@ -127,7 +130,7 @@ class Budget:
         micro = sum(step.cost.seconds * bucket.share for bucket, step in buckets)
         computing = micro * self.config.schedule.gradient_accumulation_steps
         # As if the shorter of the two were hidden behind the longer.
-        return max(computing, self.sent.total / link_rate(self.device, self.config.launch.num_machines))
+        return self.outcome.step * max(computing, exchange_seconds(self.sent, self.device, self.config.launch))
 
     @property
     def sent(self) -> Sent:
@@ -144,7 +147,7 @@ class Budget:
         steps = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
         guided = (validation.validation_guidance or 1) > 1 and not self.parts.cost.guided_together
         passes = [self._step(preview).forward_seconds for preview in self.workload.previews]
-        return steps * (2 if guided else 1) * sum(passes)
+        return self.outcome.previews * steps * (2 if guided else 1) * sum(passes)
 
     def shortages(self, *, headroom: float = 0.0) -> list[tuple[PhasePeak, str]]:
         """The phases that do not fit, and what they lack."""
@@ -263,8 +266,8 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     """Estimate a plan as configured."""
     catalogue = make_catalogue(plan)
     listing = list_entries(plan, catalogue) if catalogue else None
-    parts = parts_of(plan, is_gpu=device.is_gpu)
-    return Budget(plan.config, parts, workload_of(plan, listing), device, listing)
+    parts, workload = parts_of(plan, is_gpu=device.is_gpu), workload_of(plan, listing)
+    return Budget(plan.config, parts, workload, device, listing, outcome=find_outcome(plan, workload, device))
 
 
 def steps_per_epoch(plan: Plan) -> float:

@@ -280,7 +280,7 @@ class Parts:
             techniques=self.techniques,
             trains=self.trains,
             processes=launch.num_processes,
-            sharded=launch.is_sharded,
+            sharers=launch.sharers,
             reshards=launch.fsdp_reshard_after_forward,
             whole_gradients=launch.fsdp_whole_gradients and config.schedule.gradient_accumulation_steps > 1,
             from_base=is_lora and config.lora.starts_from_base,

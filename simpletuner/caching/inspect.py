@@ -19,14 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import TEMPORARY_SUFFIX, write_atomically
 from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
-from simpletuner.caching.entry import (
-    ENTRY_NAME,
-    DamagedEntryError,
-    entry_path,
-    list_keys,
-    read_entry,
-    read_provenance,
-)
+from simpletuner.caching.entry import ENTRY_NAME, DamagedEntryError, entry_path, list_keys, read_entry, read_provenance
 from simpletuner.caching.keys import CacheKey, Ingredients
 from simpletuner.data.sample import Sample
 from simpletuner.errors import WriteError

@@ -197,6 +197,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
     from simpletuner.annexes.fitting.show import start_lines
     from simpletuner.annexes.publishing.uploads import prepared_destinations
     from simpletuner.models.registry import load_adapter
+    from simpletuner.plan.entries import machine_folder
     from simpletuner.reporting.events import StateChanged
     from simpletuner.run.companions import read_ledger
 
@@ -219,6 +220,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
         return
     summary = "\n".join(start_lines(plan, budget))
     events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
+    keep_compiled(machine_folder(plan))
     # torch is imported here, after every check that is quick without it.
     with events.phase("Loading torch", stage="init_torch"), uncollected():
         import torch
@@ -233,6 +235,15 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
         with announced_end(plan, events, world):
             agreed(plan, budget, yes=yes)
     run_plan(plan, budget, events, open_companions(plan, places, events, world), world)
+
+
+def keep_compiled(folder: Path) -> None:
+    """Let inductor and triton keep what they compile where runs find it again, unless the user says where.
+
+    By default inductor keeps it below /tmp, which rented machines lose. Read when torch compiles.
+    """
+    for key, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        os.environ.setdefault(key, str((folder / name).absolute()))
 
 
 def _warn(events: EventStream, warnings: Iterable[Problem]) -> None:
@@ -255,6 +266,7 @@ def open_companions(
 
 
 def _companions_of_run(plan: Plan, destinations: Sequence[Destination], events: EventStream) -> Iterator[Companion]:
+    from simpletuner.annexes.fitting.outcome import Comparison
     from simpletuner.annexes.publishing.uploads import open_uploads
     from simpletuner.annexes.report.report import RunReport
     from simpletuner.config.publishing import PACKAGES, tracker_names
@@ -263,5 +275,6 @@ def _companions_of_run(plan: Plan, destinations: Sequence[Destination], events: 
         from simpletuner.annexes.trackers import Trackers
 
         yield Trackers(events)
+    yield Comparison(events)
     yield RunReport(events)
     yield open_uploads(plan, destinations, events)

@@ -282,6 +282,23 @@ SLOTS = 2  # of the ring buffer for streamed blocks, in groups: one computes whi
 streamed = partial(option, requires=when("enable_group_offload", "group_offload_text_encoder", "group_offload_vae"))
 
 
+def parse_card(value: object) -> object:
+    """The name of a card without its maker and series: `RTX 4090` is `4090`."""
+    words = str(parse_text(value)).lower().replace("-", " ").split()
+    return "-".join(word for word in words if word not in ("nvidia", "geforce", "rtx"))
+
+
+Card = Annotated[
+    Literal[
+        "b200", "h200", "h100", "h100-pcie", "a100", "a30", "l40s", "l40", "pro-6000", "6000-ada", "a6000", "a5000",
+        "a4000", "a40", "5090", "5080", "5070-ti", "5070", "5060-ti", "5060", "4090", "4080", "4070-ti-super",
+        "4070-ti", "4070-super", "4070", "4060-ti", "4060", "3090", "3080-ti", "3080", "3070-ti", "3070", "3060-ti",
+        "3060", "a10", "l4", "t4",
+    ],
+    BeforeValidator(parse_card),
+]  # fmt: skip
+
+
 class OffloadConfig(Group):
     """Offload"""
 
@@ -296,6 +313,13 @@ class OffloadConfig(Group):
         "plan --device-memory 24`.",
         aliases=("device_memory",),
         gt=0,
+        default_note="the device of this machine",
+    )
+    plan_device: Card | None = option(
+        None,
+        "Plan for this card, at its rates and with its memory unless plan_device_memory_gb gives another: `simpletuner "
+        "plan --device h100`.",
+        aliases=("device",),
         default_note="the device of this machine",
     )
     enable_group_offload: Flag = common(

@@ -167,6 +167,15 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def compute_threads(wanted: int | None = None) -> int:
+    """Threads for computation on a CPU: as many as wanted, limited by the usable cores and by OMP_NUM_THREADS.
+
+    More threads than cores would wait for each other in every operation.
+    """
+    usable, given = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(wanted or usable, usable, int(given) if given.isdecimal() else usable))
+
+
 class Launcher(NamedTuple):
     """The environment variables with which a launcher tells a process its place."""
 

@@ -292,7 +292,7 @@ def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, pr
     plan = replace(plan, datasets=build_datasets(entries, context, problems) if entries else [])
     if not plan.trained and not problems.are_fatal:
         problems.append(Problem("data_backend_config", "names no dataset to train on."))
-    problems.extend(check_datasets(config, spec, flavour, plan.datasets))
+    problems.extend(check_datasets(plan))
     # What follows needs whole datasets: with problems so far it would only report their consequences.
     problems.raise_if_fatal()
     buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}

@@ -65,6 +65,7 @@ CASES = {
         counted=True,
     ),
     "full-whole": Case({"model_type": "full", "fsdp_whole_gradients": True, **CLIPPED}, counted=True),
+    "full-hybrid": Case({"model_type": "full", "fsdp_hybrid": True, "num_machines": 2, **CLIPPED}),
     "full-bf16": Case({"model_type": "full", "mixed_precision": "bf16", "gradient_checkpointing": True}),
     "lora": Case({"gradient_checkpointing": True, **CLIPPED}, steps=6),
     "lora-tread": Case({}, lambda: [Tread([Route(0.5, 1, 1)])]),

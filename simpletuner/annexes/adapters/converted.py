@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ import torch
 from peft import LoHaConfig, LoKrConfig, PeftConfig
 from peft.tuners.lycoris_utils import LycorisLayer
 from torch import Tensor, nn
-from torch.nn import functional
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
@@ -32,7 +30,7 @@ from simpletuner.models.lora_keys import Targets
 from simpletuner.models.spec import FamilySpec
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
-from simpletuner.training.lora_files import PREFIXES, file_settings, write_verified, write_weights
+from simpletuner.training.lora_files import PREFIXES, LoraHook, file_settings, write_verified, write_weights
 from simpletuner.training.manifest import ERRORS, LORA_FILE, describe_errors
 from simpletuner.training.trained import AdapterWeights, Publication
 
@@ -65,7 +63,7 @@ class ConvertedLora:
     def added(self, transformer: nn.Module) -> Iterator[None]:
         """A context in which the layers of a transformer add this LoRA to their output."""
         hooks = [
-            transformer.get_submodule(name).register_forward_hook(partial(_add, down, up))
+            transformer.get_submodule(name).register_forward_hook(LoraHook(down, up, 1.0))
             for name, (down, up) in self.factors.items()
         ]
         try:
@@ -249,12 +247,6 @@ def low_rank(update: Tensor, energy: float, most: int) -> tuple[Tensor, Tensor]:
     # Split evenly, so that A and B have the same norm.
     down, up = root[:, None] * right[:, :rank].T, left[:, :rank] * root
     return down.reshape(rank, *update.shape[1:]), up.reshape(len(up), rank, *ones)
-
-
-def _add(down: Tensor, up: Tensor, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """A forward hook that adds B A x."""
-    apply: Any = functional.linear if down.dim() == 2 else functional.conv2d
-    return output + apply(apply(inputs[0].to(down.dtype), down), up).to(output.dtype)
 
 
 def _lora_settings(ranks: Mapping[str, int]) -> dict[str, Any]:

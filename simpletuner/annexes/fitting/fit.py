@@ -367,14 +367,15 @@ def _levels(budget: Budget, keys: set[str]) -> list[list[Change]]:
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "DDP": {"fsdp_enable": False, "enable_group_offload": False},
     "DDP, streamed": {"fsdp_enable": False, **STREAMED},
-    "FSDP2": {"fsdp_enable": True, "enable_group_offload": False},
+    "FSDP2": {"fsdp_enable": True, "fsdp_hybrid": False, "enable_group_offload": False},
+    "FSDP2, hybrid": {"fsdp_enable": True, "fsdp_hybrid": True, "enable_group_offload": False},
 }
 
 
 def way_of(config: RunConfig) -> str:
     """The way to train on several devices that the settings choose."""
     if config.launch.is_sharded:
-        return "FSDP2"
+        return "FSDP2, hybrid" if config.launch.fsdp_hybrid else "FSDP2"
     return "DDP, streamed" if config.offload.enable_group_offload else "DDP"
 
 
@@ -385,6 +386,8 @@ def find_ways(budget: Budget) -> dict[str, Budget | str]:
         return {}
     # On a CPU, weights have nowhere to stream to.
     names = [name for name in WAYS if budget.device.is_gpu or not WAYS[name]["enable_group_offload"]]
+    if budget.config.launch.num_machines == 1:
+        names.remove("FSDP2, hybrid")
     return {name: _other_way(budget, name) for name in names}
 
 
