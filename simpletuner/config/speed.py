@@ -100,7 +100,7 @@ def check_speed(config: SpeedConfig, precision: PrecisionConfig, launch: LaunchC
     """Report contradicting switches and missing packages."""
     if not plain_math(config):
         message = "has no effect without speed_plain_math, whose blocks it applies to."
-        yield NoEffect("speed_keep_attention", message)
+        yield from (NoEffect(key, message) for key in ("speed_keep_attention", "speed_fused_lora"))
     yield from check_mechanism(config, precision.attention_mechanism)
     yield from check_compile(config, launch)
 
