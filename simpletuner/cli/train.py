@@ -186,6 +186,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
     from simpletuner.annexes.fitting.show import start_lines
     from simpletuner.annexes.publishing.uploads import prepared_destinations
     from simpletuner.models.registry import load_adapter
+    from simpletuner.plan.entries import machine_folder
     from simpletuner.reporting.events import StateChanged
     from simpletuner.run.companions import read_ledger
 
@@ -208,6 +209,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
         return
     summary = "\n".join(start_lines(plan, budget))
     events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
+    keep_compiled(machine_folder(plan))
     # torch is imported here, after every check that is quick without it.
     with events.phase("Loading torch", stage="init_torch"), uncollected():
         import torch
@@ -224,6 +226,15 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
     run_plan(plan, budget, events, open_companions(plan, places, events, world), world)
 
 
+def keep_compiled(folder: Path) -> None:
+    """Let inductor and triton keep what they compile where runs find it again, unless the user says where.
+
+    By default inductor keeps it below /tmp, which rented machines lose. Read when torch compiles.
+    """
+    for key, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        os.environ.setdefault(key, str((folder / name).absolute()))
+
+
 def _warn(events: EventStream, warnings: Iterable[Problem]) -> None:
     from simpletuner.annexes.fitting.show import MISSING_GPU
 
@@ -235,6 +246,7 @@ def open_companions(
     plan: Plan, destinations: Sequence[Destination], events: EventStream, world: World
 ) -> list[Companion]:
     """What accompanies a run in this process, in the order in which it is called."""
+    from simpletuner.annexes.fitting.outcome import Comparison
     from simpletuner.annexes.publishing.report import RunReport
     from simpletuner.annexes.publishing.uploads import open_uploads
     from simpletuner.annexes.replay import Autopsy
@@ -245,4 +257,4 @@ def open_companions(
     if not world.is_main:
         # Reports, trackers and uploads are of the run, not of a process; a failure may be of this one alone.
         return [autopsy]
-    return [autopsy, Trackers(events), RunReport(events), open_uploads(plan, destinations, events)]
+    return [autopsy, Trackers(events), Comparison(events), RunReport(events), open_uploads(plan, destinations, events)]

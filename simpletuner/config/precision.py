@@ -11,23 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from simpletuner.config.option import (
-    BITSANDBYTES,
-    TORCHAO,
-    Group,
-    Package,
-    check_installed,
-    common,
-    option,
-    unless,
-    when,
-)
+from simpletuner.config.option import Group, Package, check_installed, common, option, unless, when
 from simpletuner.config.values import Flag, Integer
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:  # it imports this module
     from simpletuner.config.schema import CachingConfig
 
+BITSANDBYTES = Package("bitsandbytes", "bitsandbytes>=0.46,<0.51")
+TORCHAO = Package("torchao", "torchao>=0.18,<0.19")
 Precision = Literal[
     "no_change", "bf16", "fp32",
     "int8", "int4", "int2", "fp8", "fp8uz",
@@ -65,7 +57,10 @@ class PrecisionConfig(Group):
         "no_change",
         "Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others quantise its "
         "linear layers, for LoRA only. Names without a library mean optimum-quanto.",
-        excludes=when(model_type="full", because="a quantised model cannot be trained in full; use model_type lora")
+        excludes=when(
+            model_type="full",
+            because="a quantised model cannot be trained in full; use model_type lora, or bf16 and offload auto",
+        )
         & unless(base_model_precision=PLAIN_PRECISIONS),
         common=True,
     )

@@ -24,12 +24,13 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from simpletuner.config.option import BOTO3, JSON_OR_FILE, Group, check_installed, common, option, when
+from simpletuner.config.option import JSON_OR_FILE, Group, Package, check_installed, common, option, when
 from simpletuner.config.values import FALSE_WORDS, TRUE_WORDS, Flag, Integer, Text, TextList, Texts, parse_objects
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.redaction import HIDDEN, REFERENCE, hide_secrets
 from simpletuner.s3 import S3Login
 
+BOTO3 = Package("boto3", "boto3>=1.36,<2")
 PUBLISHING_CONFIG = "publishing_config"
 PROVIDERS = {"s3-compatible": "s3", "b2": "backblaze_b2"}
 ELSEWHERE = ("azure_blob", "azure", "dropbox")
@@ -210,11 +211,6 @@ def _check_script(key: str, script: str | None, known: Sequence[str]) -> Iterato
         yield Problem(key, f"{program[0]!r} is not a program that can be run here.")
 
 
-def parse_hooks(value: object) -> object:
-    """The list of webhooks."""
-    return parse_objects(WEBHOOK_CONFIG, value)
-
-
 @dataclass(frozen=True)
 class Hook:
     """One receiver of events."""
@@ -250,18 +246,20 @@ class Hook:
         return f"{self.webhook_type} webhook at {self.host}, {self.log_level} and above"
 
 
+parse_hooks = partial(parse_objects, WEBHOOK_CONFIG)
+Hooks = Annotated[list[Annotated[Hook, Field(title="webhook")]], BeforeValidator(parse_hooks)]
+
+
 class WebhookConfig(Group):
     """Webhooks"""
 
     requires = when(WEBHOOK_CONFIG)
 
-    webhook_config: Annotated[list[Annotated[Hook, Field(title="webhook")]], BeforeValidator(parse_hooks)] | None = (
-        common(
-            None,
-            "Where to send what happens in a run: an object with `webhook_type` (discord or raw) and `webhook_url` or "
-            "`callback_url`, a list of them, or a file with either.",
-            form=JSON_OR_FILE,
-        )
+    webhook_config: Hooks | None = common(
+        None,
+        "Where to send what happens in a run: an object with `webhook_type` (discord or raw) and `webhook_url` or "
+        "`callback_url`, a list of them, or a file with either.",
+        form=JSON_OR_FILE,
     )
     webhook_reporting_interval: Integer = option(
         5, "Seconds between two messages about the training steps; the first and the last are always sent.", ge=1
@@ -340,8 +338,7 @@ def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
         if name in NOT_AVAILABLE_YET:
             yield Problem("report_to", f"{name!r} is not available yet; choose wandb, tensorboard or none.")
         elif name not in KNOWN:
-            message = f"{name!r} is not one of: {', '.join(KNOWN)}.{did_you_mean(name, KNOWN)}"
-            yield Problem("report_to", message)
+            yield Problem("report_to", f"{name!r} is not one of: {', '.join(KNOWN)}.{did_you_mean(name, KNOWN)}")
     if "none" in names and len(set(names)) > 1:
         yield Problem("report_to", f"{config.report_to!r} asks for none and for {', '.join(names)} at once.")
     # `all` means those that are installed.

@@ -101,6 +101,9 @@ def check_speed(config: SpeedConfig, precision: PrecisionConfig, launch: LaunchC
     if not plain_math(config):
         message = "has no effect without speed_plain_math, whose blocks it applies to."
         yield from (NoEffect(key, message) for key in ("speed_keep_attention", "speed_fused_lora"))
+    if launch.sequence_parallel_size > 1 and not plain_math(config):
+        message = f"{launch.sequence_parallel_size} needs speed_plain_math: diffusers' own blocks need all tokens."
+        yield Problem("sequence_parallel_size", message)
     yield from check_mechanism(config, precision.attention_mechanism)
     yield from check_compile(config, launch)
 

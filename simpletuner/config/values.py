@@ -48,8 +48,7 @@ def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]
     repaired = TRAILING_COMMA.sub(lambda match: match.group(1) or " ", text)
     if repaired != text:
         line = 1 + text.count("\n", 0, next(i for i, old in enumerate(text) if repaired[i] != old))
-        message = f"has a comma before a closing bracket (line {line}); it was ignored."
-        yield Problem(str(path), message, fatal=False)
+        yield Problem(str(path), f"has a comma before a closing bracket (line {line}); it was ignored.", fatal=False)
 
     twice = Problems()
 

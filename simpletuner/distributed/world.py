@@ -56,6 +56,10 @@ class World:
         """Positions of this process's `count` samples in the global batch."""
         return range(self.rank * count, (self.rank + 1) * count)
 
+    def of_groups(self, size: int) -> World:
+        """The place of this process's group among groups of `size` consecutive processes; alone, it is one."""
+        return self if size == 1 else World(self.rank // size, self.size // size)
+
     def share(self, items: Sequence[Value]) -> Sequence[Value]:
         """This process's part of work that is dealt out one by one."""
         return items[self.rank :: self.size]
@@ -146,6 +150,15 @@ def usable_cores() -> int:
     """Cores that this process may use."""
     # `cpu_count` ignores what Slurm or a container allows.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def compute_threads(wanted: int | None = None) -> int:
+    """Threads for computation on a CPU: as many as wanted, limited by the usable cores and by OMP_NUM_THREADS.
+
+    More threads than cores would wait for each other in every operation.
+    """
+    usable, given = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(wanted or usable, usable, int(given) if given.isdecimal() else usable))
 
 
 class Launcher(NamedTuple):

@@ -20,7 +20,7 @@ from functools import cache, cached_property, partial
 from importlib.resources import files
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from simpletuner.config.tread import Route, tokens_by_block
+from simpletuner.config.techniques import Route, tokens_by_block
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -103,8 +103,8 @@ class Activations:
         attention: tensors of a block that selective checkpointing keeps besides its input.
         outside: tensors that live for the whole step: position tables, timestep embeddings.
         sampling: the peak of a forward pass without gradients.
-        traffic: bytes moved by a block's elementwise operations in a forward pass; the backward pass moves twice as
-            many.
+        traffic: bytes moved by a stock block's elementwise operations in a forward pass.
+        forward, backward: bytes that a block in its kernels moves in training, in either pass.
     """
 
     held: float
@@ -114,6 +114,8 @@ class Activations:
     outside: float
     sampling: float
     traffic: float
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,8 @@ class CostTable:
         keeps_attention: whether selective checkpointing can keep the result of the self-attention.
         flops: of a `large` and a `small` block, excluding products with weights.
         bytes: of a large block, by dtype; `reads` lists layers whose input is kept only for an adapter, each with
-            the first layer that reads the same input, `compiled` is what a compiled block saves, and `trained` what a
-            stock one does in a full fine-tune.
+            the first layer that reads the same input, `compiled` is what a compiled block saves, `compiled forward` and
+            `compiled backward` what its kernels move, and `trained` what a stock one saves in a full fine-tune.
         published: shapes of the published checkpoints.
     """
 
@@ -236,6 +238,7 @@ class TransformerCost:
         unit: how many tokens a route keeps or drops together.
         tiles: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
         compiled: blocks with adapters are compiled.
+        compiled_reads: further layers whose input a compiled block keeps only for an adapter; see the table's `reads`.
         density: tokens of a sample -> share of the pairs of tokens that block-sparse attention computes; None if all.
     """
 
@@ -245,6 +248,7 @@ class TransformerCost:
     unit: int = 1
     tiles: Callable[[BatchShape, int], TileBytes] = field(default=lambda batch, size: TileBytes())
     compiled: bool = False
+    compiled_reads: Mapping[str, str] = field(default_factory=dict)
     density: Callable[[int], float] | None = None
 
     @cached_property
@@ -326,17 +330,37 @@ class TransformerCost:
         sums = {name: sum_of(factor, numbers) for name, factor in factors.items() if name != "reads"}
         # A full fine-tune also saves the input of every layer, for the gradient of its weight.
         saved = ("compiled" if self.compiled else "saved") if adapters.modules else "trained"
+        reads = factors["reads"] | (self.compiled_reads if self.compiled else {})
         elements = positions["token"] * self.hidden
         kept = elements * size + positions["token"] * heads * 4  # its result and log-sum-exp
+        traffic, lists = sums["traffic"], 2 * (tiles.saved + tiles.making)
+        # The backward pass of stock code moves twice as many.
+        forward, backward = self._moved(sums, positions, adapters, size) if self.compiled else (traffic, 2 * traffic)
         return Activations(
             held=elements * size,
-            saved=sums[saved] + self._adapted(factors["reads"], positions, adapters) * size + tiles.saved,
+            saved=sums[saved] + self._adapted(reads, positions, adapters) * size + tiles.saved,
             transient=max(sums["transient"], tiles.making),
             attention=kept + tiles.saved if self.table.keeps_attention else 0.0,
             outside=sums["outside"],
             sampling=sums["sampling"] + tiles.saved + tiles.making,
-            traffic=sums["traffic"] + 2 * (tiles.saved + tiles.making),
+            traffic=traffic + lists,
+            forward=forward + lists,
+            backward=backward + 2 * lists,
         )
+
+    def _moved(
+        self, sums: Mapping[str, float], positions: Mapping[str, int], adapters: Adapters, size: int
+    ) -> tuple[float, float]:
+        """Bytes that the kernels of a compiled block move, forward and backward.
+
+        Each LoRA adds its output to that of its layer, and its gradient to that of the input: two reads and a write.
+        """
+        outputs, inputs = 0, 0
+        for name, (applied_to, shape) in self._layers.items():
+            if self.blocks[-1] + name in adapters.modules and not adapters.products:
+                outputs += positions[applied_to] * shape[0]
+                inputs += positions[applied_to] * math.prod(shape[1:2])
+        return sums["compiled forward"] + 3 * size * outputs, sums["compiled backward"] + 3 * size * inputs
 
     def _adapted(self, reads: Mapping[str, str], positions: Mapping[str, int], adapters: Adapters) -> float:
         """Numbers that a block saves for its adapters: inputs not saved otherwise, and outputs of the down factors, or

@@ -228,8 +228,7 @@ def _choose(wanted: Sequence[str] | None, whole: Sequence[Checkpoint], folder: P
     asked = [str(each.step) for each in whole] or ["latest"] if wanted is None else wanted
     for name in asked:
         if name not in known:
-            message = f"{name!r} is not a complete checkpoint. In {folder} there are: {names}."
-            yield Problem("checkpoint", message)
+            yield Problem("checkpoint", f"{name!r} is not a complete checkpoint. In {folder} there are: {names}.")
     # By step, so that `latest` and its number are rendered once.
     return list({known[name].step: known[name] for name in asked if name in known}.values())
 
@@ -267,7 +266,7 @@ def _for_samples(config: RunConfig, request: SampleRequest) -> RunConfig:
     """The settings with the folder for samples, for one process; what a full fine-tune computes in becomes the dtype of
     a base model."""
     # However many processes trained it.
-    alone = {"num_processes": 1, "num_machines": 1, "fsdp_enable": False}
+    alone = {"num_processes": 1, "num_machines": 1, "sequence_parallel_size": 1, "fsdp_enable": False}
     values: dict[str, Any] = {"output_dir": request.output, "validation_disable": False, **alone}
     precision = config.precision.base_model_precision
     if config.model.model_type == "full":

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -56,6 +57,9 @@ from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.training.state import Assembly, StepSettings, TrainingSpec
 from simpletuner.training.trained import FullModel, Trained
 
+if TYPE_CHECKING:
+    from simpletuner.distributed.sequence import SequenceGroup
+
 
 def make_accelerator() -> Accelerator:
     """accelerate for devices, gradient synchronisation and collectives, without its mixed precision.
@@ -87,10 +91,11 @@ def assemble(
     layout, dtype = adapter.block_layout(transformer), DTYPES[transformer_dtype(precision)]
     fast = _use_fast_blocks(transformer, config, adapter, device)
     _checkpoint_and_compile(transformer, layout, fast, config, device)
+    group = _share_tokens(layout, fast, config, world)
     load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(precision, config.caching)])
     site = Site(
-        adapter, transformer, layout, device, dtype, techniques, trained.disabled, HiddenStates(layout), load_vae,
-        world, sharded,
+        adapter, transformer, layout, device, dtype, techniques, trained.disabled, HiddenStates(layout, group),
+        load_vae, world, sharded,
     )  # fmt: skip
     modules, wrapped = _attach(techniques, site, spec.seed, accelerator)
     if sharded:
@@ -339,6 +344,21 @@ def _comparisons(
             "fused LoRA: after the first update, gradients of block 0 differ by up to %.1e from separate products."
         )
         yield FirstGradients(message, fused.separate, first, fast, fused.is_updated)
+
+
+def _share_tokens(
+    layout: BlockLayout, fast: FastBlocks | None, config: RunConfig, world: World
+) -> SequenceGroup | None:
+    """Divide the tokens among processes if `sequence_parallel_size` asks for it."""
+    if config.launch.sequence_parallel_size == 1:
+        return None
+    from simpletuner.distributed.sequence import SequenceGroup
+
+    if fast is None or layout.rope is None:  # `check_sequence` refuses such runs
+        raise ValueError("these blocks cannot share their tokens")
+    group = fast.self_attention.group = SequenceGroup.connect(world, config.launch.sequence_parallel_size)
+    group.attach(layout.visual_blocks, layout.rope)
+    return group
 
 
 def _stream(
