@@ -151,6 +151,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
     changeable |= {
         "lora_dropout": lora.lora_dropout,
         "quantized_matmul": precision.quantized_matmul,
+        "speed_fused_lora": config.speed.speed_fused_lora,
         **_dtypes(config, spec),
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
     }

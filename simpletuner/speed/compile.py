@@ -237,6 +237,10 @@ logger = logging.getLogger(__name__)
 Reference = Callable[[], AbstractContextManager[None]]
 
 
+def always() -> bool:
+    return True
+
+
 class FirstGradients:
     """`forward` of a block that logs the error of its gradients in the first training call.
 
@@ -247,10 +251,14 @@ class FirstGradients:
         message: what is logged, with a place for the error.
         reference: makes a context in which the block computes what it is compared with.
         fast: the state of fast blocks.
+        is_ready: false in calls that have no error to show yet.
     """
 
-    def __init__(self, message: str, reference: Reference, block: nn.Module, fast: FastBlocks | None) -> None:
-        self.message, self.reference, self.block, self.fast = message, reference, block, fast
+    def __init__(
+        self, message: str, reference: Reference, block: nn.Module, fast: FastBlocks | None,
+        is_ready: Callable[[], bool] = always,
+    ) -> None:  # fmt: skip
+        self.message, self.reference, self.block, self.fast, self.is_ready = message, reference, block, fast, is_ready
         self.eager = self.forward = block.forward
         self.pieces = dict(fast.pieces) if fast is not None else {}
         self.is_pending = True
@@ -261,7 +269,7 @@ class FirstGradients:
         self.block.forward = self
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        if self.is_pending and torch.is_grad_enabled():
+        if self.is_pending and torch.is_grad_enabled() and self.is_ready():
             self.is_pending = False
             self._log(with_gradient(inputs[0]), *inputs[1:], **named)
         return self.forward(*inputs, **named)

@@ -47,7 +47,7 @@ from simpletuner.models.loading import DeferredWeights, keep_full_float32
 from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import kernel_chooser
-from simpletuner.speed.compile import FirstGradients, Reference, compile_blocks, unpacked_products
+from simpletuner.speed.compile import FirstGradients, compile_blocks, unpacked_products
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import HiddenStates, Site, Technique
 from simpletuner.training.lora import BASE_CHANGING_INITS, add_lora, start_from
@@ -313,8 +313,7 @@ def _checkpoint_and_compile(
         block_inputs=BlockInputs(device) if inputs_leave else None,
         keep=fast.self_attention if fast is not None and keeps else None,
     )
-    first = layout.visual_blocks[0]
-    compared = [FirstGradients(*how, first, fast) for how in _approximations(transformer, first, fast, config)]
+    compared = list(_comparisons(transformer, layout.visual_blocks[0], fast, config))
     backend = compile_backend(config.speed, config.launch, device.type)
     if backend is not None:
         # The last functions of checkpointed blocks recompute themselves if they keep the attention's result, and their
@@ -325,15 +324,15 @@ def _checkpoint_and_compile(
         each.install()
 
 
-def _approximations(
+def _comparisons(
     transformer: nn.Module, first: nn.Module, fast: FastBlocks | None, config: RunConfig
-) -> Iterator[tuple[str, Reference]]:
-    """What changes the gradients of the first block: in words, and a context without it."""
+) -> Iterator[FirstGradients]:
+    """The first block with and without what changes its gradients."""
     stored = quantisation(config.precision.base_model_precision)
-    differ = "on the first batch, gradients of block 0 differ by up to %.1e from"
     if stored is not None and config.precision.quantized_matmul:
-        products = f"{stored.name.partition('-')[0]} products"
-        yield f"{products}: {differ} unpacked products.", partial(unpacked_products, first)
+        what = f"{stored.name.partition('-')[0]} products: on the first batch, gradients of block 0"
+        message = f"{what} differ by up to %.1e from unpacked products."
+        yield FirstGradients(message, partial(unpacked_products, first), first, fast)
     if fast is not None and config.speed.speed_fused_lora:
         from simpletuner.training.fused_lora import FusedLora
 
@@ -341,7 +340,10 @@ def _approximations(
         # pass, and [W | B] would keep the wrong one.
         stays = not config.launch.fsdp_enable and config.lora.lora_init_type not in BASE_CHANGING_INITS
         fused = FusedLora(transformer, fast, pack=stays)
-        yield f"fused LoRA: {differ} separate products.", fused.separate
+        message = (
+            "fused LoRA: after the first update, gradients of block 0 differ by up to %.1e from separate products."
+        )
+        yield FirstGradients(message, fused.separate, first, fast, fused.is_updated)
 
 
 def _share_tokens(

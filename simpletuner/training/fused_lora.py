@@ -36,6 +36,9 @@ class SharedInput:
     """Layers that read the same input, each with a LoRA of one rank and scale.
 
     Attributes:
+        layers: as peft has them.
+        bases, downs, ups: their frozen layers, A and B. Compiled code checks every attribute on the way to a tensor,
+            and from here the way is short.
         packed: [W | B] of all layers, of which the layers' weights are views; None for separate products.
         bias: of all layers, with `packed`; None if they have none.
         is_fused: false to let peft compute, for comparison.
@@ -43,6 +46,11 @@ class SharedInput:
 
     def __init__(self, layers: Sequence[LoraLinear]) -> None:
         self.layers = tuple(layers)
+        self.bases: tuple[Any, ...] = tuple(layer.base_layer for layer in layers)
+        self.downs, self.ups = (
+            tuple(each[ADAPTER].weight for each in matrices)
+            for matrices in zip(*((layer.lora_A, layer.lora_B) for layer in layers), strict=True)
+        )
         self.packed: Tensor | None = None
         self.bias: Tensor | None = None
         self.is_fused = True
@@ -53,45 +61,35 @@ class SharedInput:
         # Without adapters, as for a teacher, or with others, as in previews, peft knows what to do.
         if not self.is_fused or first.disable_adapters or first.merged or first.active_adapters != [ADAPTER]:
             return [layer(x) for layer in self.layers]
-        down = torch.cat([layer.lora_A[ADAPTER].weight for layer in self.layers]).to(x.dtype)
-        ups = [layer.lora_B[ADAPTER].weight for layer in self.layers]
-        scale = first.scaling[ADAPTER]
+        down, scale = torch.cat(self.downs).to(x.dtype), first.scaling[ADAPTER]
         if self.packed is None:
-            thin = linear(x, down) * scale
-            pairs = zip(self.layers, thin.chunk(len(ups), dim=-1), ups, strict=True)
-            return [layer.base_layer(x) + linear(part, up.to(x.dtype)) for layer, part, up in pairs]
-        out: Tensor = WideProduct.apply(x.flatten(0, -2), down, self.packed, self.bias, scale, *ups)
-        return out.unflatten(0, x.shape[:-1]).split([len(up) for up in ups], dim=-1)
+            thin = (linear(x, down) * scale).chunk(len(self.ups), dim=-1)
+            parts = zip(self.bases, thin, self.ups, strict=True)
+            return [base(x) + linear(part, up.to(x.dtype)) for base, part, up in parts]
+        out: Tensor = WideProduct.apply(x.flatten(0, -2), down, self.packed, self.bias, scale, *self.ups)
+        return out.unflatten(0, x.shape[:-1]).split([len(up) for up in self.ups], dim=-1)
 
     def pack(self) -> bool:
         """Move plain weights on a GPU into one matrix with columns for B, which replaces theirs; False for others."""
-        bases: list[Any] = [layer.base_layer for layer in self.layers]
-        weight, rows = bases[0].weight, [base.out_features for base in bases]
-        if any(type(base) is not nn.Linear for base in bases) or weight.device.type not in PACKED_ON:
+        weights = [base.weight.detach() for base in self.bases if type(base) is nn.Linear]
+        if len(weights) < len(self.bases) or weights[0].device.type not in PACKED_ON:
             return False
-        width, ranks = weight.shape[1], len(bases) * self.rank
-        packed = weight.new_zeros(sum(rows), width + ranks)
-        for base, part in zip(bases, packed[:, :width].split(rows), strict=True):
+        rows, width = [len(weight) for weight in weights], weights[0].shape[1]
+        self.packed = weights[0].new_zeros(sum(rows), width + sum(map(len, self.downs)))
+        for base, part in zip(self.bases, self.packed[:, :width].split(rows), strict=True):
             base.weight.data = part.copy_(base.weight.detach())
-        if bases[0].bias is not None:
-            self.bias = torch.cat([base.bias.detach() for base in bases])
-        self.packed = packed
+        if self.bases[0].bias is not None:
+            self.bias = torch.cat([base.bias.detach() for base in self.bases])
         return True
 
-    @property
-    def rank(self) -> int:
-        """Of one layer's LoRA."""
-        return int(self.layers[0].lora_A[ADAPTER].weight.shape[0])
-
-    def copies(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each B, and its place in [W | B]."""
+    def places(self) -> Iterator[Tensor]:
+        """The place of each B in [W | B]."""
         assert self.packed is not None
-        row, column = 0, self.packed.shape[1] - len(self.layers) * self.rank
-        for layer in self.layers:
-            up = layer.lora_B[ADAPTER].weight.detach()
+        row, column = 0, self.packed.shape[1] - sum(map(len, self.downs))
+        for width, rank in (up.shape for up in self.ups):
             # `data`: a second forward pass copies the same numbers, and must not invalidate what the first one saved.
-            yield up, self.packed.data[row : row + len(up), column : column + self.rank]
-            row, column = row + len(up), column + self.rank
+            yield self.packed.data[row : row + width, column : column + rank]
+            row, column = row + width, column + rank
 
 
 class WideProduct(torch.autograd.Function):
@@ -151,9 +149,13 @@ class FusedLora:
         some without a trace in autograd's version counters."""
         if self._packed is None:  # the weights are on their final device by now, those of streamed blocks on the CPU
             self._packed = [group for group in self.groups if group.pack()]
-        copies = [pair for group in self._packed for pair in group.copies()]
-        if copies:
-            torch._foreach_copy_([place for _, place in copies], [up for up, _ in copies])
+        if self._packed:
+            places = [place for group in self._packed for place in group.places()]
+            torch._foreach_copy_(places, [up.detach() for group in self._packed for up in group.ups])
+
+    def is_updated(self) -> bool:
+        """Whether a B is not 0, so that A has a gradient."""
+        return any(bool(group.ups[0].any()) for group in self.groups[:1])
 
     @contextmanager
     def separate(self) -> Iterator[None]:
