@@ -251,7 +251,7 @@ def learning_rate(config: OptimizerConfig, model_type: str) -> float:
 def peak_learning_rate(config: RunConfig) -> float:
     """The learning rate after `lr_scale` (times the samples of a step) or `lr_scale_sqrt` (times their square root)."""
     rate, schedule = learning_rate(config.optimizer, config.model.model_type), config.schedule
-    samples = config.launch.num_processes * schedule.gradient_accumulation_steps * schedule.train_batch_size
+    samples = config.launch.data_processes * schedule.gradient_accumulation_steps * schedule.train_batch_size
     if config.optimizer.lr_scale:
         return rate * samples
     return rate * math.sqrt(samples) if config.optimizer.lr_scale_sqrt else rate

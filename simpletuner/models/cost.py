@@ -20,7 +20,7 @@ from functools import cache, cached_property, partial
 from importlib.resources import files
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from simpletuner.config.tread import Route, tokens_by_block
+from simpletuner.config.techniques import Route, tokens_by_block
 
 P = ParamSpec("P")
 R = TypeVar("R")
