@@ -238,8 +238,8 @@ class TransformerCost:
         unit: how many tokens a route keeps or drops together.
         tiles: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
         compiled: blocks with adapters are compiled.
-        compiled_reads: further layers whose input a compiled block keeps only for an adapter; see the table's `reads`.
         density: tokens of a sample -> share of the pairs of tokens that block-sparse attention computes; None if all.
+        compiled_reads: further layers whose input a compiled block keeps only for an adapter; see the table's `reads`.
     """
 
     table: CostTable
@@ -248,8 +248,8 @@ class TransformerCost:
     unit: int = 1
     tiles: Callable[[BatchShape, int], TileBytes] = field(default=lambda batch, size: TileBytes())
     compiled: bool = False
-    compiled_reads: Mapping[str, str] = field(default_factory=dict)
     density: Callable[[int], float] | None = None
+    compiled_reads: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def blocks(self) -> list[str]:
