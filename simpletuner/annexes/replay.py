@@ -18,7 +18,7 @@ import json
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -238,12 +238,10 @@ def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
             modules.append(name or type(module).__name__)
 
     # Inner modules finish before those that contain them, so the first entry is the innermost.
-    hooks = [module.register_forward_hook(partial(check, name)) for name, module in model.named_modules()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_hook(partial(check, name)).remove)
         yield modules
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:
