@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from simpletuner.budget.device import Device, gigabytes
+from simpletuner.budget.device import Device, compared
 from simpletuner.budget.estimate import Sent, Step, StepModel, exchange_seconds, sent_bytes
 from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
@@ -80,14 +80,16 @@ class PhasePeak:
         """
         room, needed = device.usable, self.needed(device)
         if room is not None and needed > room * (1 - headroom):
+            wants, has = compared(needed, room)
             if not device.is_gpu:
-                return f"{self.name} needs {gigabytes(needed)}, this machine has {gigabytes(room)} and no GPU"
+                return f"{self.name} needs {wants}, this machine has {has} and no GPU"
             taken = f" ({device.taken_by_others}; plan_device_memory_gb plans without it)" if device.taken else ""
-            return f"{self.name} needs {gigabytes(needed)} on the device, where {gigabytes(room)} can be used{taken}"
+            return f"{self.name} needs {wants} on the device, where {has} can be used{taken}"
         # On a CPU, `needed` includes the host's part.
         host, wanted = device.host_memory, self.on_host(device)
         if device.is_gpu and host is not None and wanted > host:
-            return f"{self.name} needs {gigabytes(wanted)} of host memory, this machine has {gigabytes(host)}"
+            wants, has = compared(wanted, host)
+            return f"{self.name} needs {wants} of host memory, this machine has {has}"
         return None
 
 
@@ -137,8 +139,9 @@ class Budget:
         """What each process sends in an optimizer step."""
         if not self.steps:
             return Sent()
-        added = self.model.added(self.steps[0].load)
-        return sent_bytes(self.model, added, self.config.schedule.gradient_accumulation_steps)
+        largest, micro_steps = self.steps[0], self.config.schedule.gradient_accumulation_steps
+        sent = sent_bytes(self.model, self.model.added(largest.load), micro_steps)
+        return replace(sent, exchanged=micro_steps * largest.exchanged)
 
     @property
     def preview_seconds(self) -> float:
@@ -266,8 +269,10 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     """Estimate a plan as configured."""
     catalogue = make_catalogue(plan)
     listing = list_entries(plan, catalogue) if catalogue else None
-    parts, workload = parts_of(plan, is_gpu=device.is_gpu), workload_of(plan, listing)
-    return Budget(plan.config, parts, workload, device, listing, outcome=find_outcome(plan, workload, device))
+    workload = workload_of(plan, listing)
+    outcome = find_outcome(plan, workload, device)
+    parts = parts_of(plan, is_gpu=device.is_gpu).with_densities(outcome.densities)
+    return Budget(plan.config, parts, workload, device, listing, outcome=outcome)
 
 
 def steps_per_epoch(plan: Plan) -> float:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import PositiveFloat, RootModel, ValidationError
 
-from simpletuner.atomic import write_atomically
+from simpletuner.atomic import changing, write_atomically
 from simpletuner.budget.device import Device
 from simpletuner.budget.workload import Workload
 from simpletuner.distributed.world import compute_threads
@@ -27,11 +28,13 @@ class Outcome:
     Attributes:
         day: when it ended, such as 2026-11-20.
         step, previews: of a step, and of a round of previews.
+        densities: share of the tiles that block-sparse attention visited, by tokens of a sample.
     """
 
     day: str
     step: PositiveFloat = 1.0
     previews: PositiveFloat = 1.0
+    densities: Mapping[int, PositiveFloat] = field(default_factory=dict)
 
     def __str__(self) -> str:
         # "corrected by the run of 2026-11-20: x1.12"
@@ -59,10 +62,10 @@ def remember(plan: Plan, workload: Workload, device: Device, outcome: Outcome) -
         WriteError: no space is left.
     """
     folder = machine_folder(plan)
-    known = _read(folder)  # other runs may have written meanwhile
-    known.root.setdefault(_machine(device), {})[kind_of_run(plan, workload)] = outcome
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / OUTCOMES_FILE, known.model_dump_json(indent=1).encode())
+    with changing(folder / OUTCOMES_FILE):
+        known = _read(folder)  # other runs may have written meanwhile
+        known.root.setdefault(_machine(device), {})[kind_of_run(plan, workload)] = outcome
+        write_atomically(folder / OUTCOMES_FILE, known.model_dump_json(indent=1).encode())
 
 
 def kind_of_run(plan: Plan, workload: Workload) -> str:

@@ -62,6 +62,10 @@ class World:
         """Positions of this process's `count` samples in the global batch."""
         return range(self.rank * count, (self.rank + 1) * count)
 
+    def of_groups(self, size: int) -> World:
+        """The place of this process's group among groups of `size` consecutive processes; alone, it is one."""
+        return self if size == 1 else World(self.rank // size, self.size // size)
+
     def share(self, items: Sequence[Value]) -> Sequence[Value]:
         """This process's part of work that is dealt out one by one."""
         return items[self.rank :: self.size]

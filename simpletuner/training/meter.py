@@ -42,7 +42,7 @@ class StepMeter:
     def count(self, batch: Batch) -> None:
         """Count a micro-batch."""
         self._shapes.append(tuple(batch.latents.shape))
-        self._work += batch_work(self._assembly, batch)
+        self._work += batch_work(self._assembly, batch).times(1 / self._assembly.settings.sequence)
 
     def visit(self, tiles: dict[int, tuple[float, int]]) -> None:
         """Note the pairs of tiles that block-sparse attention visited, and all pairs, by tokens of a sample."""

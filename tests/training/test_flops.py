@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import SHAPES, hollow_transformer, lora_targets
 from benchmarks.variants import Variant
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.registry import FAMILIES
 from simpletuner.techniques.tread import Tread
@@ -85,6 +85,7 @@ def test_tiles_that_block_sparse_attention_skips_are_not_counted(
     assembly = speed.make_assembly(checkpoint, "nabla", gradient_accumulation_steps=2)
     batch = speed.make_batch(checkpoint, "nabla")
     step.predict_now(assembly, step.noisy_batch(assembly, batch, 0, 0))
+    assert assembly.take_tiles() == {}
     chosen.clear()
     report = step.optimizer_step(assembly, Batches(batch, batch), 0)
     assert len(chosen) == 2 * 2

@@ -17,7 +17,7 @@ from torch import Tensor
 from simpletuner.annexes.adapters.converted import LOST, ConvertedAdapter, low_rank
 from simpletuner.annexes.adapters.lycoris import MULTIPLIER
 from simpletuner.config.schema import EmaConfig
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.adapter_kinds import planned_adapters
 from simpletuner.models.kandinsky5.loading import load_processor

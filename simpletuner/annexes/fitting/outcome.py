@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from statistics import median
+from statistics import fmean, median
 
 from simpletuner.budget.budget import Budget, round_seconds
 from simpletuner.budget.device import gigabytes
@@ -27,6 +27,7 @@ class Comparison(Companion):
 
     events: EventStream
     steps: defaultdict[Hashable, list[float]] = field(default_factory=lambda: defaultdict(list), init=False)
+    densities: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list), init=False)
     rounds: list[float] = field(default_factory=list, init=False)
     peak: float = field(default=0.0, init=False)
     planned: tuple[Plan, Budget] | None = field(default=None, init=False)
@@ -44,6 +45,8 @@ class Comparison(Companion):
                 # Only steps of equal shapes and passes take comparable time.
                 self.steps[event.shapes, event.passes].append(event.seconds)
                 self.peak = max(self.peak, event.memory_bytes or 0)
+                for tokens, density in event.densities.items():
+                    self.densities[tokens].append(density)
             case PhaseEnded() if event.complete and event.phase.kind == PREVIEWS:
                 self.rounds.append(event.seconds)
 
@@ -64,7 +67,10 @@ class Comparison(Companion):
         needed = max(phase.needed(budget.device) for phase in budget.phases)
         parts.append(f"peak {gigabytes(self.peak)}, planned {gigabytes(needed)}")
         day = datetime.now(UTC).date().isoformat()
-        outcome = Outcome(day, known.step * step / budget.step_seconds, previews)
+        densities = {**known.densities, **{tokens: fmean(each) for tokens, each in self.densities.items()}}
+        # The next estimate knows the densities: only what they do not explain corrects it.
+        informed = replace(budget, parts=budget.parts.with_densities(densities))
+        outcome = Outcome(day, known.step * step / informed.step_seconds, previews, densities)
         try:
             remember(plan, budget.workload, budget.device, outcome)
         except (OSError, WriteError) as error:  # the next estimate does without it

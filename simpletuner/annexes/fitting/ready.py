@@ -104,7 +104,9 @@ def _sparing(plan: Plan, budget: Budget) -> dict[str, object]:
     kinds = (kind for technique in plan.techniques for kind in technique.features)
     sparing = {key: value for kind in kinds for key, value in kind.spared_by.items()}
     features = feature_costs(plan.spec, budget.listing).stored
-    return sparing if features and sparing and features > feature_room(plan) else {}
+    # The disk that holds the latents.
+    room = FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free
+    return sparing if features and sparing and features > room else {}
 
 
 def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
@@ -135,11 +137,6 @@ def check_decoding(budget: Budget) -> Iterator[Problem]:
     if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
         message = f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch get wrong;"
         yield Problem(DECODING, f"{message} strips and tiles do not.", fatal=False)
-
-
-def feature_room(plan: Plan) -> float:
-    """Bytes that features may take on the disk with the latents."""
-    return FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free
 
 
 def check_gpu(plan: Plan, budget: Budget) -> Iterator[Problem]:

@@ -106,6 +106,7 @@ MEASURED = {
     "grad_norm": ("Gradient norm", "before clipping"),
     "grad_absmax": ("Largest gradient", "before clipping"),
     "seconds": ("Seconds per step", ""),
+    "attention_density": ("Attention density", "share of the tiles that block-sparse attention visits"),
     "peak_memory_gb": ("Peak memory", "GB, the highest so far"),
 }
 # Columns that have a chart of their own, are no measurements, or would repeat the waits as shares of a step.
