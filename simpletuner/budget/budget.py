@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from pydantic import PositiveFloat
+
 from simpletuner.budget.device import Device, gigabytes
 from simpletuner.budget.estimate import Sent, Step, StepModel, exchange_seconds, sent_bytes
-from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import RunConfig
@@ -92,6 +93,23 @@ class PhasePeak:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """How long a run took, by how long it was estimated to take.
+
+    Attributes:
+        day: when it ended, such as 2026-11-20.
+        step, previews: of a step, and of a round of previews.
+    """
+
+    day: str
+    step: PositiveFloat = 1.0
+    previews: PositiveFloat = 1.0
+
+    def __str__(self) -> str:
+        return f"corrected by the run of {self.day}: x{self.step:.2f}"
+
+
+@dataclass(frozen=True)
 class Budget:
     """The estimate of a run: of a workload under some settings on a device.
 
@@ -108,7 +126,7 @@ class Budget:
     device: Device
     listing: Listing | None = None
     decisions: Sequence[str] = ()
-    outcome: Outcome = UNCORRECTED
+    outcome: Outcome | None = None
 
     @cached_property
     def model(self) -> StepModel:
@@ -130,7 +148,8 @@ class Budget:
         micro = sum(step.cost.seconds * bucket.share for bucket, step in buckets)
         computing = micro * self.config.schedule.gradient_accumulation_steps
         # As if the shorter of the two were hidden behind the longer.
-        return self.outcome.step * max(computing, exchange_seconds(self.sent, self.device, self.config.launch))
+        seconds = max(computing, exchange_seconds(self.sent, self.device, self.config.launch))
+        return seconds * (self.outcome.step if self.outcome else 1.0)
 
     @property
     def sent(self) -> Sent:
@@ -147,7 +166,8 @@ class Budget:
         steps = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
         guided = (validation.validation_guidance or 1) > 1 and not self.parts.cost.guided_together
         passes = [self._step(preview).forward_seconds for preview in self.workload.previews]
-        return self.outcome.previews * steps * (2 if guided else 1) * sum(passes)
+        off = self.outcome.previews if self.outcome else 1.0
+        return off * steps * (2 if guided else 1) * sum(passes)
 
     def shortages(self, *, headroom: float = 0.0) -> list[tuple[PhasePeak, str]]:
         """The phases that do not fit, and what they lack."""
@@ -266,8 +286,8 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     """Estimate a plan as configured."""
     catalogue = make_catalogue(plan)
     listing = list_entries(plan, catalogue) if catalogue else None
-    parts, workload = parts_of(plan, is_gpu=device.is_gpu), workload_of(plan, listing)
-    return Budget(plan.config, parts, workload, device, listing, outcome=find_outcome(plan, workload, device))
+    parts = parts_of(plan, is_gpu=device.is_gpu)
+    return Budget(plan.config, parts, workload_of(plan, listing), device, listing)
 
 
 def steps_per_epoch(plan: Plan) -> float:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from simpletuner.annexes.fitting.fit import DECODING, check_fit, check_ways, choose
+from simpletuner.annexes.fitting.outcome import corrected, corrected_budget
 from simpletuner.annexes.fitting.show import MISSING_GPU, duration
 from simpletuner.budget import device as devices
-from simpletuner.budget.budget import PREVIEWS, Budget, make_budget, remaining_seconds
+from simpletuner.budget.budget import PREVIEWS, Budget, remaining_seconds
 from simpletuner.budget.device import (
     NCCL_BUFFERS,
     compute_capability,
@@ -21,7 +22,6 @@ from simpletuner.budget.device import (
     with_measured,
 )
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
-from simpletuner.budget.outcomes import find_outcome
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.schema import BY_SIZE
 from simpletuner.config.sources import Arguments
@@ -82,12 +82,12 @@ def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
         is_here = offload.plan_device is None and offload.plan_device_memory_gb is None and device.is_gpu
         links = linked() if is_here else {}
         device = replace(device, buffers=NCCL_BUFFERS, rates=replace(device.rates, **links))
-    budget = with_strips(make_budget(plan, device))
+    budget = with_strips(corrected_budget(plan, device))
     plan = replace(plan, config=budget.config)
     # Before `offload: auto`, whose choice depends on whether features are cached.
     if sparing := _sparing(plan, budget):
         plan = replace(plan, config=plan.config.with_values(sparing, f"chosen by {', '.join(sparing)} auto"))
-        budget = make_budget(plan, device)
+        budget = corrected_budget(plan, device)
     if plan.config.offload.offload == "auto":
         plan, budget = _chosen(plan, budget)
     judged = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
@@ -113,7 +113,7 @@ def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
     chosen = replace(plan, config=budget.config)
     if budget.config.caching.vae_enable_tiling != plan.config.caching.vae_enable_tiling:
         # Tiled latents have separate cache entries, so the missing ones are listed again.
-        budget = replace(make_budget(chosen, budget.device), decisions=budget.decisions)
+        budget = replace(corrected_budget(chosen, budget.device), decisions=budget.decisions)
     return chosen, budget
 
 
@@ -169,4 +169,4 @@ def on_cpu(plan: Plan, budget: Budget) -> Budget:
     device = find_device(output_dir=plan.output_dir)
     if device.is_gpu:
         device = with_measured(this_cpu(idle=device.name), plan.output_dir)
-    return replace(budget, device=device, outcome=find_outcome(plan, budget.workload, device))
+    return corrected(replace(budget, device=device), plan)

@@ -15,7 +15,6 @@ from simpletuner.annexes.fitting.fit import find_ways, way_of
 from simpletuner.budget.budget import Budget, preview_rounds, remaining_seconds, remaining_steps
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.disk import feature_costs, find_writings
-from simpletuner.budget.outcomes import UNCORRECTED
 from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
 from simpletuner.config.schema import all_options
@@ -240,7 +239,7 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     beside = f", and {duration(previews)} for previews" if previews else ""
     step, whole, steps = duration(budget.step_seconds), duration(training), remaining_steps(plan)
     yield f"  about {step} a step, {whole} for {steps} steps{beside}; without filling the caches"
-    if budget.outcome != UNCORRECTED:
+    if budget.outcome:
         yield f"  {budget.outcome}"
 
 
