@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import unicodedata
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -162,10 +163,17 @@ def full_text(error: BaseException) -> str:
     return ". ".join([text.removesuffix("."), *notes]) if notes else text
 
 
+SHORTEST_ABBREVIATION = 3  # letters; one or two occur in nearly every word
+
+
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word most similar to `word`, or None if nothing comes close."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return matches[0] if matches else None
+    """The known word most similar to `word`, else the only one that it shortens (txt: textfile), else None."""
+    words = [*known]
+    if matches := difflib.get_close_matches(word, words, n=1, cutoff=cutoff):
+        return matches[0]
+    in_order = re.compile(".*".join(map(re.escape, word)))
+    shortened = [each for each in words if len(word) >= SHORTEST_ABBREVIATION and in_order.match(each)]
+    return shortened[0] if len(shortened) == 1 else None
 
 
 def did_you_mean(word: str, known: Sequence[str] | Iterable[str]) -> str:

@@ -56,26 +56,32 @@ def settings_help(wanted: str) -> list[str]:
     Raises:
         UserError: nothing is found.
     """
+    from simpletuner.config.datasets import dataset_options
     from simpletuner.config.schema import option_names, sections
 
-    names, by_section, name = option_names(), sections(), wanted.lstrip("-").replace("-", "_").lower()
-    mentions = [option for option in chain(*by_section.values()) if _mentions(option, wanted)]
+    names, of_datasets, by_section = option_names(), dataset_options(), sections()
+    name = wanted.lstrip("-").replace("-", "_").lower()
+    mentions = _search(wanted, [*chain(*by_section.values()), *of_datasets.values()])
     section = next((options for title, options in by_section.items() if title.lower() == wanted.lower()), [])
-    # A key may share its name with a section, which is then listed below it.
-    if option := names.get(name):
-        section = [each for each in section if each != option]
-        related = [each.name for each in mentions if each not in (*section, option)]
-        return [*explain_key(option, related), *chain(*map(summary, section))]
+    of_dataset = [option for key, option in of_datasets.items() if name in (key, key.rpartition(".")[2])]
+    # A key may share its name with a key of datasets, and with a section; these are listed below it.
+    if same_name := [*filter(None, [names.get(name)]), *of_dataset]:
+        section = [option for option in section if option not in same_name]
+        related = dict.fromkeys(option.name for option in mentions if option not in (*section, *same_name))
+        first, *rest = same_name
+        return [*explain_key(first, [*related]), *chain(*map(explain_key, rest)), *chain(*map(summary, section))]
     if not (options := section or mentions):
-        raise UserError(f"no setting mentions {wanted!r}.{did_you_mean(name, names)}")
+        raise UserError(f"no setting mentions {wanted!r}.{did_you_mean(name, [*names, *of_datasets])}")
     return [*chain(*map(summary, options))]
 
 
 def explain_key(option: Option, related: Sequence[str] = ()) -> Iterator[str]:
     """Everything about one key."""
+    from simpletuner.config.datasets import DATASET_FILE
     from simpletuner.models.registry import FAMILIES
 
-    by_family = {family: spec.defaults.get(option.name) for family, spec in FAMILIES.items()}
+    families = {} if option.section == DATASET_FILE else FAMILIES
+    by_family = {family: spec.defaults.get(option.name) for family, spec in families.items()}
     facts = {
         "Allowed": allowed(option),
         "Default": default_of(option),
@@ -93,7 +99,9 @@ def explain_key(option: Option, related: Sequence[str] = ()) -> Iterator[str]:
 
 def summary(option: Option) -> Iterator[str]:
     """A key with its help, allowed values and default, in a few lines."""
-    yield f"--{option.name}"
+    from simpletuner.config.datasets import DATASET_FILE
+
+    yield option.name if option.section == DATASET_FILE else f"--{option.name}"
     text = f"{option.help} [{allowed(option)}; default {default_of(option)}]"
     yield from textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
 
@@ -107,6 +115,15 @@ def allowed(option: Option) -> str:
 def default_of(option: Option) -> str:
     """The default in words."""
     return option.default_text.replace("`", "") or "not set"
+
+
+def _search(wanted: str, options: Sequence[Option]) -> list[Option]:
+    """What an everyday word stands for, in the order in which it helps most; then what mentions all words."""
+    from simpletuner.config.sections import EVERYDAY_WORDS
+
+    meant = [key for words, keys in EVERYDAY_WORDS.items() if f" {wanted.lower()} " in f" {words} " for key in keys]
+    first = sorted((each for each in options if each.name in meant), key=lambda option: meant.index(option.name))
+    return [*first, *(option for option in options if option.name not in meant and _mentions(option, wanted))]
 
 
 def _mentions(option: Option, wanted: str) -> bool:

@@ -210,8 +210,7 @@ def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Ite
         return
     if teacher is None or teacher == student:
         unset = "is not set" if teacher is None else f"{teacher} is crepa_block_index, too"
-        message = f"{unset}: a block cannot be its own teacher; name a later one."
-        yield Problem("crepa_teacher_block_index", message)
+        yield Problem("crepa_teacher_block_index", f"{unset}: a block cannot be its own teacher; name a later one.")
     elif student is not None and teacher < student:
         message = f"{teacher} comes before crepa_block_index {student}; a teacher is a later block."
         yield Problem("crepa_teacher_block_index", message, fatal=False)

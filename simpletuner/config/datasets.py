@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from simpletuner.config.load import Layer, build_group, canonical
-from simpletuner.config.option import Group, accepted, common, option
+from simpletuner.config.option import Group, Option, accepted, common, describe, option
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys, options_of
 from simpletuner.config.sources import resolve_alias
@@ -79,6 +80,7 @@ class CaptionShuffle(Group):
     include_original: Flag = option(True, "Keep the original caption as an alternative.")
 
 
+DATASET_FILE = "Dataset file"
 WEIGHT_TOLERANCE = 1e-3  # people write thirds as 0.333
 
 
@@ -231,6 +233,17 @@ PARTS: Mapping[str, type[Group]] = {
     "filter_func": RowFilter,
     "composite_image_config": CompositeImage,
 }
+
+
+def dataset_options() -> dict[str, Option]:
+    """Every key of a dataset as its file nests it: `resolution`, `video.num_frames`."""
+    groups: dict[str, type[Group]] = {"": DatasetConfig, **{f"{part}.": group for part, group in PARTS.items()}}
+    return {
+        f"{prefix}{name}": replace(describe(f"{prefix}{name}", group, field), section=DATASET_FILE)
+        for prefix, group in groups.items()
+        for name, field in group.model_fields.items()
+        if name not in PARTS
+    }
 
 
 def read_datasets(path: Path, *, placeholders: dict[str, str]) -> Reading[list[DatasetConfig]]:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from simpletuner.config.option import Option
+from simpletuner.config.option import Group, Option
 from simpletuner.config.schema import (
     FAMILY_DEFAULT,
     FAMILY_FIXED,
@@ -28,6 +28,7 @@ from simpletuner.config.schema import (
     all_options,
     family_groups,
     option_names,
+    options_of,
 )
 from simpletuner.config.upstream import INSTEAD, foreign_key_problem
 from simpletuner.config.values import expand_environment, plain_key, read_json, same_value
@@ -232,13 +233,21 @@ def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return unknown_key(path.rpartition(".")[2], _known_keys(model, path))
     if kind == "literal_error":
-        allowed = _allowed(details)
-        return f"{shown} is not one of: {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
+        return f"{shown} {_why_not(details, path, model)}"
     if kind in SIGNS:
         return f"{shown} is out of range; it must be {SIGNS[kind]} {next(iter(context.values())):g}."
     if kind in ("value_error", "too_large"):
         return f"{shown} {context['error'] if kind == 'value_error' else details['msg']}."
     return f"{shown} is not {EXPECTED[kind]}." if kind in EXPECTED else f"{shown}: {details['msg']}."
+
+
+def _why_not(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
+    """Why a key does not take a word: it is the value of another key, or none of its own."""
+    value, allowed = details["input"], _allowed(details)
+    options = options_of(model) if issubclass(model, Group) else {}
+    if path in options and (why := options[path].refused.get(str(value))):
+        return f"{why}."
+    return f"is not one of: {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
 
 
 def _allowed(details: ErrorDetails) -> list[str]:

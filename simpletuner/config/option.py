@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, Unpack, cast, get_args, get_origin
@@ -152,9 +153,10 @@ class TechniqueGroup(Group):
 
 
 class Words(TypedDict, total=False):
-    """What `option` says of a key besides its default, help and limits.
+    """What `option` says of a key besides its default and help.
 
     Attributes:
+        ge, gt, le, lt: limits of a number; with a lower one, the upper one is `LARGEST_NUMBER` unless another is given.
         aliases: other spellings of the key.
         default_note: the default in the reference page, if it depends on something else.
         form: the type in the reference page, if people write another one than the parsed value has.
@@ -165,6 +167,10 @@ class Words(TypedDict, total=False):
         common: people need it first; the page shows the others below "More".
     """
 
+    ge: float
+    gt: float
+    le: float
+    lt: float
     aliases: tuple[str, ...]
     default_note: str
     form: str
@@ -176,38 +182,30 @@ class Words(TypedDict, total=False):
     common: bool
 
 
-def option(
-    default: Any = ...,
-    help: str = "",
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    **words: Unpack[Words],
-) -> Any:
+def option(default: Any = ..., help: str = "", **words: Unpack[Words]) -> Any:
     """Declare one key.
 
     Args:
         default: the global default; `...` makes the key required.
         help: one or two sentences for `--help`, the wizard and the reference page.
-        ge, gt, le, lt: limits of a number; with a lower one, the upper one is `LARGEST_NUMBER` unless another is given.
         words: see `Words`.
     """
+    said: dict[str, Any] = {**words}
+    limits = {name: said.pop(name) for name in LIMITS if name in said}
     # No default limit without a lower one: such numbers, as Sana's motion score, are no amounts.
-    if (ge is not None or gt is not None) and le is None and lt is None:
-        le = LARGEST_NUMBER
+    if limits and not limits.keys() & {"le", "lt"}:
+        limits["le"] = LARGEST_NUMBER
     # pydantic keeps what it does not know in json_schema_extra; `describe` reads it back.
-    return Field(default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=cast(Any, words))
+    return Field(default, description=help, json_schema_extra=said, **limits)
 
 
 common = functools.partial(option, common=True)
 
 
-def accepted(default: Any, reason: str, *, ge: float | None = None) -> Any:
+def accepted(default: Any, reason: str, **limits: float) -> Any:
     """Declare a key of other trainers that changes nothing here, for a reason."""
     # A condition on no key never holds, so the key never has an effect.
-    return option(default, f"Accepted; {reason}.", ge=ge, requires=when(because=reason))
+    return option(default, f"Accepted; {reason}.", requires=when(because=reason), **cast(Any, limits))
 
 
 @dataclass(frozen=True)
@@ -337,25 +335,16 @@ def _strip_optional(annotation: Any) -> Any:
 
 @dataclass(frozen=True)
 class Package:
-    """An optional dependency: the module to look for, its name for pip, and our extra that installs it."""
+    """An optional dependency: the module to look for, and what to tell pip, which pyproject.toml says too."""
 
     module: str
-    name: str
-    extra: str
+    requirement: str
 
 
 def check_installed(package: Package, key: str, value: str) -> Iterator[Problem]:
     """Report a value of a key whose package is not installed."""
     # Looked up, not imported: all but boto3 would import torch.
     if importlib.util.find_spec(package.module) is None:
-        install = f"pip install 'simpletuner[{package.extra}]'"
-        yield Problem(key, f"{value!r} needs the package {package.name}, which is not installed: {install}")
-
-
-BITSANDBYTES = Package("bitsandbytes", "bitsandbytes", "cuda")
-TORCHAO = Package("torchao", "torchao", "torchao")
-PRODIGY = Package("prodigyopt", "prodigyopt", "optimizers")
-SCHEDULE_FREE = Package("schedulefree", "schedulefree", "optimizers")
-PYTORCH_OPTIMIZER = Package("pytorch_optimizer", "pytorch-optimizer", "optimizers")
-LYCORIS = Package("lycoris", "lycoris-lora", "lycoris")
-BOTO3 = Package("boto3", "boto3", "s3")
+        name = re.split("[<>=]", package.requirement)[0]
+        install = f"pip install '{package.requirement}'"
+        yield Problem(key, f"{value!r} needs the package {name}, which is not installed: {install}")

@@ -24,12 +24,13 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from simpletuner.config.option import BOTO3, JSON_OR_FILE, Group, check_installed, common, option, when
+from simpletuner.config.option import JSON_OR_FILE, Group, Package, check_installed, common, option, when
 from simpletuner.config.values import FALSE_WORDS, TRUE_WORDS, Flag, Integer, Text, TextList, Texts, parse_objects
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.redaction import HIDDEN, REFERENCE, hide_secrets
 from simpletuner.s3 import S3Login
 
+BOTO3 = Package("boto3", "boto3>=1.36,<2")
 PUBLISHING_CONFIG = "publishing_config"
 PROVIDERS = {"s3-compatible": "s3", "b2": "backblaze_b2"}
 ELSEWHERE = ("azure_blob", "azure", "dropbox")
@@ -309,7 +310,7 @@ def _host(address: str) -> str:
 
 
 # How to get the package of a tracker, which has the tracker's name.
-PACKAGES = {"wandb": "pip install wandb", "tensorboard": "pip install 'simpletuner[tensorboard]'"}
+PACKAGES = {"wandb": "pip install wandb", "tensorboard": "pip install 'tensorboard>=2.18,<3'"}
 NOT_AVAILABLE_YET = ("comet_ml", "swanlab")
 KNOWN = (*PACKAGES, *NOT_AVAILABLE_YET, "simpletuner", "none", "all")
 DEFAULT_ADDRESS = "https://api.wandb.ai"
@@ -340,8 +341,7 @@ def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
         if name in NOT_AVAILABLE_YET:
             yield Problem("report_to", f"{name!r} is not available yet; choose wandb, tensorboard or none.")
         elif name not in KNOWN:
-            message = f"{name!r} is not one of: {', '.join(KNOWN)}.{did_you_mean(name, KNOWN)}"
-            yield Problem("report_to", message)
+            yield Problem("report_to", f"{name!r} is not one of: {', '.join(KNOWN)}.{did_you_mean(name, KNOWN)}")
     if "none" in names and len(set(names)) > 1:
         yield Problem("report_to", f"{config.report_to!r} asks for none and for {', '.join(names)} at once.")
     # `all` means those that are installed.

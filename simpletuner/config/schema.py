@@ -75,9 +75,15 @@ class ModelConfig(Group):
     """Model"""
 
     model_type: Literal["lora", "full"] = common(
-        ..., "What is trained: a LoRA on the frozen model, or every weight of the transformer."
+        ...,
+        "What is trained: a LoRA on the frozen model, or every weight of the transformer.",
+        refused=dict.fromkeys(("lokr", "lycoris"), "is a kind of LoRA: set model_type lora, and the kind as lora_type"),
     )
-    model_family: Text = common(..., "The model family. `_` for `-` and any letter case are accepted.")
+    model_family: Text = common(
+        ...,
+        "What to train: kandinsky5-image (pictures, edits), kandinsky5-video (clips), or sanavideo (480p clips). "
+        "`_` for `-` and any letter case are accepted.",
+    )
     model_flavour: Text | None = common(
         None, "Which checkpoint of the family.", aliases=("model_flavor",), default_note="the family's first"
     )

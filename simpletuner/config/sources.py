@@ -312,7 +312,8 @@ def _candidates(name: str | None, selectors: Mapping[str, str]) -> list[Path]:
     if given and not name:
         path = Path(os.path.expanduser(given))  # noqa: PTH111 - unlike Path's, never raises
         # With or without its extension; `/` has no name that could get one.
-        return [path, *(path.with_name(f"{path.name}.{backend}") for backend in backends if path.name)]
+        whole = not path.name or path.suffix.removeprefix(".") in BACKENDS
+        return [path] if whole else [path, *(path.with_name(f"{path.name}.{backend}") for backend in backends)]
     files = [f"config.{backend}" for backend in backends]
     if name:
         extra = os.environ.get("SIMPLETUNER_CONFIG_DIR")
@@ -327,7 +328,11 @@ def _first_file(candidates: list[Path], name: str | None) -> Path:
     for path in candidates:
         if os.path.isfile(path):  # noqa: PTH113 - unlike Path's, never raises
             return path
-    tried = ", ".join(str(path) for path in candidates)
+    # In a folder, a file of one kind stands for the others.
+    in_folders = {path.parent: path for path in reversed(candidates)}
+    tried = ", ".join(str(path) for path in reversed(in_folders.values()))
     what = f"the environment {name!r} was not found" if name else "no configuration was found"
     message = f"{what}; tried {tried}. Write one with `simpletuner configure`."
+    if candidates[0].suffix in (".toml", ".env"):
+        message += f" It writes JSON; a file {candidates[0].suffix} is written by hand, with the same keys."
     raise ConfigError([Problem("config", message)])

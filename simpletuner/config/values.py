@@ -48,8 +48,7 @@ def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]
     repaired = TRAILING_COMMA.sub(lambda match: match.group(1) or " ", text)
     if repaired != text:
         line = 1 + text.count("\n", 0, next(i for i, old in enumerate(text) if repaired[i] != old))
-        message = f"has a comma before a closing bracket (line {line}); it was ignored."
-        yield Problem(str(path), message, fatal=False)
+        yield Problem(str(path), f"has a comma before a closing bracket (line {line}); it was ignored.", fatal=False)
 
     twice = Problems()
 
@@ -66,7 +65,7 @@ def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]
         value = parse_json(repaired, keep_last)
         yield from twice
     except json.JSONDecodeError as error:
-        fault = f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        fault = json_fault(error)
     except UnusableJsonError as error:
         fault = str(error)
     else:
@@ -107,6 +106,28 @@ def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:
         raise UnusableJsonError("contains a number with thousands of digits") from None
     _check_usable(value)
     return value
+
+
+# What stands where reading failed, what Python's message contains, and what a person would say.
+JSON_FAULTS = (
+    (r"//|/\*|#", "", "comments are not allowed"),
+    (r"(True|False|None)\b", "", "true, false and null are written in small letters"),
+    (r"'", "", "keys and texts need double quotes"),
+    (r"", "escape", "a backslash is written twice; in paths, / does as well"),
+    (r"", "control character", "a text must end on the line on which it begins"),
+    (r"\Z", "", "it ends too early"),
+    (r"", "',' delimiter", "a comma or a closing bracket is missing"),
+    (r"", "':' delimiter", "a colon is missing"),
+    (r"", "property name", "a key in double quotes is missing"),
+    (r"", "Expecting value", "a value is missing"),
+)
+
+
+def json_fault(error: json.JSONDecodeError) -> str:
+    """What is wrong with a JSON text that somebody wrote by hand, and where."""
+    rest = error.doc[error.pos :]
+    words = next((words for text, said, words in JSON_FAULTS if said in error.msg and re.match(text, rest)), error.msg)
+    return f"is not valid JSON: {words} (line {error.lineno}, column {error.colno})"
 
 
 def expand_environment(value: Any, where: str, *, secret: bool = False, keep_unset: bool = False) -> Reading[Any]:
@@ -265,7 +286,7 @@ def parse_json_text(value: object) -> object:
         try:
             return parse_json(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"is not valid JSON ({error.msg} at character {error.pos + 1})") from None
+            raise ValueError(json_fault(error)) from None
         except UnusableJsonError as error:
             raise ValueError(str(error)) from None
     return value

@@ -320,7 +320,7 @@ def read_caption_table(config: ParquetConfig, where: str) -> Reading[dict[str, t
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
-        message = "parquet needs the package pyarrow: pip install 'simpletuner[parquet]'."
+        message = "parquet needs the package pyarrow: pip install 'pyarrow>=21,<27'."
         yield Problem(f"{where}.metadata_backend", message)
         parquet = None
     # The file is checked without the package, too, so that one start reports both.

@@ -302,8 +302,7 @@ def _check_start(trained: Sequence[DatasetConfig]) -> Iterator[Problem]:
     elif not drawn:
         yield Problem("probability", "is 0 for every dataset: nothing would be trained on.")
     elif not any(config.start_epoch <= 1 and config.start_step <= 1 for config in drawn):
-        message = "no dataset takes part at the start; one must start at epoch 1 and step 0."
-        yield Problem("start_epoch", message)
+        yield Problem("start_epoch", "no dataset takes part at the start; one must start at epoch 1 and step 0.")
     for config in trained:
         if config.probability == 0:
             yield Problem(f"{config.id}.probability", "is 0: the dataset is not used.", fatal=False)

@@ -96,8 +96,7 @@ def check_mask_sizes(dataset: Dataset, masks: Dataset) -> Iterator[Problem]:
     reasons = {name: _misfit(name, facts, mask, dataset.clips) for name, facts, mask in pairs if mask and mask.width}
     wrong = [f"{masks.name_for(name)} {why}" for name, why in reasons.items() if why]
     if wrong:
-        message = f"{len(wrong)} masks do not fit the files of {dataset.id}: {shorten(wrong)}."
-        yield Problem(masks.id, message)
+        yield Problem(masks.id, f"{len(wrong)} masks do not fit the files of {dataset.id}: {shorten(wrong)}.")
 
 
 def _misfit(name: str, own: FileFacts, mask: FileFacts, rules: ClipRules | None) -> str | None:

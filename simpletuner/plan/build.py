@@ -15,7 +15,7 @@ from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.load import Layer, canonical, resolve, with_family
-from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig
+from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments, dataset_file, locate
 from simpletuner.data.build import build_datasets
 from simpletuner.data.dataset import Dataset
@@ -24,16 +24,8 @@ from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import Sampler
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, result_of
-from simpletuner.models.adapter_kinds import adapter_kind
-from simpletuner.models.lora_keys import (
-    Targets,
-    check_init_lora,
-    check_targets,
-    linear_modules,
-    matching_modules,
-    resolve_targets,
-    weights_of,
-)
+from simpletuner.models.adapter_kinds import trained_layers
+from simpletuner.models.lora_keys import Targets
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
@@ -110,8 +102,12 @@ def find_flavour(config: RunConfig, spec: FamilySpec) -> Reading[Flavour]:
     name, names = config.model.model_flavour, spec.flavour_names
     if name is None or name in names:
         return spec.flavour(name)
-    message = f"{name!r} is not one of: {', '.join(names)}.{did_you_mean(name, names)}"
-    yield Problem("model_flavour", f"{message} For another checkpoint set pretrained_model_name_or_path.")
+    if elsewhere := [family for family, each in FAMILIES.items() if name in each.flavour_names]:
+        message = f"{name!r} belongs to {elsewhere[0]}; {spec.name} has: {', '.join(names)}."
+    else:
+        message = f"{name!r} is not one of: {', '.join(names)}.{did_you_mean(name, names)}"
+        message += " For another checkpoint set pretrained_model_name_or_path."
+    yield Problem("model_flavour", message)
     return spec.flavours[0]
 
 
@@ -276,7 +272,7 @@ def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world
 def _plan_model(plan: Plan) -> Reading[Plan]:
     """What needs no datasets: the layers that are trained, previews, and the checkpoint to continue from."""
     config, spec, source = plan.config, plan.spec, plan.source
-    targets = yield from _check_lora(config, spec, source)
+    targets = yield from trained_layers(config, spec, source)
     prompts = yield from collect_prompts(config.validation)
     yield from check_prompts(config, prompts)
     # Their layers are compared with those of the checkpoint, so not without one.
@@ -296,7 +292,7 @@ def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, pr
     plan = replace(plan, datasets=build_datasets(entries, context, problems) if entries else [])
     if not plan.trained and not problems.are_fatal:
         problems.append(Problem("data_backend_config", "names no dataset to train on."))
-    problems.extend(check_datasets(config, spec, flavour, plan.datasets))
+    problems.extend(check_datasets(plan))
     # What follows needs whole datasets: with problems so far it would only report their consequences.
     problems.raise_if_fatal()
     buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}
@@ -331,28 +327,6 @@ def count_batches(sampler: Sampler, epochs: int) -> int:
     changes = {each.start_epoch for each in configs} | {each.end_epoch + 1 for each in configs if each.end_epoch}
     edges = [1, *sorted(epoch for epoch in changes if 1 < epoch <= epochs), epochs + 1]
     return sum((last - first) * sampler.batches_per_epoch(first) for first, last in itertools.pairwise(edges))
-
-
-def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Reading[Targets]:
-    value = "slider" if config.lora.slider_lora_target else config.lora.peft_lora_target_modules
-    targets = yield from resolve_targets(value, spec)
-    if config.model.model_type != "lora":
-        return targets
-    # Old formats do not list their weights without being loaded; they are checked then.
-    shapes, kind = source["transformer"].weight_shapes(), adapter_kind(config.lora)
-    if kind.layers:
-        quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
-        return (yield from kind.layers(config.lora, spec, weights_of(shapes), quantised))
-    modules = linear_modules(shapes)
-    yield from check_init_lora(config.lora, list(modules), targets)
-    if modules:
-        yield from check_targets(modules, targets)
-    # Above the narrower side of a weight, a rank adds numbers and no freedom.
-    narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
-    if narrowest is not None and config.lora.lora_rank > narrowest and not kind.takes_any_rank:
-        message = f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
-        yield Problem("lora_rank", message, fatal=False)
-    return targets
 
 
 def preview_sizes(config: RunConfig, spec: FamilySpec) -> Reading[list[tuple[int, int]]]:

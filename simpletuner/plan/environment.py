@@ -32,8 +32,7 @@ def driver() -> str | None:
 def check_environment() -> Iterator[Problem]:
     """Variables with an invalid value."""
     if _other_batch_size() is None:
-        message = f"{os.environ[ALLOW_OTHER_BATCH_SIZE]!r} is not 0 or 1."
-        yield Problem(ALLOW_OTHER_BATCH_SIZE, message)
+        yield Problem(ALLOW_OTHER_BATCH_SIZE, f"{os.environ[ALLOW_OTHER_BATCH_SIZE]!r} is not 0 or 1.")
     try:
         log_level()
     except UserError as error:

@@ -228,8 +228,7 @@ def _choose(wanted: Sequence[str] | None, whole: Sequence[Checkpoint], folder: P
     asked = [str(each.step) for each in whole] or ["latest"] if wanted is None else wanted
     for name in asked:
         if name not in known:
-            message = f"{name!r} is not a complete checkpoint. In {folder} there are: {names}."
-            yield Problem("checkpoint", message)
+            yield Problem("checkpoint", f"{name!r} is not a complete checkpoint. In {folder} there are: {names}.")
     # By step, so that `latest` and its number are rendered once.
     return list({known[name].step: known[name] for name in asked if name in known}.values())
 

@@ -84,8 +84,7 @@ def read_library(path: Path) -> Reading[list[tuple[str, str, float | None]]]:
     yield from problems
     if not isinstance(content, dict):
         if not problems.are_fatal:
-            message = f"{path} must hold one object of nickname to prompt, not {json_kind(content)}."
-            yield Problem(key, message)
+            yield Problem(key, f"{path} must hold one object of nickname to prompt, not {json_kind(content)}.")
         return []
     prompts = []
     for nickname, value in content.items():

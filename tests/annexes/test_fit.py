@@ -54,10 +54,11 @@ def budget(
 
 @cache
 def parts(family: str, flavour: str) -> Parts:
-    """Those of a published checkpoint, which remember what was computed of them."""
+    """Those of a published checkpoint on a GPU, which remember what was computed of them."""
     spec = FAMILIES[family]
     cost, targets = spec.cost, list(spec.lora_targets)
-    return Parts(spec, cost.of_flavour(flavour), targets, {}, cost.vae_parameters, cost.text_parameters, ())
+    transformer = cost.of_flavour(flavour, Kernels(tile_lists=True))
+    return Parts(spec, transformer, targets, {}, cost.vae_parameters, cost.text_parameters, ())
 
 
 def complaint(*arguments: Any, **settings: Any) -> str:

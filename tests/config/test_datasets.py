@@ -120,7 +120,7 @@ def test_keys_that_are_only_accepted(tmp_path: Path) -> None:
         ("[]", "holds no datasets."),
         ("null", "must hold a JSON list of datasets, not null."),
         ('[{"id": "a", "disabled": true}, {"id": "b", "disable": "Yes"}]', "all datasets are disabled."),
-        ('[{"id": "a"}', "is not valid JSON: Expecting ',' delimiter at line 1, column 13."),
+        ('[{"id": "a"}', "is not valid JSON: it ends too early (line 1, column 13)."),
     ],
 )
 def test_a_file_without_datasets(tmp_path: Path, text: str, complaint: str) -> None:

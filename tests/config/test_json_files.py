@@ -40,13 +40,21 @@ def test_what_is_not_json_is_told_with_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     found, (problem,) = read(path, '{\n  "a": 1\n  "b": 2\n}')
     assert found is None
-    assert str(problem) == f"{path}: is not valid JSON: Expecting ',' delimiter at line 3, column 3."
+    assert str(problem) == f"{path}: is not valid JSON: a comma or a closing bracket is missing (line 3, column 3)."
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "at line 1, column 1"),
+        ("", "it ends too early (line 1, column 1)"),
+        ('{"a": 1 // half', "comments are not allowed (line 1, column 9)"),
+        ('{"a": True}', "true, false and null are written in small letters"),
+        ("{'a': 1}", "keys and texts need double quotes"),
+        (r'{"a": "C:\data"}', "a backslash is written twice; in paths, / does as well"),
+        ('{"a": "x\ny"}', "a text must end on the line on which it begins"),
+        ("{a: 1}", "a key in double quotes is missing"),
+        ('{"a" 1}', "a colon is missing"),
+        ('{"a": }', "a value is missing"),
         (b'{"a": "\xff"}', "is not UTF-8 text (byte 7)"),
         (b'\xff\xfe{\x00"\x00', "is not UTF-8 text"),
         ("[" * 100_000, "nested"),

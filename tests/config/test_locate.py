@@ -77,9 +77,7 @@ def test_the_usual_places_in_their_order() -> None:
 
 def test_no_config_names_what_was_tried_and_the_way_out() -> None:
     told = refusal()
-    for path in ("config.json", "config/config.json", "config/config.toml", "config/config.env"):
-        assert path in told
-    assert "simpletuner configure" in told
+    assert "tried config.json, config/config.json. Write one with `simpletuner configure`." in told
 
 
 def test_a_name_means_a_folder_below_config() -> None:
@@ -117,7 +115,7 @@ def test_a_file_may_be_named_with_or_without_its_ending(monkeypatch: pytest.Monk
         monkeypatch.setenv("CONFIG_PATH", path)
         assert seed() == 9
     monkeypatch.setenv("CONFIG_PATH", "here/nothing")
-    assert "here/nothing.json" in refusal()
+    assert "tried here/nothing." in refusal()
 
 
 def test_the_form_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

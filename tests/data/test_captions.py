@@ -207,4 +207,4 @@ def test_a_missing_table_or_package_is_a_problem(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     problems.take(read_caption_table(table, "set"))
-    assert "simpletuner[parquet]" in problems[-1].message
+    assert "pip install 'pyarrow>=" in problems[-1].message

@@ -25,7 +25,7 @@ from tests.complaints import complaint, complaints, warnings
 from tests.workspace import Workspace
 
 KEYS = ("base_model_precision", "text_encoder_1_precision", "text_encoder_2_precision")
-PACKAGES = [("int8-torchao", "torchao", "torchao"), ("nf4-bnb", "bitsandbytes", "cuda")]
+PACKAGES = [("int8-torchao", "torchao>=0.18,<0.19"), ("nf4-bnb", "bitsandbytes>=0.46,<0.51")]
 
 
 def without(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
@@ -61,19 +61,19 @@ def test_what_cannot_be_had(
     assert problem.endswith(f"; the nearest supported value is {instead}.")
 
 
-@pytest.mark.parametrize(("name", "module", "extra"), PACKAGES)
+@pytest.mark.parametrize(("name", "requirement"), PACKAGES)
 def test_an_absent_package_is_told_last(
     workspace: Workspace,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    module: str,
-    extra: str,
+    requirement: str,
 ) -> None:
+    module = requirement.split(">")[0]
     without(monkeypatch, module)
     workspace.write_config(base_model_precision=name, model_flavour="t2i-light", lora_rank=0)
     *others, last = complaints(workspace, capsys)
-    install = f"pip install 'simpletuner[{extra}]'"
+    install = f"pip install '{requirement}'"
     assert last == f"base_model_precision: '{name}' needs the package {module}, which is not installed: {install}"
     assert len(others) == 2
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.lora import LoraConfig
-from simpletuner.config.option import LYCORIS, check_installed
+from simpletuner.config.option import Package, check_installed
 from simpletuner.config.values import read_json
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean, result_of
 from simpletuner.models.adapter_kinds import AdapterKind, Shapes
@@ -26,6 +26,7 @@ from simpletuner.models.cost import Shape
 from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
 
+LYCORIS = Package("lycoris", "lycoris-lora>=4.1,<5")
 KEY = "lycoris_config"
 CONFIG_FILE = "lycoris_config.json"
 ALGOS = ("lora", "locon", "loha", "lokr")

@@ -15,7 +15,7 @@ from simpletuner.budget.device import ask_driver, host_memory
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.config.option import Group, Option, describe
 from simpletuner.config.schema import all_options
-from simpletuner.config.sections import DATASETS, SECTIONS, TABS, section_of
+from simpletuner.config.sections import DATASETS, EVERYDAY_WORDS, SECTIONS, TABS, section_of
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.spec import FamilySpec
 from simpletuner.redaction import SECRET_NAME
@@ -161,6 +161,7 @@ def _field(option: Option, spec: FamilySpec | None, section: str, group: str) ->
         "requires": option.relations["Requires"],
         "secret": option.may_hold_secret or bool(SECRET_NAME.search(option.name)),
         "aliases": option.aliases,
+        "words": " ".join(words for words, keys in EVERYDAY_WORDS.items() if option.name in keys),
         "common": option.common,
     }
 

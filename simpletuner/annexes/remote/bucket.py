@@ -9,7 +9,8 @@ from typing import Any
 
 from simpletuner.annexes.remote.store import CHUNK, DownloadError, Item, Offer, Store, UnfetchedError
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.option import BOTO3, check_installed
+from simpletuner.config.option import check_installed
+from simpletuner.config.publishing import BOTO3
 from simpletuner.data.discovery import classify, name_problem
 from simpletuner.errors import Problem, Problems
 from simpletuner.s3 import S3Login

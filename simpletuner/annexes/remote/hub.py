@@ -29,7 +29,7 @@ from simpletuner.data.files import MediaError
 from simpletuner.data.media import decode
 from simpletuner.errors import Problems, UserError
 
-DATASETS = Package("datasets", "datasets", "hub-datasets")
+DATASETS = Package("datasets", "datasets>=4,<6")
 SAVED = "rows.json"
 
 
