@@ -401,6 +401,13 @@ class Step:
         return max(computing, launching) if self.device.is_gpu else computing + launching
 
     @property
+    def free_samples(self) -> int:
+        """Samples that a micro-batch may have and take no longer, while a GPU waits for the host to launch kernels."""
+        waits = self.device.is_gpu and self.cost.launching > self.cost.copying
+        most = self.load.samples * self.cost.launching / self.cost.computing
+        return max(int(most), self.load.samples) if waits else self.load.samples
+
+    @property
     def forward_seconds(self) -> float:
         """Seconds of a forward pass without gradients."""
         return self._together(self._seconds(self._forward(self.load), self._forward_traffic), self._eager_launches / 3)
@@ -440,8 +447,8 @@ class Step:
     def _seconds(self, work: Work, traffic: float) -> float:
         rates = self.device.rates
         speed = FLOAT32_SHARE if self.model.dtype == "fp32" and self.device.is_gpu else 1.0
-        attention = (work.attention + work.sparse) / (rates.attention * speed)
-        return work.linear / (rates.matmul * speed) + attention + traffic / rates.memory
+        products = work.linear / rates.matmul + work.attention / rates.attention + work.sparse / rates.sparse
+        return products / speed + traffic / rates.memory
 
     @property
     def _launches(self) -> float:
