@@ -9,12 +9,11 @@ the difference between two models of different depth.
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import replace
 from functools import partial
 from unittest import mock
 
-from benchmarks.models import SHAPES
+from benchmarks.models import SHAPES, clock_of
 from benchmarks.timing import Ratio, arguments, interleave, show
 from benchmarks.variants import Settings, Variant
 
@@ -51,7 +50,7 @@ def main() -> None:
     options = parser.parse_args()
     built = {(name, depth): build(VARIANTS[name], depth, options.device) for name in options.only for depth in DEPTHS}
     steps = {f"{name} {depth}": partial(some_steps, each) for (name, depth), each in built.items()}
-    seconds = interleave(steps, options.rounds, time.perf_counter)
+    seconds = interleave(steps, options.rounds, clock_of(options.device))
     few, many = DEPTHS
     ratios = []
     for name in options.only:
