@@ -430,7 +430,8 @@ def _compile(trial: Trial, block: Any, backend: Any = "aot_eager_decomp_partitio
         pieces = trial.adapter.use_fast_blocks(trial.model).pieces
         pieces |= {name: compiler(piece) for name, piece in pieces.items()}
     else:
-        block.forward = compiler(block.forward)
+        around = trial.adapter.block_layout(trial.model).compiled
+        block.forward = compiler(block.forward) if around is None else around(compiler, block.forward)
 
 
 def _kept(block: nn.Module, inputs: Any, settings: Any, others: Sequence[Tensor] = ()) -> int:

@@ -309,9 +309,10 @@ def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
     # `default`, since the environment may name another config.
     selectors = {"env": "default", "config_path": str(folder / CONFIG_FILE)}
     plan, _ = ready_plan(replace(arguments, settings=settings, selectors=selectors))
-    if (processes := plan.config.launch.num_processes) > 1:
-        size = processes * plan.config.schedule.train_batch_size
-        raise UserError(f"--replay runs in one process; add num_processes=1 train_batch_size={size}.")
+    if (launch := plan.config.launch).num_processes > 1:
+        size = launch.data_processes * plan.config.schedule.train_batch_size
+        whole = " sequence_parallel_size=1" if launch.sequence_parallel_size > 1 else ""
+        raise UserError(f"--replay runs in one process; add num_processes=1{whole} train_batch_size={size}.")
     run = plan.config.run  # its caches are used, and its folder is not
     folders = {"output_dir": str(folder / "replay"), "cache_dir": run.cache_dir or f"{run.output_dir}/cache"}
     config = plan.config.with_values(folders, "--replay")

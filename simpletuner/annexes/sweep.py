@@ -18,6 +18,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
 
+from simpletuner.annexes.report.html import gallery, grid_order, render
 from simpletuner.atomic import open_atomically, write_atomically, write_json
 from simpletuner.caching.keys import digest
 from simpletuner.caching.read import BatchReader
@@ -31,8 +32,14 @@ from simpletuner.plan.entries import list_entries
 from simpletuner.plan.sampling import Weights
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import PREVIEWS, EventStream, RunningPhase
-from simpletuner.reporting.html import evaluation_names, evaluation_points, gallery, grid_order, render
-from simpletuner.reporting.metrics import METRICS_FILE, Columns, MediaRecord, read_rows
+from simpletuner.reporting.metrics import (
+    METRICS_FILE,
+    Columns,
+    MediaRecord,
+    evaluation_names,
+    evaluation_points,
+    read_rows,
+)
 from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue, fetch
 from simpletuner.run.session import build_subjects
 from simpletuner.run.train import prepare_machine

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pydantic import PositiveFloat
-
-from simpletuner.budget.device import Device, gigabytes
+from simpletuner.budget.device import Device, compared
 from simpletuner.budget.estimate import Sent, Step, StepModel, exchange_seconds, sent_bytes
+from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import RunConfig
@@ -81,32 +80,17 @@ class PhasePeak:
         """
         room, needed = device.usable, self.needed(device)
         if room is not None and needed > room * (1 - headroom):
+            wants, has = compared(needed, room)
             if not device.is_gpu:
-                return f"{self.name} needs {gigabytes(needed)}, this machine has {gigabytes(room)} and no GPU"
+                return f"{self.name} needs {wants}, this machine has {has} and no GPU"
             taken = f" ({device.taken_by_others}; plan_device_memory_gb plans without it)" if device.taken else ""
-            return f"{self.name} needs {gigabytes(needed)} on the device, where {gigabytes(room)} can be used{taken}"
+            return f"{self.name} needs {wants} on the device, where {has} can be used{taken}"
         # On a CPU, `needed` includes the host's part.
         host, wanted = device.host_memory, self.on_host(device)
         if device.is_gpu and host is not None and wanted > host:
-            return f"{self.name} needs {gigabytes(wanted)} of host memory, this machine has {gigabytes(host)}"
+            wants, has = compared(wanted, host)
+            return f"{self.name} needs {wants} of host memory, this machine has {has}"
         return None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How long a run took, by how long it was estimated to take.
-
-    Attributes:
-        day: when it ended, such as 2026-11-20.
-        step, previews: of a step, and of a round of previews.
-    """
-
-    day: str
-    step: PositiveFloat = 1.0
-    previews: PositiveFloat = 1.0
-
-    def __str__(self) -> str:
-        return f"corrected by the run of {self.day}: x{self.step:.2f}"
 
 
 @dataclass(frozen=True)
@@ -126,7 +110,7 @@ class Budget:
     device: Device
     listing: Listing | None = None
     decisions: Sequence[str] = ()
-    outcome: Outcome | None = None
+    outcome: Outcome = UNCORRECTED
 
     @cached_property
     def model(self) -> StepModel:
@@ -148,16 +132,16 @@ class Budget:
         micro = sum(step.cost.seconds * bucket.share for bucket, step in buckets)
         computing = micro * self.config.schedule.gradient_accumulation_steps
         # As if the shorter of the two were hidden behind the longer.
-        seconds = max(computing, exchange_seconds(self.sent, self.device, self.config.launch))
-        return seconds * (self.outcome.step if self.outcome else 1.0)
+        return self.outcome.step * max(computing, exchange_seconds(self.sent, self.device, self.config.launch))
 
     @property
     def sent(self) -> Sent:
         """What each process sends in an optimizer step."""
         if not self.steps:
             return Sent()
-        added = self.model.added(self.steps[0].load)
-        return sent_bytes(self.model, added, self.config.schedule.gradient_accumulation_steps)
+        largest, micro_steps = self.steps[0], self.config.schedule.gradient_accumulation_steps
+        sent = sent_bytes(self.model, self.model.added(largest.load), micro_steps)
+        return replace(sent, exchanged=micro_steps * largest.exchanged)
 
     @property
     def preview_seconds(self) -> float:
@@ -166,8 +150,7 @@ class Budget:
         steps = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
         guided = (validation.validation_guidance or 1) > 1 and not self.parts.cost.guided_together
         passes = [self._step(preview).forward_seconds for preview in self.workload.previews]
-        off = self.outcome.previews if self.outcome else 1.0
-        return off * steps * (2 if guided else 1) * sum(passes)
+        return self.outcome.previews * steps * (2 if guided else 1) * sum(passes)
 
     def shortages(self, *, headroom: float = 0.0) -> list[tuple[PhasePeak, str]]:
         """The phases that do not fit, and what they lack."""
@@ -286,8 +269,10 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     """Estimate a plan as configured."""
     catalogue = make_catalogue(plan)
     listing = list_entries(plan, catalogue) if catalogue else None
-    parts = parts_of(plan, is_gpu=device.is_gpu)
-    return Budget(plan.config, parts, workload_of(plan, listing), device, listing)
+    workload = workload_of(plan, listing)
+    outcome = find_outcome(plan, workload, device)
+    parts = parts_of(plan, is_gpu=device.is_gpu).with_densities(outcome.densities)
+    return Budget(plan.config, parts, workload, device, listing, outcome=outcome)
 
 
 def steps_per_epoch(plan: Plan) -> float:

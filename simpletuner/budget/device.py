@@ -136,6 +136,12 @@ def gigabytes(number: float) -> str:
     return f"{number / 1e6:.3g} MB" if number < 0.95e8 else f"{number / 1e9:.1f} GB"
 
 
+def compared(number: float, limit: float) -> tuple[str, str]:
+    """Two numbers of bytes as text, with as many digits as show which is larger: 16.14 GB and 16.06 GB."""
+    texts = gigabytes(number), gigabytes(limit)
+    return (f"{number / 1e9:.3f} GB", f"{limit / 1e9:.3f} GB") if texts[0] == texts[1] else texts
+
+
 def _rates(
     tflops: float, memory_tb: float, transfer_gb: float, *, nvlink_gb: float = 0.0, sparse: float = SPARSE_SHARE
 ) -> Rates:

@@ -29,7 +29,7 @@ from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.optimizers import OPTIMIZERS, update_kernel
 from simpletuner.config.schema import SLOTS, OptimizerName
 from simpletuner.config.speed import checkpointed_blocks
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route
 from simpletuner.models.cost import (
     ATTENTION_BACKWARD,
     BYTES,
@@ -49,6 +49,11 @@ PRODUCT = 4.5
 # Blocks in FSDP2's buffers beside the one that computes. What was gathered for it is kept until the next arrives, in
 # memory of another stream; gradients are copied to be summed (torch 2.13, `FSDPParamGroup.wait_for_unshard`).
 GATHERED, SCATTERED = 2, 1
+# Where processes share tokens: copies of a tensor that is exchanged, and bytes per number of the hidden states of all
+# tokens around the output layer, which each process computes for all; metered.
+EXCHANGED, GATHERED_TOKENS = 4, 14
+# Exchanges of a tensor in a block's forward pass, and in its backward pass: queries, keys, values and the result.
+EXCHANGES = 4
 BUNDLE = 1 << 24  # numbers that an average is updated with at a time, unless one weight has more
 SHARD = 5e9  # bytes of the files that a full model is saved in, each assembled in host memory
 # Operations of a stock block in forward plus backward, and seconds to launch one; and the host's seconds for a compiled
@@ -125,6 +130,7 @@ class StepModel:
         techniques: techniques in use, which may have their own weights and compute.
         trains: whether anything is trained; a model without adapters is trained as a whole.
         processes: how many train together, each on its device.
+        sequence: how many of them share the tokens of the same samples.
         sharers: how many of them share the weights (FSDP2), and of trained ones gradients, optimizer state and average;
             adapters are whole in each. 1 without FSDP2; fewer than all where each machine has all shares.
         reshards: a block's gathered weights are given up after its forward pass.
@@ -155,6 +161,7 @@ class StepModel:
     techniques: tuple[TechniqueSpec, ...] = ()
     trains: bool = True
     processes: int = 1
+    sequence: int = 1
     sharers: int = 1
     reshards: bool = True
     from_base: bool = False
@@ -293,14 +300,15 @@ class StepModel:
         inputs = self._held(load)[-SLOTS:] if self.inputs_on_host else self._held(load)
         whole = [block.saved + block.held for block, is_one in zip(blocks, chosen, strict=True) if not is_one]
         attention = [block.attention for block, is_one in zip(blocks, chosen, strict=True) if is_one]
-        product = PRODUCT * self.cost.widest(load) if self.multiplies else 0.0
+        product = PRODUCT * self.cost.widest(load) / self.sequence if self.multiplies else 0.0
+        around = GATHERED_TOKENS * load.samples * load.tokens * self.cost.hidden if self.sequence > 1 else 0.0
         backward = StepMemory(
             weights=self.frozen_bytes,
             # Modules of techniques are trained in float32: weight and gradient.
             trained=self.trained_bytes + added.parameters * (2 * BYTES["fp32"] + self.state_bytes),
             inputs=added.held + sum(inputs) + sum(whole) + (sum(attention) if self.keep_attention else 0.0),
             # A checkpointed block saves its activations again when it is recomputed.
-            block=product + max(block.transient + (block.saved if any(chosen) else 0.0) for block in blocks),
+            block=product + max(*(block.transient + (block.saved if any(chosen) else 0.0) for block in blocks), around),
             outside=self._activations(load).outside,
         )
         temporary = self.update_bytes * (self.trained_numbers / self.trained_shares + added.parameters)
@@ -315,7 +323,11 @@ class StepModel:
     def activations(self, load: BatchShape) -> list[Activations]:
         """Activations of each large block in a training step, after routes, which extra passes do not have."""
         routes = () if self.added(load).passes else self.routes
-        return self.cost.activations_by_block(self.cost.routed(load, routes), BYTES[self.dtype], self.adapters)
+        blocks = self.cost.activations_by_block(self.cost.routed(load, routes), BYTES[self.dtype], self.adapters)
+        if self.sequence == 1:
+            return blocks
+        shares = [_share(block, self.sequence) for block in blocks]
+        return [replace(shares[0], held=blocks[0].held), *shares[1:]]  # the first block's input has all tokens
 
     @property
     def checkpointed(self) -> list[bool]:
@@ -339,6 +351,15 @@ class StepModel:
 
     def _activations(self, load: BatchShape) -> Activations:
         return self.cost.activations(load, BYTES[self.dtype], self.adapters)
+
+
+def _share(whole: Activations, count: int) -> Activations:
+    """What each of `count` processes has of a block whose tokens they share."""
+    copies = EXCHANGED * whole.held
+    return replace(
+        whole, held=whole.held / count, saved=whole.saved / count, attention=whole.attention / count,
+        transient=(whole.transient + copies) / count,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -393,6 +414,7 @@ class Step:
         # A block is needed in the forward and again in the backward pass.
         copying = self._copying(2 * passes + added.forwards)
         seconds = max(busy, copying) if model.overlapped else busy + copying
+        seconds += self.exchanged / self.device.rates.link  # a block waits for its exchanges
         seconds += 2 * model.state_on_host_bytes / self.device.rates.transfer  # as if nothing of it were hidden
         return StepCost(flops, executed, traffic, seconds, computing, launching, copying)
 
@@ -408,12 +430,25 @@ class Step:
         return max(int(most), self.load.samples) if waits else self.load.samples
 
     @property
+    def exchanged(self) -> float:
+        """Bytes that a process sends to those that it shares tokens with."""
+        model, load = self.model, self.load
+        tensor = load.samples * load.tokens * model.cost.hidden * BYTES[model.dtype]
+        # Of its share of a tensor, a process keeps that of its own heads.
+        sent = tensor / model.sequence * (model.sequence - 1) / model.sequence
+        times = EXCHANGES * (2 + self._recomputed) * (1 + model.added(load).passes)
+        return times * model.cost.large * sent
+
+    @property
     def forward_seconds(self) -> float:
         """Seconds of a forward pass without gradients."""
         return self._together(self._seconds(self._forward(self.load), self._forward_traffic), self._eager_launches / 3)
 
     def _pass(self, load: BatchShape) -> tuple[float, Work, float]:
-        """Forward and backward: FLOPs without and with recomputation, and bytes of elementwise operations."""
+        """Forward and backward: FLOPs without and with recomputation, and bytes of elementwise operations.
+
+        Processes that share tokens divide all of it, but for a few text tokens and the output layer.
+        """
         model, share, forward = self.model, self._recomputed, self._forward(load)
         backward = model.cost.backward(load, model.adapters, full=model.is_full)
         blocks = model.cost.forward(load, model.adapters, blocks_only=True)
@@ -423,7 +458,8 @@ class Step:
         flash = forward.times(0.0, FLASH_BACKWARD - ATTENTION_BACKWARD)
         moved = model.cost.activations_by_block(load, BYTES[model.dtype], model.adapters)
         traffic = sum(block.forward * (1 + share) + block.backward for block in moved)
-        return forward.total + backward.total, forward + backward + again + flash, traffic
+        executed, own = forward + backward + again + flash, 1 / model.sequence
+        return own * (forward.total + backward.total), executed.times(own), own * traffic
 
     def _forward(self, load: BatchShape) -> Work:
         return self.model.cost.forward(load, self.model.adapters)
@@ -470,16 +506,18 @@ class Sent:
         gathered: to gather weights (FSDP2).
         scattered: to sum each gradient where it belongs (FSDP2, full fine-tunes).
         across: to sum those of all machines, where each machine has all shares.
+        exchanged: tokens for heads (sequence parallelism), which each block waits for.
     """
 
     reduced: float = 0.0
     gathered: float = 0.0
     scattered: float = 0.0
     across: float = 0.0
+    exchanged: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.reduced + self.gathered + self.scattered + self.across
+        return self.reduced + self.gathered + self.scattered + self.across + self.exchanged
 
 
 def sent_bytes(model: StepModel, added: TechniqueCost, micro_steps: int) -> Sent:
@@ -507,11 +545,13 @@ def sent_bytes(model: StepModel, added: TechniqueCost, micro_steps: int) -> Sent
 
 
 def exchange_seconds(sent: Sent, device: Device, launch: LaunchConfig) -> float:
-    """Seconds of an exchange: through NVLink or the host's bus, and between machines through one network card each."""
+    """Seconds of an exchange: through NVLink or the host's bus, and between machines through one network card each.
+    Tokens are exchanged during micro-steps, whose time that is.
+    """
     link, network = device.rates.link, launch.network_gbit / 8 * 1e9
     slowest = min(link, network) if launch.num_machines > 1 else link
     if not launch.fsdp_hybrid:
-        return sent.total / slowest
+        return (sent.total - sent.exchanged) / slowest
     # All processes of a machine send their shares at once.
     across = sent.across * launch.local_processes / network
     return sent.reduced / slowest + (sent.gathered + sent.scattered) / link + across

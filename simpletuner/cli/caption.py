@@ -42,7 +42,7 @@ def caption(
             return
         with events.phase("Loading torch"), uncollected():
             from simpletuner.annexes.captions.caption import described, write_captions
-            from simpletuner.reporting.html import evenly_spaced
+            from simpletuner.annexes.report.html import evenly_spaced
         if preview:
             for file, text in described(plan, evenly_spaced(PREVIEWED, files), wording, events):
                 events.say(f"{file.path}\n  {text}")

@@ -114,6 +114,24 @@ class LaunchConfig(Group):
         ),
     )
 
+    sequence_parallel_size: Integer = option(
+        1,
+        "Processes that share the tokens of the same samples (Ulysses), for long clips. It must divide the processes "
+        "of each machine and the heads of the model's attention.",
+        ge=1,
+        excludes=(
+            when(
+                "tread_config", because="each process would drop other tokens than the routes choose. Use one of them"
+            ),
+            when("lora_dropout", because="all processes of a group would drop the same, for other tokens. Use 0"),
+        ),
+    )
+
+    @property
+    def data_processes(self) -> int:
+        """Processes, or groups that share tokens, that train on different samples."""
+        return max(self.num_processes // self.sequence_parallel_size, 1)  # `check_sequence` refuses a remainder
+
     @property
     def is_sharded(self) -> bool:
         """Whether weights are sharded, which takes more than one process."""

@@ -22,14 +22,18 @@ from simpletuner.config.alignment import CrepaConfig, LayerSyncConfig
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.lora import ValidationAdapterConfig as ValidationAdapterConfig
-from simpletuner.config.loss import LossConfig, MaskedLossConfig, PreservationConfig
 from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, common, describe, option, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
 from simpletuner.config.publishing import PublishConfig, TrackingConfig, WebhookConfig
-from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
-from simpletuner.config.tread import TreadConfig
+from simpletuner.config.techniques import (
+    LossConfig,
+    MaskedLossConfig,
+    PreservationConfig,
+    ScheduledSamplingConfig,
+    TreadConfig,
+)
 from simpletuner.config.values import (
     Flag,
     Gigabytes,
@@ -249,6 +253,22 @@ class SpeedConfig(Group):
         "Store frozen float32 modulation weights of Kandinsky as bf16 if that is lossless.",
         default_note="as `speed` says",
     )
+    speed_fused_lora: Flag = option(
+        False,
+        "Compute the LoRAs of layers that share their input in one product, on a GPU together with the base weights. "
+        "Other rounding; a run prints the error of its gradients.",
+        label="Fused LoRA",
+        requires=(
+            when(model_type="lora", because="model_type full trains every weight and no LoRA", fatal=True),
+            when(
+                lora_type="standard", because="the update of other kinds is no product of two thin matrices", fatal=True
+            ),
+        ),
+        excludes=(
+            when("use_dora", because="DoRA scales the sum of base and update, whose norm takes the whole weight"),
+            when("lora_dropout", because="each layer drops other inputs"),
+        ),
+    )
     deterministic: Flag = option(
         False,
         "Bit-identical repeats on a GPU: kernels with a fixed order of sums, none chosen by timing. Slower; no "
@@ -330,7 +350,7 @@ class OffloadConfig(Group):
             when("fsdp_enable", because="FSDP shards the weights that group offload would stream"),
             when(
                 model_type="full",
-                because="only frozen weights can stream, and a full fine-tune has none; use model_type lora",
+                because="only frozen weights can stream, and a full fine-tune has none; set offload auto instead",
             ),
         ),
     )

@@ -18,15 +18,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from simpletuner.atomic import write_json
+from simpletuner.atomic import changing, write_json
 from simpletuner.distributed.world import World
+
+if TYPE_CHECKING:
+    from simpletuner.distributed.sequence import SequenceGroup
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttentionCall = Callable[[AttentionKernel, Tensor, Tensor, Tensor], Tensor]
@@ -49,14 +52,26 @@ class SelfAttention:
 
     Attributes:
         choose: picks the kernel of a dense call; it may time kernels, since it never runs inside a compiled function.
+        group: processes that share the tokens in training, and here the heads; None if this one has all tokens.
     """
+
+    group: SequenceGroup | None = None
 
     def __init__(self) -> None:
         self.choose: Callable[[Tensor, Tensor, Tensor], AttentionKernel] = lambda query, key, value: torch_attention
         self._call: AttentionCall = call_kernel
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel | None = None) -> Tensor:
-        return self._call(kernel or self.choose(query, key, value), query, key, value)
+        group = self.group if torch.is_grad_enabled() else None
+        if group is not None:
+            query, key, value = (group.by_head(each) for each in (query, key, value))
+        out = self._call(kernel or self.choose(query, key, value), query, key, value)
+        return out if group is None else group.by_token(out)
+
+    @property
+    def shares(self) -> int:
+        """How many processes share the heads of a call."""
+        return 1 if self.group is None or not torch.is_grad_enabled() else self.group.size
 
     @property
     def is_kept(self) -> bool:
@@ -112,6 +127,7 @@ class FastBlocks:
         last: names of functions that end a block.
         recomputing: versions of those that keep only their inputs for the backward pass, by name.
         outside_checkpoint: entered around those in a checkpointed block; it hides the block's checkpoint from them.
+        shared_inputs: modules, each with names of its layers that read the same input.
     """
 
     pieces: dict[str, Callable[..., Any]]
@@ -119,6 +135,7 @@ class FastBlocks:
     last: tuple[str, ...] = ()
     recomputing: dict[str, Callable[..., Any]] = field(default_factory=dict)
     outside_checkpoint: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    shared_inputs: Sequence[tuple[nn.Module, tuple[str, ...]]] = ()
 
     def finish(self, name: str, *inputs: Any) -> Any:
         """Run the last function of a block.
@@ -203,9 +220,9 @@ class KernelChoices:
 
     def _store(self) -> None:
         for path in self._paths:
-            path.parent.mkdir(parents=True, exist_ok=True)
             # Read again, since other processes may have added their calls meanwhile.
-            write_json(path, merge_choices(read_choices(path) or {}, self._known), durable=False)
+            with changing(path):
+                write_json(path, merge_choices(read_choices(path) or {}, self._known), durable=False)
 
     def knows(self, device: torch.device, call: str) -> bool:
         """Whether the kernel of a call was chosen."""

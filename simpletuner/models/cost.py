@@ -20,7 +20,7 @@ from functools import cache, cached_property, partial
 from importlib.resources import files
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from simpletuner.config.tread import Route, tokens_by_block
+from simpletuner.config.techniques import Route, tokens_by_block
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -239,6 +239,7 @@ class TransformerCost:
         tiles: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
         compiled: blocks with adapters are compiled.
         density: tokens of a sample -> share of the pairs of tokens that block-sparse attention computes; None if all.
+        compiled_reads: further layers whose input a compiled block keeps only for an adapter; see the table's `reads`.
     """
 
     table: CostTable
@@ -248,6 +249,7 @@ class TransformerCost:
     tiles: Callable[[BatchShape, int], TileBytes] = field(default=lambda batch, size: TileBytes())
     compiled: bool = False
     density: Callable[[int], float] | None = None
+    compiled_reads: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def blocks(self) -> list[str]:
@@ -328,6 +330,7 @@ class TransformerCost:
         sums = {name: sum_of(factor, numbers) for name, factor in factors.items() if name != "reads"}
         # A full fine-tune also saves the input of every layer, for the gradient of its weight.
         saved = ("compiled" if self.compiled else "saved") if adapters.modules else "trained"
+        reads = factors["reads"] | (self.compiled_reads if self.compiled else {})
         elements = positions["token"] * self.hidden
         kept = elements * size + positions["token"] * heads * 4  # its result and log-sum-exp
         traffic, lists = sums["traffic"], 2 * (tiles.saved + tiles.making)
@@ -335,7 +338,7 @@ class TransformerCost:
         forward, backward = self._moved(sums, positions, adapters, size) if self.compiled else (traffic, 2 * traffic)
         return Activations(
             held=elements * size,
-            saved=sums[saved] + self._adapted(factors["reads"], positions, adapters) * size + tiles.saved,
+            saved=sums[saved] + self._adapted(reads, positions, adapters) * size + tiles.saved,
             transient=max(sums["transient"], tiles.making),
             attention=kept + tiles.saved if self.table.keeps_attention else 0.0,
             outside=sums["outside"],

@@ -217,6 +217,14 @@ def test_compiled_blocks_count_where_they_were_measured(
     assert kernels_on(chosen, FAMILIES[family], is_gpu=is_gpu) == Kernels(compiled, is_gpu)
 
 
+def test_all_compiled_blocks_of_sana_are_kept_on_80_gb() -> None:
+    """Of diffusers' code, compiled, there was room for half of them."""
+    before, mine = budget(gpu(80), SANA, "2b-480p", speed="auto"), parts("sanavideo", "2b-480p")
+    compiled = mine.cost.of_flavour("2b-480p", Kernels(compiled=True))
+    chosen = choose(replace(before, parts=replace(mine, transformer=compiled)))
+    assert not chosen.config.precision.gradient_checkpointing
+
+
 def test_auto_keeps_as_many_blocks_as_fit() -> None:
     chosen = choose(budget(gpu(9)))
     offload = chosen.config.offload

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
+from simpletuner.annexes.fitting import outcome
+from simpletuner.annexes.fitting.outcome import FEWEST, Comparison
+from simpletuner.budget.outcomes import Outcome
+from simpletuner.reporting.events import EventStream, StepReport
+from tests.annexes.test_fit import CLIP, PRO, budget, gpu
 from tests.workspace import Workspace
 
 KEPT = "cache/outcomes.json"
@@ -56,3 +63,20 @@ def test_a_file_that_cannot_be_written_ends_no_run(workspace: Workspace, capsys:
     workspace.path(KEPT).mkdir(parents=True)
     assert workspace.train("max_train_steps=10", "validation_disable=true") == 0
     assert "not stored for the next estimate: " in capsys.readouterr().out
+
+
+def test_the_next_estimate_knows_how_many_tiles_are_visited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they explain is not corrected a second time."""
+    before, kept = budget(gpu(80), CLIP, PRO), list[Outcome]()
+    tokens = before.steps[0].load.tokens
+    informed = replace(before, parts=before.parts.with_densities({tokens: 0.5}))
+    assert informed.step_seconds > 1.1 * before.step_seconds, "25 % were assumed"
+    monkeypatch.setattr(outcome, "round_seconds", lambda *given: 0.0)
+    monkeypatch.setattr(outcome, "remember", lambda *given: kept.append(given[-1]))
+    comparison, unused = Comparison(EventStream()), cast(Any, None)
+    comparison.planned = unused, before
+    for step, density in enumerate((0.4, 0.6) * FEWEST):
+        comparison._note(StepReport(step, 1, {}, 2 * informed.step_seconds, densities={tokens: density}))
+    comparison.finish(unused)
+    assert kept[0].densities == {tokens: pytest.approx(0.5)}
+    assert kept[0].step == pytest.approx(2)

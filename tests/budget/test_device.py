@@ -13,6 +13,7 @@ from simpletuner.budget.device import (
     NVLINK_BYTES,
     DeviceRates,
     Gpu,
+    compared,
     compute_capability,
     find_device,
     host_memory,
@@ -212,3 +213,8 @@ def test_the_longer_name_wins() -> None:
 def test_this_machine_has_memory() -> None:
     found = host_memory()
     assert found is None or found > 1e9
+
+
+def test_numbers_that_are_compared_show_which_is_larger() -> None:
+    assert compared(16.1e9, 12e9) == ("16.1 GB", "12.0 GB")
+    assert compared(16.14e9, 16.06e9) == ("16.140 GB", "16.060 GB")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +14,7 @@ import torch
 
 from simpletuner.distributed.world import World
 from simpletuner.models import blocks
-from simpletuner.models.blocks import CHOICES_FILE, KernelChoices
+from simpletuner.models.blocks import CHOICES_FILE, Choices, KernelChoices
 
 CPU, CALL, AMONG = torch.device("cpu"), "attention", ("flash", "cuDNN")
 
@@ -104,6 +106,21 @@ def test_other_runs_need_not_time_again(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert again.choose(CPU, CALL, AMONG, never) == "cuDNN", "a run keeps its own"
     on(monkeypatch, "A100, torch 2.13")
     assert opened(tmp_path / "third", shared=shared).choose(CPU, CALL, AMONG, lambda: "flash") == "flash"
+
+
+def test_processes_that_store_at_once_lose_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on(monkeypatch, "H200, torch 2.13")
+    calls, processes, read = ("first", "second"), [opened(tmp_path) for _ in range(2)], blocks.read_choices
+
+    def read_slowly(path: Path) -> Choices | None:
+        found = read(path)
+        time.sleep(0.1)
+        return found
+
+    monkeypatch.setattr(blocks, "read_choices", read_slowly)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda process, call: process.choose(CPU, call, AMONG, lambda: "cuDNN"), processes, calls))
+    assert read(tmp_path / CHOICES_FILE) == {"H200, torch 2.13": dict.fromkeys(calls, "cuDNN")}
 
 
 class Several(World):

@@ -5,6 +5,7 @@ Both walk one ordered list (`possible_changes`): changes that only cost time com
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from simpletuner.budget.device import gigabytes
 from simpletuner.budget.workload import Workload
 from simpletuner.config.optimizers import may_change
 from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS, RunConfig
-from simpletuner.config.speed import graph_key, keeps_attention
+from simpletuner.config.speed import graph_key, keeps_attention, plain_math
 from simpletuner.errors import Problem
 from simpletuner.plan.checks import exclusions
 from simpletuner.plan.environment import check_launch, check_offload, may_shard
@@ -117,6 +118,7 @@ def possible_changes(budget: Budget) -> Iterator[Change]:
         yield Change(LOW_BIT, "last", f"without state in 8 bits the run does not fit {room}")
     if config.precision.text_encoder_1_precision in PLAIN_PRECISIONS:
         yield Change({"text_encoder_1_precision": "int8-quanto"})
+    yield from _shared_tokens(budget)
     batch = max((bucket.batch for bucket in workload.buckets), default=1)
     while batch > 1:
         batch //= 2
@@ -197,6 +199,17 @@ def _may_stream(budget: Budget) -> bool:
     config = budget.config
     is_free = not (config.offload.enable_group_offload or config.launch.fsdp_enable)
     return _may_move(budget) and is_free and config.model.model_type == "lora"
+
+
+def _shared_tokens(budget: Budget) -> Iterator[Change]:
+    """As many processes as heads and machines allow share the tokens of samples, of which a step then has fewer."""
+    config, cost = budget.config, budget.parts.transformer
+    size = math.gcd(config.launch.local_processes, cost.hidden // cost.head)
+    if budget.parts.spec.heads is None or size <= config.launch.sequence_parallel_size or not plain_math(config.speed):
+        return
+    change = Change({"sequence_parallel_size": size}, words=f"sequence_parallel_size {size}, with fewer samples a step")
+    if not any(exclusions(change.of(budget).config)):
+        yield change
 
 
 def _smaller_samples(budget: Budget) -> Iterator[Change]:

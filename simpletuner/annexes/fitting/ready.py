@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from simpletuner.annexes.fitting.fit import DECODING, check_fit, check_ways, choose, free_batch
-from simpletuner.annexes.fitting.outcome import corrected, corrected_budget
 from simpletuner.annexes.fitting.show import MISSING_GPU, duration
 from simpletuner.budget import device as devices
-from simpletuner.budget.budget import PREVIEWS, Budget, remaining_seconds
+from simpletuner.budget.budget import PREVIEWS, Budget, make_budget, remaining_seconds
 from simpletuner.budget.device import (
     NCCL_BUFFERS,
     compute_capability,
@@ -22,6 +21,7 @@ from simpletuner.budget.device import (
     with_measured,
 )
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
+from simpletuner.budget.outcomes import find_outcome
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.schema import BY_SIZE
 from simpletuner.config.sources import Arguments
@@ -82,12 +82,12 @@ def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
         is_here = offload.plan_device is None and offload.plan_device_memory_gb is None and device.is_gpu
         links = linked() if is_here else {}
         device = replace(device, buffers=NCCL_BUFFERS, rates=replace(device.rates, **links))
-    budget = with_strips(corrected_budget(plan, device))
+    budget = with_strips(make_budget(plan, device))
     plan = replace(plan, config=budget.config)
     # Before `offload: auto`, whose choice depends on whether features are cached.
     if sparing := _sparing(plan, budget):
         plan = replace(plan, config=plan.config.with_values(sparing, f"chosen by {', '.join(sparing)} auto"))
-        budget = corrected_budget(plan, device)
+        budget = make_budget(plan, device)
     if plan.config.offload.offload == "auto":
         plan, budget = _chosen(plan, budget)
     judged = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
@@ -104,7 +104,9 @@ def _sparing(plan: Plan, budget: Budget) -> dict[str, object]:
     kinds = (kind for technique in plan.techniques for kind in technique.features)
     sparing = {key: value for kind in kinds for key, value in kind.spared_by.items()}
     features = feature_costs(plan.spec, budget.listing).stored
-    return sparing if features and sparing and features > feature_room(plan) else {}
+    # The disk that holds the latents.
+    room = FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free
+    return sparing if features and sparing and features > room else {}
 
 
 def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
@@ -117,7 +119,7 @@ def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
     chosen = replace(plan, config=budget.config)
     if budget.config.caching.vae_enable_tiling != plan.config.caching.vae_enable_tiling:
         # Tiled latents have separate cache entries, so the missing ones are listed again.
-        budget = replace(corrected_budget(chosen, budget.device), decisions=budget.decisions)
+        budget = replace(make_budget(chosen, budget.device), decisions=budget.decisions)
     return chosen, budget
 
 
@@ -139,11 +141,6 @@ def check_decoding(budget: Budget) -> Iterator[Problem]:
     if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
         message = f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch get wrong;"
         yield Problem(DECODING, f"{message} strips and tiles do not.", fatal=False)
-
-
-def feature_room(plan: Plan) -> float:
-    """Bytes that features may take on the disk with the latents."""
-    return FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free
 
 
 def check_gpu(plan: Plan, budget: Budget) -> Iterator[Problem]:
@@ -173,4 +170,4 @@ def on_cpu(plan: Plan, budget: Budget) -> Budget:
     device = find_device(output_dir=plan.output_dir)
     if device.is_gpu:
         device = with_measured(this_cpu(idle=device.name), plan.output_dir)
-    return corrected(replace(budget, device=device), plan)
+    return replace(budget, device=device, outcome=find_outcome(plan, budget.workload, device))

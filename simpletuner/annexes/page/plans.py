@@ -15,14 +15,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from simpletuner.annexes.page.files import Configuration
-from simpletuner.annexes.page.project import (
-    SANDBOX,
-    Refusal,
-    chosen_by,
-    problems_json,
-    project_of,
-    read_object,
-)
+from simpletuner.annexes.page.project import SANDBOX, Refusal, chosen_by, problems_json, project_of, read_object
 from simpletuner.redaction import redact, redact_settings
 
 GONE = 499  # what nginx answers to a client that has left; nobody reads it
