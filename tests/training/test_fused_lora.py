@@ -273,6 +273,7 @@ def test_a_lora_that_shares_no_input_is_told(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["no", "inductor"])
 def test_a_gpu_packs_weights(t2i_checkpoint: Path, backend: str) -> None:
     """Gradients as far from those of separate products as bf16 rounds: rotation and five products of 2^-9 each."""
