@@ -101,9 +101,10 @@ def _sparing(plan: Plan, budget: Budget) -> dict[str, object]:
     kinds = (kind for technique in plan.techniques for kind in technique.features)
     sparing = {key: value for kind in kinds for key, value in kind.spared_by.items()}
     features = feature_costs(plan.spec, budget.listing).stored
+    if not (features and sparing):
+        return {}
     # The disk that holds the latents.
-    room = FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free
-    return sparing if features and sparing and features > room else {}
+    return sparing if features > FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free else {}
 
 
 def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
