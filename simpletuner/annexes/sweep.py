@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
 
 from simpletuner.annexes.report.html import gallery, grid_order, render
-from simpletuner.atomic import open_atomically, write_atomically, write_json
+from simpletuner.atomic import free_path, open_atomically, write_atomically, write_json
 from simpletuner.caching.keys import digest
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import trained_precision
@@ -183,9 +183,7 @@ def render_samples(plan: Plan, weights: Weights, strength: float, events: EventS
         made = shot.recipe
         frames = f"@{made['frames']}" if plan.frame_rate else ""
         stem = f"{shot.subject.prompt.short_name}_{made['seed']}_{made['width']}x{made['height']}{frames}"
-        stems = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-        paths = (plan.output_dir / f"{each}{studio.renderer.suffix}" for each in stems)
-        return next(path for path in paths if not path.exists())
+        return free_path(plan.output_dir / f"{stem}{studio.renderer.suffix}")
 
     return studio.render(studio.shots([weights], [strength]), name, events, f"Sampling {weights.name}")
 

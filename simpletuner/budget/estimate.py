@@ -423,6 +423,13 @@ class Step:
         return max(computing, launching) if self.device.is_gpu else computing + launching
 
     @property
+    def free_samples(self) -> int:
+        """Samples that a micro-batch may have and take no longer, while a GPU waits for the host to launch kernels."""
+        waits = self.device.is_gpu and self.cost.launching > self.cost.copying
+        most = self.load.samples * self.cost.launching / self.cost.computing
+        return max(int(most), self.load.samples) if waits else self.load.samples
+
+    @property
     def exchanged(self) -> float:
         """Bytes that a process sends to those that it shares tokens with."""
         model, load = self.model, self.load

@@ -13,7 +13,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,15 +62,10 @@ class ConvertedLora:
     @contextmanager
     def added(self, transformer: nn.Module) -> Iterator[None]:
         """A context in which the layers of a transformer add this LoRA to their output."""
-        hooks = [
-            transformer.get_submodule(name).register_forward_hook(LoraHook(down, up, 1.0))
-            for name, (down, up) in self.factors.items()
-        ]
-        try:
+        with ExitStack() as hooks:
+            for name, (down, up) in self.factors.items():
+                hooks.callback(transformer.get_submodule(name).register_forward_hook(LoraHook(down, up, 1.0)).remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 @dataclass

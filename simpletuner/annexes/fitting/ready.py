@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 
-from simpletuner.annexes.fitting.fit import DECODING, check_fit, check_ways, choose
+from simpletuner.annexes.fitting.fit import DECODING, check_fit, check_ways, choose, free_batch
 from simpletuner.annexes.fitting.show import MISSING_GPU, duration
 from simpletuner.budget import device as devices
 from simpletuner.budget.budget import PREVIEWS, Budget, make_budget, remaining_seconds
@@ -104,14 +104,19 @@ def _sparing(plan: Plan, budget: Budget) -> dict[str, object]:
     kinds = (kind for technique in plan.techniques for kind in technique.features)
     sparing = {key: value for kind in kinds for key, value in kind.spared_by.items()}
     features = feature_costs(plan.spec, budget.listing).stored
+    if not (features and sparing):
+        return {}
     # The disk that holds the latents.
-    room = FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free
-    return sparing if features and sparing and features > room else {}
+    return sparing if features > FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free else {}
 
 
 def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
     """The plan and its budget with what `offload: auto` chooses."""
     budget = choose(budget)
+    if batch := free_batch(budget):
+        # It changes results, so that it is only proposed.
+        advice = f"train_batch_size {batch} would be as fast a step: the GPU waits for the host"
+        budget = replace(budget, decisions=[*budget.decisions, advice])
     chosen = replace(plan, config=budget.config)
     if budget.config.caching.vae_enable_tiling != plan.config.caching.vae_enable_tiling:
         # Tiled latents have separate cache entries, so the missing ones are listed again.

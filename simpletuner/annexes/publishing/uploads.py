@@ -21,8 +21,9 @@ from simpletuner.config.publishing import PLACEHOLDERS, BucketConfig, PublishCon
 from simpletuner.distributed.requests import FOLDER as REQUESTS
 from simpletuner.errors import Interrupted, UserError
 from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
-from simpletuner.run.companions import Companion, Ledger, Task, strike
-from simpletuner.training.manifest import Checkpoint, find_checkpoints, result_step
+from simpletuner.run.companions import LEDGER_FILE, Companion, Ledger, Task, strike
+from simpletuner.run.lock import LOCK_FILE
+from simpletuner.training.manifest import PIPELINE_FOLDER, Checkpoint, find_checkpoints, result_step
 
 if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
@@ -244,11 +245,10 @@ class Uploads(Companion):
             self.events.say(f"{key} failed: {error}", warning=True)
 
 
-PIPELINE_FOLDER = "pipeline"
 # What users load from a checkpoint or an output folder, besides the LoRA.
 LOADED = ("*_weights.safetensors", "lycoris_config.json", "ema/*", "transformer/*", "transformer_ema/*")
 # Not part of a copy of the output folder: caches that can be made again, and what is for this machine only.
-LEFT_OUT = ("cache", REQUESTS, "run.lock", "unfinished.json")
+LEFT_OUT = ("cache", REQUESTS, LOCK_FILE, LEDGER_FILE)
 MODIFIED = "modified"  # note of an object: when its file was written, in nanoseconds of this machine's clock
 FORBIDDEN = {
     401: "the hub does not accept the token (log in with `hf auth login`, or set HF_TOKEN), so it cannot write",

@@ -94,6 +94,8 @@ def _environment() -> Environment:
     return environment
 
 
+Item = TypeVar("Item")
+
 POINTS = 1000  # more than a chart has pixels
 # A curve is smoothed over this share of its length, within these bounds in steps.
 SMOOTHING_SHARE, SHORTEST_SPAN, LONGEST_SPAN = 0.05, 5, 200
@@ -208,12 +210,12 @@ def smoothing_span(count: int) -> int:
     return round(min(max(count * SMOOTHING_SHARE, SHORTEST_SPAN), LONGEST_SPAN))
 
 
-def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
-    """At most `limit` evenly spaced points, including the first and the last."""
-    if len(points) <= limit:
-        return list(points)
-    last = len(points) - 1
-    return [points[round(index * last / (limit - 1))] for index in range(limit)]
+def thin(items: Sequence[Item], limit: int = POINTS) -> list[Item]:
+    """At most `limit` evenly spaced items, including the first and the last."""
+    if len(items) <= limit:
+        return list(items)
+    last = len(items) - 1
+    return [items[round(index * last / (limit - 1))] for index in range(limit)]
 
 
 def thin_extremes(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
@@ -259,8 +261,6 @@ def _compact(points: Sequence[Point]) -> list[list[float]]:
     # Five digits are finer than a pixel of a chart.
     return [[step, float(f"{value:.5g}")] for step, value in points]
 
-
-Item = TypeVar("Item")
 
 # Short name of `validation_prompt`.
 MAIN_PROMPT = "validation"
@@ -451,9 +451,3 @@ def _webp(picture: Image.Image, side: int) -> bytes:
 
 def _data_uri(mime: str, content: bytes) -> str:
     return f"data:{mime};base64,{base64.b64encode(content).decode('ascii')}"
-
-
-def evenly_spaced(count: int, items: Sequence[Item]) -> list[Item]:
-    """At most `count` items, evenly spaced."""
-    count = min(count, len(items))
-    return [items[index * len(items) // count] for index in range(count)]
