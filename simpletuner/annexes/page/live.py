@@ -118,15 +118,31 @@ async def events(request: Request) -> Response:
     # 18 digits fit into 64 bits, whatever a client sends.
     after = int(last[:18]) if last.isdecimal() else await run_in_threadpool(last_id, path)
     headers = {"Cache-Control": "no-store"}
-    return StreamingResponse(event_stream(path, after), media_type="text/event-stream", headers=headers)
+    stream = with_end(event_stream(path, after, request.app.state.over), partial(last_parts, runs_of(request), run))
+    return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
 
-async def event_stream(path: Path, after: int) -> AsyncIterator[str]:
-    """Server-sent events: those after an id, then every new one, until the client leaves."""
+async def with_end(stream: AsyncIterator[str], last: Callable[[], dict[str, str]]) -> AsyncIterator[str]:
+    """A stream, and an event `end` with what the page shows from then on: the port is about to close."""
+    async for text in stream:
+        yield text
+    yield f"event: end\ndata: {json.dumps(await run_in_threadpool(last))}\n\n"
+
+
+def last_parts(runs: Runs, run: Run) -> dict[str, str]:
+    """The parts that tell how a run ended, as HTML. Its previews load from the server, so they stay as they are."""
+    return {"list": listed(runs), **{part: drawn(run, part) for part in ("head", "log")}}
+
+
+async def event_stream(path: Path, after: int, over: threading.Event) -> AsyncIterator[str]:
+    """Server-sent events: those after an id, then every new one, until the client leaves or the run is over."""
     tail = Tail(path, "id", partial(offset_after, number=after))
     yield ": connected\n\n"
     sent_at = time.monotonic()
-    while True:
+    lines, is_over = list[bytes](), False
+    # What is written before `over` is set is read after it.
+    while lines or not is_over:
+        is_over = over.is_set()
         # A part at a time: what a client does not read stays in the file.
         lines = await run_in_threadpool(tail.lines)
         for event in filter(None, (parse_row(line, "id") for line in lines)):
@@ -181,8 +197,12 @@ def report(request: Request) -> Response:
 
 def listing(request: Request) -> Response:
     """All runs, as HTML."""
-    shown = [(run, run.status()) for run in runs_of(request).all()]
-    return HTMLResponse(html.render("page/run_parts.html.jinja", part="list", runs=shown))
+    return HTMLResponse(listed(runs_of(request)))
+
+
+def listed(runs: Runs) -> str:
+    """The list of all runs, as HTML."""
+    return html.render("page/run_parts.html.jinja", part="list", runs=[(run, run.status()) for run in runs.all()])
 
 
 def view(request: Request) -> Response:
@@ -190,8 +210,12 @@ def view(request: Request) -> Response:
     name = request.path_params["part"]
     if name not in PARTS:
         raise Refusal(404, f"A run has no part {name!r}.")
-    run = chosen(request)
-    return HTMLResponse(html.render("page/run_parts.html.jinja", part=name, run=run, **PARTS[name](run)))
+    return HTMLResponse(drawn(chosen(request), name))
+
+
+def drawn(run: Run, part: str) -> str:
+    """A part of a run's view, as HTML."""
+    return html.render("page/run_parts.html.jinja", part=part, run=run, **PARTS[part](run))
 
 
 def head(run: Run) -> dict[str, Any]:

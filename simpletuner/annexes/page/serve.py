@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -99,13 +100,13 @@ PAGE = [
 ]
 
 
-def create_app(project: Project, mode: Mode = "unified") -> Starlette:
-    """The application that serves a project, without its guard."""
+def create_app(project: Project, mode: Mode = "unified", over: threading.Event | None = None) -> Starlette:
+    """The application that serves a project, without its guard; once `over` is set, streams of events end."""
     app = Starlette(
         routes=[*ALWAYS, *(ELSEWHERE if mode != "trainer" else []), *(PAGE if mode != "callback" else [])],
         exception_handlers={UserError: refused, HTTPException: refused},
     )
-    app.state.runs = Runs(project)
+    app.state.runs, app.state.over = Runs(project), over or threading.Event()
     return app
 
 
@@ -133,16 +134,18 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(f"port {port} of {host} cannot be used ({reason}); choose another with --port.") from None
 
 
-def guarded(project: Project, access: Access, mode: Mode = "unified") -> ASGIApp:
+def guarded(project: Project, access: Access, mode: Mode, over: threading.Event | None) -> ASGIApp:
     """The application behind its guard."""
-    return Guard(create_app(project, mode), access)
+    return Guard(create_app(project, mode, over), access)
 
 
-def make_server(project: Project, access: Access, mode: Mode = "unified", **more: Any) -> Server:
+def make_server(
+    project: Project, access: Access, mode: Mode = "unified", over: threading.Event | None = None, **more: Any
+) -> Server:
     """A server, not yet running; `more` are options of uvicorn."""
     # A factory, which a process that is started anew after a change (--reload) can make for itself.
     config = Config(
-        partial(guarded, project, access, mode),
+        partial(guarded, project, access, mode, over),
         factory=True,
         http=Connection,
         ws="none",
@@ -201,7 +204,8 @@ class Connection(H11Protocol):
 def page_of_run(listener: socket.socket, access: Access, output_dir: Path, events: EventStream) -> Iterator[None]:
     """Serve the page of a run from a thread of its process while the block lasts."""
     project = Project(Path.cwd().resolve(), (output_dir.resolve(),), run=output_dir.resolve())
-    server = make_server(project, access, "trainer")
+    over = threading.Event()
+    server = make_server(project, access, "trainer", over)
     # Outside the main thread, uvicorn leaves the signals to the run.
     thread = threading.Thread(target=server.run, args=([listener],), name="page", daemon=True)
     thread.start()
@@ -210,6 +214,11 @@ def page_of_run(listener: socket.socket, access: Access, output_dir: Path, event
     try:
         yield
     finally:
+        over.set()
+        # Open browsers are told how the run ended before the port closes.
+        told_by = time.monotonic() + END_SECONDS
+        while server.server_state.tasks and time.monotonic() < told_by:
+            time.sleep(0.02)
         server.should_exit = True
         # A daemon is not waited for beyond that: a hanging request must not keep the run from ending.
         thread.join(2 * END_SECONDS)

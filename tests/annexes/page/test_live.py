@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -258,7 +259,7 @@ def test_what_a_client_does_not_read_stays_in_the_file(tmp_path: Path) -> None:
     log = tmp_path / EVENTS_FILE
 
     async def ids(after: int, count: int) -> list[int]:
-        stream = event_stream(log, after)
+        stream = event_stream(log, after, threading.Event())
         try:
             said = [await anext(stream) for _ in range(count + 1)]
         finally:

@@ -14,8 +14,10 @@ import pytest
 from PIL import Image
 
 from simpletuner.annexes.page.control import run_id
+from simpletuner.annexes.page.guard import Access
 from simpletuner.annexes.page.runs import Run
-from simpletuner.reporting.events import MediaRendered, StateChanged
+from simpletuner.annexes.page.serve import listen, page_of_run
+from simpletuner.reporting.events import EventStream, MediaRendered, StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaFile, MediaRecord
 from simpletuner.validation.clip_writer import write_mp4
 from tests.annexes.page.page import ending_runs, opened, serving
@@ -141,6 +143,27 @@ def test_a_server_that_is_away_is_not_mistaken_for_a_run_that_runs(browser: Any,
         second.enter_context(serving(project.folder, port=port))
         expect(state(page)).to_have_text("error")
         expect(page.locator(".absence")).to_be_hidden()
+
+
+@pytest.mark.parametrize(("how", "shown"), [("finished", "completed"), ("failed", "error")])
+def test_the_page_of_a_run_says_that_it_has_ended(browser: Any, project: Workspace, how: Any, shown: str) -> None:
+    output = project.path("output")
+    output.mkdir()
+    tell(output, *STEPS)
+    own(output)
+    listener = listen("127.0.0.1", 0)
+    with browser.new_context() as context:
+        page = context.new_page()
+        with page_of_run(listener, Access(), output, EventStream()):
+            page.goto(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+            expect(state(page)).to_have_text("running")
+            page.wait_for_function("performance.getEntriesByType('resource').some(({name}) => name.includes('/log'))")
+            tell(output, StateChanged(how, 3, 9, "what became of it"))
+        expect(page.get_by_role("alert")).to_contain_text("The run has ended, and its page with it.")
+        expect(state(page)).to_have_text(shown)
+        expect(page.locator(".run-list .state")).to_have_text(shown)
+        expect(page.locator("[data-part=head]")).to_contain_text("what became of it")
+        assert page.locator("[data-part=head]").get_attribute("inert") is not None
 
 
 def test_all_runs_are_one_click_away_and_addresses_last(page: Any, project: Workspace, finished: Path) -> None:

@@ -16,6 +16,9 @@ let opened = ""; // the config, and whether to show its run as soon as the list 
 let follows = false;
 let seen = Date.now(); // when the server answered last
 const PATIENCE = 60000; // milliseconds
+const AT_THE_SERVER = "`simpletuner server` opens the page of all runs in this folder.";
+const inRun = document.body.classList.contains("in-run"); // such a page ends with its run
+let hasEnded = false;
 const REFUSALS = [401, 403, 502, 503, 504]; // of a server, or of a proxy before it, that answers nobody
 
 // ---- Putting new HTML in place without disturbing what stays: focus, typed text, playing clips, open folds ----
@@ -84,13 +87,27 @@ function showHead(node, fresh) {
   if (listed && listed.textContent !== node.querySelector(".state").textContent) want("list");
 }
 
-const show = { head: showHead, curves: showCurves, previews: showPreviews, log: showLog };
+const show = { list: morphChildren, head: showHead, curves: showCurves, previews: showPreviews, log: showLog };
+const put = (name, html) => show[name](place(name), parsed(html));
+
+// The last event of the page of a run says how it ended; nothing is asked or pressed after it.
+function end({ data }) {
+  hasEnded = true;
+  events.close();
+  for (const [name, html] of Object.entries(JSON.parse(data))) put(name, html);
+  setLost("");
+  place("head").inert = true;
+  absence.textContent = `The run has ended, and its page with it. ${AT_THE_SERVER}`;
+  absence.classList.add("ended");
+  absence.hidden = false;
+}
 
 // While the server is away, no button works, and a notice says how old the state is.
 function setLost(reason) {
   if (reason && !pane.classList.contains("lost")) {
     const time = new Date(seen).toLocaleTimeString("en-GB");
-    absence.textContent = `${reason} This was the state at ${time}; runs go on without the page.`;
+    const then = inRun ? `The run has probably ended. ${AT_THE_SERVER}` : "Runs go on without the page.";
+    absence.textContent = `${reason} This was the state at ${time}. ${then}`;
   }
   absence.hidden = !reason;
   pane.classList.toggle("lost", Boolean(reason));
@@ -102,7 +119,7 @@ function setLost(reason) {
 async function refresh(name) {
   const part = parts[name];
   const isHidden = document.hidden || pane.closest("[hidden]");
-  if (isHidden || part.busy || (name !== "list" && !run)) return;
+  if (hasEnded || isHidden || part.busy || (name !== "list" && !run)) return;
   const asked = run;
   part.busy = true;
   part.wanted = false;
@@ -110,23 +127,25 @@ async function refresh(name) {
   try {
     const path = name === "list" ? "/runs" : `/runs/${encodeURIComponent(run)}/${name}`;
     const answer = await fetch(path, { signal: AbortSignal.timeout(PATIENCE) });
-    if (answer.ok && (name === "list" || asked === run)) (show[name] ?? morphChildren)(place(name), parsed(await answer.text()));
+    const html = answer.ok && (await answer.text());
+    if (hasEnded) return;
+    if (answer.ok && (name === "list" || asked === run)) put(name, html);
     setLost(REFUSALS.includes(answer.status) ? `The server answers "${answer.status} ${answer.statusText}".` : "");
     if (events?.readyState === EventSource.CLOSED) listen();
   } catch {
-    setLost("The server does not answer."); // the next round asks again
+    if (!hasEnded) setLost("The server does not answer."); // the next round asks again
   } finally {
     part.busy = false;
     part.at = performance.now();
     part.pause = Math.max(1000, 10 * (part.at - begun));
   }
-  if (name === "list") chooseFirst();
+  if (name === "list" && !hasEnded) chooseFirst();
 }
 
 const linkOf = (config) => place("list").querySelector(`a[data-config="${CSS.escape(config)}"]`);
 
 function chooseFirst() {
-  if (!opened && !document.body.classList.contains("in-run")) return;
+  if (!opened && !inRun) return;
   const links = [...place("list").querySelectorAll("a")];
   const followed = follows && linkOf(opened);
   if (followed) choose(followed.dataset.run);
@@ -172,6 +191,7 @@ function listen() {
   events?.close();
   events = new EventSource(`/api/training/events?run=${encodeURIComponent(run)}`);
   for (const [type, names] of Object.entries(CONCERNS)) events.addEventListener(type, () => want(...names));
+  events.addEventListener("end", end);
   // Nobody says what came before the connection, or while there was none.
   events.onopen = events.onerror = () => want("head", "curves", "previews", "log");
 }
