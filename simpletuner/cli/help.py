@@ -171,7 +171,7 @@ def copy_example(
     name: Annotated[str, typer.Argument(help="Name of the example; `examples list` shows them.")],
     dest: Annotated[Path | None, typer.Option("--dest", help="Folder to create; config/NAME by default.")] = None,
 ) -> None:
-    """Copy an example's files, and point the paths inside them at the copy."""
+    """Copy an example's files, point the paths inside them at the copy, and give it an output folder of its own."""
     from simpletuner.atomic import build_folder, write_atomically
     from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
 
@@ -179,6 +179,9 @@ def copy_example(
     folder = dest or Path("config") / name
     # How a text begins that names a file of the example. Those of other examples stay in the package.
     packaged, copied = f'"{EXAMPLES_ALIAS}{name}/', json.dumps(f"{folder.as_posix()}/", ensure_ascii=False)[:-1]
+    # The example's own folder may hold its run, which a copy could not continue.
+    output = f"output/{folder.name}" if folder.name != name else f"output/my-{name}"
+    shared, own = f'"output_dir": "output/{name}"', f'"output_dir": {json.dumps(output, ensure_ascii=False)}'
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{folder} exists already; choose another folder with --dest.")
     try:
@@ -186,8 +189,9 @@ def copy_example(
         with build_folder(folder) as unfinished:
             shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
             for path in unfinished.glob("*.json"):
-                write_atomically(path, path.read_text(encoding="utf-8").replace(packaged, copied))
+                text = path.read_text(encoding="utf-8").replace(packaged, copied).replace(shared, own)
+                write_atomically(path, text)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}.") from None
     chosen = name if dest is None else folder
-    typer.echo(f"Copied to {folder}. Run it with: simpletuner train env={chosen}")
+    typer.echo(f"Copied to {folder}; it writes into {output}. Run it with: simpletuner train env={chosen}")

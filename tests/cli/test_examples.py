@@ -49,6 +49,14 @@ def test_copy_to_a_place_of_ones_own(capsys: Capture, here: Path) -> None:
     assert config["data_backend_config"] == "mine/first/multidatabackend.json"
 
 
+@pytest.mark.parametrize("name", [path.parent.name for path in EXAMPLES.glob("*/config.json")])
+def test_a_copy_has_an_output_folder_of_its_own(name: str) -> None:
+    assert main(["examples", "copy", name]) == 0
+    assert main(["examples", "copy", name, "--dest", 'config/one\'s "own"']) == 0
+    written = [json.loads(path.read_text())["output_dir"] for path in sorted(Path("config").glob("*/config.json"))]
+    assert sorted(written) == [f"output/my-{name}", 'output/one\'s "own"']
+
+
 def test_copy_never_writes_into_what_is_there(capsys: Capture, here: Path) -> None:
     (here / "config" / "demo").mkdir(parents=True)
     assert main(["examples", "copy", "demo"]) == 2

@@ -67,8 +67,9 @@ export async function openConfig(name, from = name) {
   state.config = name;
   told = "";
   if (from !== name) {
-    // A copy, which nothing was saved of yet; its dataset file lies beside it.
+    // A copy, which nothing was saved of yet; its dataset file lies beside it, and its results in a folder of its own.
     delete state.values.data_backend_config;
+    state.values.output_dir = `output/${from === `examples/${name}` ? "my-" : ""}${name}`;
     Object.assign(state, { file: {}, etag: null });
     Object.assign(state.datasets, { file: [], etag: null });
   }
