@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.annexes.page.page import opened
+from tests.annexes.page.page import opened, serving
 from tests.annexes.page.test_form import csv_entry
 from tests.annexes.web import picture, serve
 from tests.workspace import DATASETS, Workspace
@@ -197,6 +198,26 @@ def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> N
     workspace.path("config/config.json").unlink()
     page.goto(page.url.partition("?")[0])
     expect(page.locator("#config")).to_have_value("second")
+
+
+def test_a_server_that_is_away_is_told_and_nothing_typed_is_lost(browser: Any, workspace: Workspace) -> None:
+    folder = workspace.folder.resolve()
+    with ExitStack() as second, browser.new_context() as context:
+        with serving(folder) as (port, _):
+            page = context.new_page()
+            page.goto(f"http://127.0.0.1:{port}/")
+            expect(page.locator("#problems")).to_contain_text("my_own_key is not a known key.")
+        page.get_by_label("Batch Size", exact=True).fill("two")
+        expect(page.get_by_role("alert")).to_contain_text("The server does not answer. What you typed stays here")
+        expect(page.locator("#problems li")).to_have_count(1)
+        page.get_by_role("button", name="Save", exact=True).click()
+        expect(page.locator("#saved")).to_have_text("Not saved: The server does not answer.")
+        second.enter_context(serving(folder, port=port))
+        expect(page.locator("#away")).to_be_hidden()
+        expect(page.locator("[data-key=train_batch_size] .bad")).to_contain_text("is not a whole number")
+        page.get_by_label("Batch Size", exact=True).fill("3")
+        save(page)
+    assert saved(workspace)["train_batch_size"] == 3
 
 
 @pytest.mark.parametrize(("name", "folder"), [("second", "output/second"), ("demo", "output/my-demo")])

@@ -93,7 +93,7 @@ async function check() {
   const mine = (number += 1);
   const { ok, status, data } = await api("/api/training/validate", { method: "POST", body: settings() });
   if (mine !== number) return;
-  if (!status) later("check", 5000, check); // until the server is back
+  if (!status) return; // the page says that the server is away, and checks when it is back
   judged = ok ? data : { ...judged, problems: data.problems };
   state.effective = judged.effective;
   offerFlavours(judged.flavours ?? []);
@@ -210,6 +210,7 @@ export async function maySwitch() {
   return choice === "save" ? saveNow() : choice === "discard";
 }
 
+document.addEventListener("back", () => { if (!inRun) { listConfigs(); check(); } });
 page("#config").addEventListener("change", async ({ target }) => {
   if (await maySwitch()) await openConfig(target.value);
   target.value = state.config;

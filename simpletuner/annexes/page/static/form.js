@@ -13,11 +13,25 @@ export async function api(path, { method = "GET", body, etag, signal } = {}) {
     response = await fetch(path, { method, headers, body: body && JSON.stringify(body), signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
+    watch();
     return { ok: false, status: 0, etag: null, data: { problems: [{ key: "", message: "The server does not answer.", fatal: true }] } };
   }
   const data = await response.json().catch(() => ({ problems: [{ key: "", message: response.statusText, fatal: true }] }));
   return { ok: response.ok, status: response.status, etag: response.headers.get("ETag"), data };
 }
+
+// Asks now and then whether the server is there, and says so while it is not; the event "back" tells that it is again.
+export async function watch() {
+  clearTimeout(timer);
+  const notice = page("#away"), wasAway = !notice.hidden;
+  const { ok, status, statusText } = await fetch("/health", { signal: AbortSignal.timeout(10000) }).catch(() => ({}));
+  notice.hidden = Boolean(ok);
+  if (!ok && !wasAway) notice.textContent = `The server ${status ? `answers "${status} ${statusText}"` : "does not answer"}. What you typed stays here; the page goes on when the server is back.`;
+  if (ok && wasAway) document.dispatchEvent(new Event("back"));
+  clearTimeout(timer);
+  timer = setTimeout(watch, ok ? 10000 : 1500);
+}
+let timer = setTimeout(watch, 10000);
 
 // What is wrong with a request that was refused.
 export const sentences = ({ ok, data }) => (ok ? [] : data.problems.map(({ key, message }) => (key ? `${key}: ${message}` : message)));

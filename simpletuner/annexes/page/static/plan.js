@@ -20,8 +20,9 @@ export async function showPlan(settings) {
   // 4090 is a card, not an amount of memory.
   const device = memory > 0 && memory < 1000 ? { device_memory_gb: memory } : card ? { device: card } : {};
   try {
-    const { data } = await api("/api/plan", { method: "POST", body: { ...settings, ...device }, signal: pending.signal });
+    const { status, data } = await api("/api/plan", { method: "POST", body: { ...settings, ...device }, signal: pending.signal });
     document.querySelector("#plan").removeAttribute("aria-busy");
+    if (!status) return null; // the page says that the server is away
     draw(data);
     return data;
   } catch (error) {
