@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from simpletuner.annexes.fitting.fit import find_ways, free_batch, way_of
-from simpletuner.budget.budget import Budget, preview_rounds, remaining_seconds, remaining_steps
+from simpletuner.annexes.fitting.fit import find_ways, way_of
+from simpletuner.budget.budget import Budget, free_batch, preview_rounds, remaining_seconds, remaining_steps
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.budget.outcomes import UNCORRECTED
