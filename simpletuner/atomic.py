@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -263,3 +264,9 @@ def _flush(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def free_path(wanted: Path, number: str = "-{}") -> Path:
+    """The path itself, or with a number if a file, folder or link has taken it."""
+    numbered = (wanted.with_stem(wanted.stem + number.format(each)) for each in count(2))
+    return next(path for path in chain([wanted], numbered) if not os.path.lexists(path))

@@ -29,7 +29,7 @@ class AttentionPackage:
 
 
 # Keys that have an effect only if blocks are compiled.
-COMPILE_KEYS = ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "validation_torch_compile")
+COMPILE_KEYS = ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "dynamo_cpp_wrapper", "validation_torch_compile")
 ATTENTION_PACKAGES = {
     "flash-attn-2": AttentionPackage("flash-attn", "flash_attn", "flash_attn_func"),
     "flash-attn-3": AttentionPackage("flash-attn-3", "flash_attn_interface", "flash_attn_func"),

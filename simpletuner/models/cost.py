@@ -228,28 +228,16 @@ def remembered(method: Callable[Concatenate[Any, P], R]) -> cached_property[Call
 
 
 @dataclass(frozen=True)
-class TransformerCost:
-    """Cost of a transformer.
+class Weights:
+    """The parameters of a transformer: which block has them, what they are applied to, and their bytes.
 
     Attributes:
         table: the measurements of its class.
         shapes: of every parameter, by name, as in the safetensors header.
-        head: width of an attention head.
-        unit: how many tokens a route keeps or drops together.
-        tiles: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
-        compiled: blocks with adapters are compiled.
-        compiled_reads: further layers whose input a compiled block keeps only for an adapter; see the table's `reads`.
-        density: tokens of a sample -> share of the pairs of tokens that block-sparse attention computes; None if all.
     """
 
     table: CostTable
     shapes: Mapping[str, Shape]
-    head: int
-    unit: int = 1
-    tiles: Callable[[BatchShape, int], TileBytes] = field(default=lambda batch, size: TileBytes())
-    compiled: bool = False
-    compiled_reads: Mapping[str, str] = field(default_factory=dict)
-    density: Callable[[int], float] | None = None
 
     @cached_property
     def blocks(self) -> list[str]:
@@ -308,6 +296,57 @@ class TransformerCost:
         fine-tune only the embeddings."""
         names = self.table.no_gradient["full" if full else "lora"]
         return module in names or numbered(module, self.table.groups) in names
+
+    @remembered
+    def block_bytes(self, dtype: str, *, quantised: float) -> list[float]:
+        """Bytes of the frozen weights of each block, in order.
+
+        Args:
+            quantised: bytes per weight of a quantised linear layer; 0 if not quantised.
+        """
+        return [sum(self._size(name, dtype, quantised) for name in self._by_block[prefix]) for prefix in self.blocks]
+
+    def rest_bytes(self, dtype: str) -> float:
+        """Bytes of the weights outside the blocks."""
+        return sum(self._size(name, dtype, 0.0) for name in self._by_block[""])
+
+    def _size(self, name: str, dtype: str, quantised: float) -> float:
+        """Bytes of one parameter. Only linear layers are quantised; they have one scale per row as well."""
+        shape = self.shapes[name]
+        if self.stays_float32(name):
+            return 4.0 * math.prod(shape)
+        if quantised and len(shape) == 2 and name.endswith(".weight"):
+            return quantised * math.prod(shape) + BYTES[dtype] * shape[0]
+        return float(BYTES[dtype]) * math.prod(shape)
+
+    @remembered
+    def adapter_parameters(self, adapters: Adapters) -> int:
+        """Parameters of an adapter; a LoRA has `rank` x (in + out) for each module, where `in` counts a kernel."""
+        if adapters.products:
+            return sum(adapters.products.values())
+        shapes = (self.shapes[f"{name}.weight"] for name in adapters.modules)
+        return adapters.rank * sum(shape[0] + math.prod(shape[1:]) for shape in shapes)
+
+
+@dataclass(frozen=True)
+class TransformerCost(Weights):
+    """Memory and work of a transformer with its micro-batches.
+
+    Attributes:
+        head: width of an attention head.
+        unit: how many tokens a route keeps or drops together.
+        tiles: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
+        compiled: blocks with adapters are compiled.
+        density: tokens of a sample -> share of the pairs of tokens that block-sparse attention computes; None if all.
+        compiled_reads: further layers whose input a compiled block keeps only for an adapter; see the table's `reads`.
+    """
+
+    head: int
+    unit: int = 1
+    tiles: Callable[[BatchShape, int], TileBytes] = field(default=lambda batch, size: TileBytes())
+    compiled: bool = False
+    density: Callable[[int], float] | None = None
+    compiled_reads: Mapping[str, str] = field(default_factory=dict)
 
     def routed(self, batch: BatchShape, routes: Sequence[Route]) -> BatchShape:
         """The micro-batch with the tokens that routes leave in each block."""
@@ -398,36 +437,6 @@ class TransformerCost:
             [name for block in self.blocks[-self.large :] for name in self._by_block[block]],
         )
         return max(rows.get(name, 0) * max(self.shapes[name]) for name in names if len(self.shapes[name]) == 2)
-
-    @remembered
-    def block_bytes(self, dtype: str, *, quantised: float) -> list[float]:
-        """Bytes of the frozen weights of each block, in order.
-
-        Args:
-            quantised: bytes per weight of a quantised linear layer; 0 if not quantised.
-        """
-        return [sum(self._size(name, dtype, quantised) for name in self._by_block[prefix]) for prefix in self.blocks]
-
-    def rest_bytes(self, dtype: str) -> float:
-        """Bytes of the weights outside the blocks."""
-        return sum(self._size(name, dtype, 0.0) for name in self._by_block[""])
-
-    def _size(self, name: str, dtype: str, quantised: float) -> float:
-        """Bytes of one parameter. Only linear layers are quantised; they have one scale per row as well."""
-        shape = self.shapes[name]
-        if self.stays_float32(name):
-            return 4.0 * math.prod(shape)
-        if quantised and len(shape) == 2 and name.endswith(".weight"):
-            return quantised * math.prod(shape) + BYTES[dtype] * shape[0]
-        return float(BYTES[dtype]) * math.prod(shape)
-
-    @remembered
-    def adapter_parameters(self, adapters: Adapters) -> int:
-        """Parameters of an adapter; a LoRA has `rank` x (in + out) for each module, where `in` counts a kernel."""
-        if adapters.products:
-            return sum(adapters.products.values())
-        shapes = (self.shapes[f"{name}.weight"] for name in adapters.modules)
-        return adapters.rank * sum(shape[0] + math.prod(shape[1:]) for shape in shapes)
 
     def attention(self, batch: BatchShape) -> Work:
         """FLOPs of all attentions in a forward pass."""

@@ -44,7 +44,6 @@ from simpletuner.training.recorder import EmaUpdater, Recorder, RequestHandler
 from simpletuner.training.state import Assembly, TrainingSpec, TrainState
 from simpletuner.training.step import predict_now
 from simpletuner.training.trained import Publication
-from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.prompts import fetched_runs
 from simpletuner.validation.runner import Subject, ValidationRunner
 
@@ -115,18 +114,22 @@ def build_callbacks(
         rates: measured speed of the device, if it was measured.
     """
     plan, config, events, ema = session.plan, session.plan.config, session.events, session.ema
-    averaging: list[Callback] = [EmaUpdater(ema)] if ema else []
-    evaluation = EvaluationLoss(
-        config=config.evaluation,
-        datasets={data.id: data.samples for data in evaluated(plan)},
-        read=session.reader.read_sample,
-        seed=plan.seed,
-        steps_per_epoch=steps_per_epoch(plan),
-        ema=ema,
-        ema_validation=config.ema.ema_validation,
-        events=events,
-        lacking=not recorded.evaluated,
-    )
+    first: list[Callback] = [EmaUpdater(ema)] if ema else []
+    if datasets := {data.id: data.samples for data in evaluated(plan)}:
+        from simpletuner.validation.eval_loss import EvaluationLoss
+
+        evaluation = EvaluationLoss(
+            config=config.evaluation,
+            datasets=datasets,
+            read=session.reader.read_sample,
+            seed=plan.seed,
+            steps_per_epoch=steps_per_epoch(plan),
+            ema=ema,
+            ema_validation=config.ema.ema_validation,
+            events=events,
+            lacking=not recorded.evaluated,
+        )
+        first.append(evaluation)
     flops, rounds = rates.matmul_flops if rates else None, find_rounds(plan, budget)
     recorder = Recorder(events, ema, plan.length.epochs, matmul_flops=flops, rounds=rounds)
     checkpoints = CheckpointWriter(
@@ -148,7 +151,7 @@ def build_callbacks(
         config.checkpoints.disk_low_threshold or 0.0,
     )
     # The average first: what follows evaluates, saves and renders it as of this step.
-    return [*averaging, evaluation, recorder, requests, checkpoints, validation, *companions]
+    return [*first, recorder, requests, checkpoints, validation, *companions]
 
 
 def build_validation(session: Session, recorded: Recorded) -> ValidationRunner:
@@ -216,8 +219,7 @@ def publish_result(
         NonFiniteError: a weight is NaN or infinite; nothing is written.
         RuntimeError: the file does not load as it was saved.
     """
-    # Replicas hold the same weights. Shards have to be gathered, in which every process takes part.
-    if not assembly.world.is_main and assembly.trained.sharers.size == 1:
+    if not assembly.writes:
         return ""
     dtype = DTYPES[transformer_dtype(plan.config.precision)]
     shift, predict = plan.config.sampling_shift, partial(predict_once, assembly, read)

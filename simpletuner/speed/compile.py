@@ -132,8 +132,11 @@ def compile_blocks(
         any_sizes = fast is not None or layout.compiled is not None
         # None: symbols only for sizes that are marked or change; False: a graph for every shape.
         dynamic = True if launch.dynamo_dynamic else None if any_sizes else False
+        mode, options = launch.dynamo_mode, None
+        if launch.dynamo_cpp_wrapper:  # torch takes a mode or options
+            mode, options = None, {**torch._inductor.list_mode_options(mode or "default"), "cpp_wrapper": True}
         compiled: Callable[..., Any] = torch.compile(
-            function, backend=backend, mode=launch.dynamo_mode, fullgraph=launch.dynamo_fullgraph, dynamic=dynamic
+            function, backend=backend, mode=mode, options=options, fullgraph=launch.dynamo_fullgraph, dynamic=dynamic
         )
         return compiled
 

@@ -123,7 +123,7 @@ def assemble(
         modules=modules,
         wrapped_modules=wrapped,
         streamer=streamer,
-        sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
+        sample_flops=count_flops(transformer, adapter.spec.cost, trained.adapters, techniques),
         take_tiles=layout.take_tiles,
         release=_release(config, parameters, optimizer, device),
         world=world,

@@ -154,6 +154,14 @@ class Assembly:
         modules = self.modules.items()
         return {f"{owner}.{name}": each for owner, module in modules for name, each in module.named_parameters()}
 
+    @property
+    def writes(self) -> bool:
+        """Whether this process takes part in writing the trained weights.
+
+        Replicas hold the same ones, so one writes. Parts have to be gathered, in which every process takes part.
+        """
+        return self.world.is_main or self.trained.sharers.size > 1
+
     def updating(self) -> AbstractContextManager[None]:
         """A context for the backward pass of a step."""
         return nullcontext() if self.release is None else self.release.updating()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any, cast
 
@@ -40,8 +41,16 @@ def test_a_run_corrects_the_next_estimate(workspace: Workspace, capsys: pytest.C
     assert planned(workspace, capsys, "train_batch_size=4", "output_dir=elsewhere") == other, "another shape"
     assert workspace.run("plan", "max_train_steps=10", "output_dir=elsewhere") == 0
     assert f"  corrected by the run of {outcome['day']}: x{outcome['step']:.2f}" in capsys.readouterr().out.splitlines()
+    # A corrected estimate is compared as well: the next outcome is relative to the uncorrected one.
+    assert workspace.train("max_train_steps=10", "validation_disable=true", "output_dir=elsewhere") == 0
+    ((again,),) = (runs.values() for runs in json.loads(workspace.path(KEPT).read_text()).values())
+    assert again["previews"] == outcome["previews"], "there were none"
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Estimate and run: "))
+    taken, predicted = map(float, re.findall(r"([\d.]+) s", line))
+    assert predicted == pytest.approx(after["step"], rel=0.01)
+    assert again["step"] == pytest.approx(outcome["step"] * taken / predicted, rel=0.02)
     workspace.path(KEPT).write_text("{")
-    assert planned(workspace, capsys, *previews, "output_dir=elsewhere") == before
+    assert planned(workspace, capsys, *previews, "output_dir=another") == before
 
 
 def test_a_few_steps_say_nothing_about_speed(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:

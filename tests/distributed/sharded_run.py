@@ -77,10 +77,6 @@ CASES = {
 RELAYED = ("full", "lora")
 
 
-def nothing() -> None:
-    """What completes no checkpoint."""
-
-
 @dataclass
 class Batches:
     """Hands out this process's part of the same batch again and again, like a loader."""
@@ -165,8 +161,8 @@ class Run:
 
     def save(self, folder: Path, *, in_shards: bool, meanwhile: int = 0) -> None:
         """Save, and train some steps before the checkpoint is complete."""
-        complete: Callable[[], None] = nothing
-        if self.world.is_main or self.assembly.trained.sharers.size > 1:
+        complete: Callable[[], None] | None = None
+        if self.assembly.writes:
             identity = Identity("kandinsky5-image", "t2i-lite-sft", "full", 4, 3, "x", {})
             writer = CheckpointWriter(
                 folder, CheckpointConfig(), self.loader, self.ema, identity, {}, EventStream(print), lambda state: {},
@@ -174,7 +170,8 @@ class Run:
             )  # fmt: skip
             complete = writer.write(folder, self.assembly, self.state)
         self.train(meanwhile)
-        complete()
+        if complete is not None:
+            complete()
         self.world.barrier()
 
     def load(self, folder: Path) -> None:

@@ -10,13 +10,12 @@ from dataclasses import replace
 from simpletuner.annexes.fitting.fit import DECODING, check_fit, check_ways, choose
 from simpletuner.annexes.fitting.show import MISSING_GPU, duration
 from simpletuner.budget import device as devices
-from simpletuner.budget.budget import PREVIEWS, Budget, make_budget, remaining_seconds
+from simpletuner.budget.budget import PREVIEWS, Budget, free_batch, make_budget, remaining_seconds
 from simpletuner.budget.device import (
-    NCCL_BUFFERS,
     compute_capability,
     count_gpus,
     find_device,
-    linked,
+    one_of_several,
     this_cpu,
     with_measured,
 )
@@ -79,9 +78,7 @@ def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
     offload = plan.config.offload
     device = find_device(offload.plan_device_memory_gb, plan.output_dir, offload.plan_device)
     if plan.config.launch.num_processes > 1:
-        is_here = offload.plan_device is None and offload.plan_device_memory_gb is None and device.is_gpu
-        links = linked() if is_here else {}
-        device = replace(device, buffers=NCCL_BUFFERS, rates=replace(device.rates, **links))
+        device = one_of_several(device, is_planned=offload.plans_elsewhere)
     budget = with_strips(make_budget(plan, device))
     plan = replace(plan, config=budget.config)
     # Before `offload: auto`, whose choice depends on whether features are cached.
@@ -93,7 +90,7 @@ def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
     judged = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
     judged += check_disk(plan, find_writings(plan, budget))
     # Of another machine's GPU it is unknown which products it has.
-    if multiplied(plan.config.precision) and offload.plan_device_memory_gb is None and offload.plan_device is None:
+    if multiplied(plan.config.precision) and not offload.plans_elsewhere:
         judged += check_capability(plan.config.precision, compute_capability())
     yield from judged
     return replace(plan, warnings=[*plan.warnings, *(problem for problem in judged if not problem.fatal)]), budget
@@ -104,14 +101,19 @@ def _sparing(plan: Plan, budget: Budget) -> dict[str, object]:
     kinds = (kind for technique in plan.techniques for kind in technique.features)
     sparing = {key: value for kind in kinds for key, value in kind.spared_by.items()}
     features = feature_costs(plan.spec, budget.listing).stored
+    if not (features and sparing):
+        return {}
     # The disk that holds the latents.
-    room = FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free
-    return sparing if features and sparing and features > room else {}
+    return sparing if features > FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free else {}
 
 
 def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
     """The plan and its budget with what `offload: auto` chooses."""
     budget = choose(budget)
+    if batch := free_batch(budget):
+        # It changes results, so that it is only proposed.
+        advice = f"train_batch_size {batch} would be as fast a step: the GPU waits for the host"
+        budget = replace(budget, decisions=[*budget.decisions, advice])
     chosen = replace(plan, config=budget.config)
     if budget.config.caching.vae_enable_tiling != plan.config.caching.vae_enable_tiling:
         # Tiled latents have separate cache entries, so the missing ones are listed again.

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from simpletuner.annexes.fitting.fit import find_ways, way_of
-from simpletuner.budget.budget import Budget, preview_rounds, remaining_seconds, remaining_steps
+from simpletuner.budget.budget import Budget, free_batch, preview_rounds, remaining_seconds, remaining_steps
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.budget.outcomes import UNCORRECTED
@@ -261,6 +261,8 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield f"  about {step} a step, {whole} for {steps} steps{beside}; without filling the caches"
     if budget.outcome != UNCORRECTED:
         yield f"  {budget.outcome}"
+    if batch := free_batch(budget):
+        yield f"  the GPU waits for the host, which launches its kernels: train_batch_size {batch} is as fast a step"
 
 
 def _way_lines(budget: Budget) -> Iterator[str]:
