@@ -17,6 +17,7 @@ from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import RunConfig
+from simpletuner.config.speed import graph_key
 from simpletuner.models.cost import BYTES, TILE, VaeLoad
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import Listing, evaluated, list_entries, make_catalogue
@@ -273,6 +274,23 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     outcome = find_outcome(plan, workload, device)
     parts = parts_of(plan, is_gpu=device.is_gpu).with_densities(outcome.densities)
     return Budget(plan.config, parts, workload, device, listing, outcome=outcome)
+
+
+def free_batch(budget: Budget) -> int | None:
+    """The largest train_batch_size that is as fast a step as the present one, and fits; None if that is the largest.
+
+    Small pictures on a fast GPU: a step takes as long as the host takes to launch its kernels. CUDA graphs need no
+    launches.
+    """
+    batches = {bucket.batch for bucket in budget.workload.buckets}
+    if len(batches) != 1 or graph_key(budget.config.launch) is not None:
+        return None
+    (present,) = batches
+    for batch in range(min(step.free_samples for step in budget.steps), present, -1):
+        buckets = [replace(bucket, batch=batch) for bucket in budget.workload.buckets]
+        if replace(budget, workload=replace(budget.workload, buckets=buckets)).fits:
+            return batch
+    return None
 
 
 def steps_per_epoch(plan: Plan) -> float:

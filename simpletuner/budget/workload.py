@@ -265,6 +265,7 @@ class Parts:
             sharers=launch.sharers,
             reshards=launch.fsdp_reshard_after_forward,
             whole_gradients=launch.fsdp_whole_gradients and config.schedule.gradient_accumulation_steps > 1,
+            samples_compiled=config.validation.validation_torch_compile,
             from_base=is_lora and config.lora.starts_from_base,
         )
 

@@ -376,23 +376,6 @@ def _levels(budget: Budget, keys: set[str]) -> list[list[Change]]:
     return levels
 
 
-def free_batch(budget: Budget) -> int | None:
-    """The largest train_batch_size that is as fast a step as the present one, and fits; None if that is the largest.
-
-    Small pictures on a fast GPU: a step takes as long as the host takes to launch its kernels. CUDA graphs need no
-    launches.
-    """
-    batches = {bucket.batch for bucket in budget.workload.buckets}
-    if len(batches) != 1 or graph_key(budget.config.launch) is not None:
-        return None
-    (present,) = batches
-    for batch in range(min(step.free_samples for step in budget.steps), present, -1):
-        buckets = [replace(bucket, batch=batch) for bucket in budget.workload.buckets]
-        if replace(budget, workload=replace(budget.workload, buckets=buckets)).fits:
-            return batch
-    return None
-
-
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "DDP": {"fsdp_enable": False, "enable_group_offload": False},
     "DDP, streamed": {"fsdp_enable": False, **STREAMED},
