@@ -409,10 +409,8 @@ def check_device(config: PrecisionConfig, device: torch.device) -> None:
         ConfigError: it does not.
     """
     asked = multiplied(config)
-    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    if config.quantized_matmul_kernel == "triton" and not ampere:
-        message = "'triton' needs an NVIDIA GPU of compute capability 8.0; set it to torch."
-        raise ConfigError([Problem("quantized_matmul_kernel", message)])
+    if config.quantized_matmul_kernel == "triton":
+        _check_triton(device)
     if not asked or device.type == "cpu":
         return
     if device.type != "cuda" or torch.version.hip:
@@ -428,6 +426,13 @@ def check_device(config: PrecisionConfig, device: torch.device) -> None:
     ]
     if refused:
         raise ConfigError(refused)
+
+
+def _check_triton(device: torch.device) -> None:
+    # Ampere's are the first tensor cores for which Triton compiles int8 products.
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        message = "'triton' needs an NVIDIA GPU of compute capability 8.0; set it to torch."
+        raise ConfigError([Problem("quantized_matmul_kernel", message)])
 
 
 def refusal(stored: Quantisation, device: torch.device) -> str:
