@@ -141,11 +141,8 @@ def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if listing is None:
         transformer = plan.source["transformer"]
         absence = transformer.absence()
-        yield "Caches: " + (
-            f"{transformer.location!r} {absence}"
-            if absence
-            else "the checkpoint will be downloaded first; then everything is encoded once."
-        )
+        told = "the checkpoint will be downloaded first; then everything is encoded once."
+        yield f"Caches: {f'{transformer.location!r} {absence}' if absence else told}"
         return
     noun, later = plan.spec.media_noun, len(listing.encoded_in_training)
     for what, entries in (("captions and prompts", listing.texts), (noun, listing.ahead)):
