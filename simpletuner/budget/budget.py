@@ -7,9 +7,11 @@ Each phase has a peak on the device and one on the host. Without a GPU both shar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from simpletuner.budget.device import Device, gigabytes
 from simpletuner.budget.estimate import Sent, Step, StepModel, link_rate, sent_bytes
@@ -29,6 +31,8 @@ CAPTIONS, LOADING, PREVIEWS = "encoding captions", "loading the transformer", "r
 TEXT_ACTIVATIONS = 0.03
 # Share of these weights on the device when their blocks are streamed: embeddings, vision tower, slots.
 STREAMED_TEXT = 0.3
+# Rounds of previews that no interval decides: of the untrained model, and at the end.
+BARE_ROUNDS = 2
 # Of a clip's decoding, what cuDNN may take beside it for 3D convolutions: 20 to 40 %, assumed.
 WORKSPACE = 0.3
 
@@ -274,12 +278,10 @@ def steps_per_epoch(plan: Plan) -> float:
 
 def find_rounds(plan: Plan, budget: Budget) -> dict[str, Rounds]:
     """Previews, evaluations, saves and re-encoding of new crops, by kind, with their expected duration."""
-    validation, evaluation = plan.config.validation, plan.config.evaluation
-    epoch = steps_per_epoch(plan)
+    evaluation, epoch = plan.config.evaluation, steps_per_epoch(plan)
     rounds = {SAVING: Rounds(plan.config.checkpoints.checkpoint_step_interval, at_end=True)}
     if plan.prompts:
-        seconds = round_seconds(plan, budget)
-        rounds[PREVIEW_ROUNDS] = Rounds(validation.validation_step_interval, seconds, at_end=True)
+        rounds[PREVIEW_ROUNDS] = Rounds(preview_interval(plan), round_seconds(plan, budget), at_end=True)
     if evaluated(plan):
         rounds[EVALUATION] = Rounds(evaluation.eval_steps_interval or epoch * (evaluation.eval_epoch_interval or 1.0))
     if any(dataset.changes_each_epoch for dataset in plan.trained):
@@ -292,14 +294,21 @@ def remaining_steps(plan: Plan) -> int:
     return max(0, plan.length.total_steps - (plan.resume.step if plan.resume else 0))
 
 
+def preview_interval(plan: Plan) -> float:
+    """Steps between two rounds of previews; the shorter interval, if there are two."""
+    validation = plan.config.validation
+    epochs = validation.validation_epoch_interval
+    intervals = validation.validation_step_interval, epochs and epochs * steps_per_epoch(plan)
+    return min((each for each in intervals if each), default=math.inf)
+
+
 def preview_rounds(plan: Plan) -> int:
     """Rounds of previews left for a session that starts now, including that of the untrained model."""
     if not plan.prompts:
         return 0
-    validation, total = plan.config.validation, plan.length.total_steps
-    rounds = Rounds(validation.validation_step_interval, at_end=True)
+    total, rounds = plan.length.total_steps, Rounds(preview_interval(plan), at_end=True)
     # A resumed run has previews of the untrained model already.
-    untrained = plan.resume is None and not validation.disable_benchmark
+    untrained = plan.resume is None and not plan.config.validation.disable_benchmark
     return rounds.after(total - remaining_steps(plan), total) + untrained
 
 
@@ -314,3 +323,13 @@ def round_seconds(plan: Plan, budget: Budget) -> float:
 def remaining_seconds(plan: Plan, budget: Budget) -> tuple[float, float]:
     """Seconds of training and of previews left for a session that starts now."""
     return remaining_steps(plan) * budget.step_seconds, preview_rounds(plan) * round_seconds(plan, budget)
+
+
+def halved_previews(plan: Plan) -> str:
+    """The setting that halves the time of previews."""
+    validation: Any = plan.config.validation  # the plan has filled in the family's defaults
+    if preview_rounds(plan) <= BARE_ROUNDS:
+        return f"validation_num_inference_steps {max(1, validation.validation_num_inference_steps // 2)}"
+    if validation.validation_step_interval is None:
+        return f"validation_epoch_interval {2 * validation.validation_epoch_interval}"
+    return f"validation_step_interval {2 * validation.validation_step_interval}"

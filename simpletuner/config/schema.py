@@ -485,10 +485,14 @@ Decoding = Literal["whole", "strips", "tiles"]
 class ValidationConfig(Group):
     """Validation"""
 
-    validation_step_interval: Integer = common(
-        100, "Render when global_step is a multiple.", aliases=("validation_steps",), ge=1
+    validation_step_interval: Integer | None = common(
+        None,
+        "Render when global_step is a multiple.",
+        aliases=("validation_steps",),
+        ge=1,
+        default_note="eight times between start and end, at most every 100 steps; not with validation_epoch_interval",
     )
-    validation_epoch_interval: Integer | None = option(None, "Also render after every n-th epoch.", ge=1)
+    validation_epoch_interval: Integer | None = option(None, "Render after every n-th epoch.", ge=1)
     validation_prompt: Text | None = common(None, "The primary prompt; its files are named `validation`.")
     user_prompt_library: PathText | None = common(None, "JSON file that maps nicknames to prompts.")
     validation_prompt_library: Flag = option(False, "Also render a built-in list of prompts.")
@@ -524,7 +528,9 @@ class ValidationConfig(Group):
     validation_preview_steps: Integer = option(1, "Sampling steps between these pictures.", ge=1)
     disable_benchmark: Flag = option(False, "Do not render the untrained model at step 0.")
     validation_disable: Flag = common(False, "No validation at all.", label="No Previews")
-    validation_disable_unconditional: Flag = option(False, "Do not render the empty prompt.")
+    validation_disable_unconditional: Flag | None = option(
+        None, "Do not render the empty prompt.", default_note="true, unless there is no other prompt"
+    )
     validation_on_startup: Flag = option(False, "Render when a run starts or resumes.")
     validate_after_step: Integer = option(0, "No validation before this step.", ge=0)
     num_validation_images: Integer = option(1, "Samples per prompt.", ge=1, le=MOST_SHOTS)

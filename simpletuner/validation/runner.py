@@ -262,7 +262,8 @@ class ValidationRunner:
     def is_due(self, state: TrainState, epochs_done: int) -> bool:
         """Whether an interval ends with this step; `state.epochs_done` does not include it yet."""
         validation = self.config.validation
-        by_step = state.global_step % validation.validation_step_interval == 0
+        steps = validation.validation_step_interval
+        by_step = steps is not None and state.global_step % steps == 0
         by_epoch = state.passed(validation.validation_epoch_interval, epochs_done)
         return (by_step or by_epoch) and state.global_step >= validation.validate_after_step
 

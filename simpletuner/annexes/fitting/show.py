@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from simpletuner.annexes.fitting.fit import find_ways, way_of
-from simpletuner.budget.budget import Budget, preview_rounds, remaining_seconds, remaining_steps
+from simpletuner.budget.budget import Budget, halved_previews, preview_rounds, remaining_seconds, remaining_steps
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.caching.catalogue import Entries
@@ -165,7 +165,10 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
     if plan.prompts:
         sizes = ", ".join(f"{width}x{height}" for width, height in plan.sizes)
         names = ", ".join(prompt.short_name for prompt in plan.prompts)
-        yield f"Previews every {plan.config.validation.validation_step_interval} steps at {sizes}: {names}"
+        validation = plan.config.validation
+        intervals = {"steps": validation.validation_step_interval, "epochs": validation.validation_epoch_interval}
+        often = " and ".join(f"every {each} {unit}" for unit, each in intervals.items() if each is not None)
+        yield f"Previews {often} at {sizes}: {names}"
     for hook in plan.config.webhooks.hooks:
         yield f"Events are sent to a {hook}"
 
@@ -239,6 +242,9 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     beside = f", and {duration(previews)} for previews" if previews else ""
     step, whole, steps = duration(budget.step_seconds), duration(training), remaining_steps(plan)
     yield f"  about {step} a step, {whole} for {steps} steps{beside}; without filling the caches"
+    if previews:
+        count, share = preview_rounds(plan), previews / (training + previews)
+        yield f"  {_count(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
 
 
 def _way_lines(budget: Budget) -> Iterator[str]:
