@@ -146,9 +146,18 @@ class Budget:
         """Seconds of one prompt's previews at all sizes, without decoding."""
         validation = self.config.validation
         steps = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
-        guided = (validation.validation_guidance or 1) > 1 and not self.parts.cost.guided_together
-        passes = [self._step(preview).forward_seconds for preview in self.workload.previews]
-        return steps * (2 if guided else 1) * sum(passes)
+        alone = self._is_guided and not self.parts.cost.guided_together and not validation.validation_batched_guidance
+        passes = [self._step(self._sampled(preview)).forward_seconds for preview in self.workload.previews]
+        return steps * (2 if alone else 1) * sum(passes)
+
+    @property
+    def _is_guided(self) -> bool:
+        return (self.config.validation.validation_guidance or 1) > 1
+
+    def _sampled(self, preview: Bucket) -> Bucket:
+        """The batch that a preview is sampled in."""
+        batched = self.config.validation.validation_batched_guidance and self._is_guided
+        return replace(preview, batch=2) if batched else preview
 
     def shortages(self, *, headroom: float = 0.0) -> list[tuple[PhasePeak, str]]:
         """The phases that do not fit, and what they lack."""
@@ -250,7 +259,7 @@ class Budget:
         """Peak of sampling or decoding the largest preview, with the weights that are on the device at that time."""
         parts, largest, how = self.parts, self.workload.previews[0], self.config.validation.validation_decoding
         vae, weights = parts.encoder_bytes(self.config)[0], self.model.frozen_bytes
-        sampling = weights + self.model.sampling_bytes(parts.load(largest))
+        sampling = weights + self.model.sampling_bytes(parts.load(self._sampled(largest)))
         tiled, tile = (True, TILE) if how == "tiles" else (self.config.caching.vae_enable_tiling, VaeLoad.tile)
         shape = 1, largest.frames, largest.width, largest.height
         picture = VaeLoad(*shape, tiled=tiled, strips=how != "whole", tile=tile)

@@ -547,7 +547,17 @@ class ValidationConfig(Group):
         "least, but slightly change pixels at their seams. Caches are unaffected.",
         default_note="`whole`; `strips` for clips that are too large for torch or the GPU",
     )
-    validation_torch_compile: Flag = option(False, "Use compiled blocks in previews too, if training compiles them.")
+    validation_batched_guidance: Flag | None = option(
+        None,
+        "Compute both branches of guidance in previews as one batch, which only changes the rounding.",
+        default_note="true where memory allows",
+        requires=unless("validation_disable"),
+    )
+    validation_torch_compile: Flag | None = option(
+        None,
+        "Use compiled blocks in previews too, if training compiles them.",
+        default_note="true, without validation_adapter_*",
+    )
 
 
 class EvaluationConfig(Group):

@@ -224,6 +224,11 @@ def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
         (spec.slices_convolutions, ("vae_enable_patch_conv",), f"the VAE of {spec.title} is not the one it applies to"),
         (spec.frame_rate, FRAME_KEYS, f"{spec.title} has no frames"),
         (spec.fast_blocks, BLOCK_KEYS, f"the blocks of {spec.title} are diffusers' own, unchanged"),
+        (
+            not spec.cost.guided_together,
+            ("validation_batched_guidance",),
+            f"the pipeline of {spec.title} does so always",
+        ),
         (spec.text_encoders > 1, ("text_encoder_2_precision",), f"{spec.title} has one text encoder"),
         *((group is spec.options, group.model_fields, f"{spec.title} is not {group.__doc__}") for group in groups),
     ):

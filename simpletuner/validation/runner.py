@@ -114,6 +114,7 @@ class Renderer:
             seed_device=torch.device("cuda" if on_gpu else "cpu"),
             source=subject.source(size) if subject.source else None,
             num_frames=1 if self.frame_rate is None else validation.validation_num_video_frames,
+            batched=bool(validation.validation_batched_guidance),
         )
 
     @property

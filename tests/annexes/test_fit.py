@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from simpletuner.annexes.fitting.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
-from simpletuner.annexes.fitting.ready import check_decoding, with_strips
+from simpletuner.annexes.fitting.ready import check_decoding, with_batched_guidance, with_strips
 from simpletuner.budget.budget import HOST_BASE, LOADING, PREVIEWS, Budget
 from simpletuner.budget.device import Device, rates_of
 from simpletuner.budget.workload import Bucket, Parts, Workload, kernels_on
@@ -509,6 +509,24 @@ def test_previews_that_fit_only_in_strips_are_decoded_so() -> None:
         assert decoding_of(with_previews(budget(gpu(gigabytes)))) == how
     assert decoding_of(with_previews(budget(gpu(14), offload="auto"))) == "whole", "auto has other ways"
     assert decoding_of(with_previews(budget(gpu(14), validation_decoding="whole"))) == "whole"
+
+
+def test_guidance_is_one_batch_where_previews_have_room_to_spare() -> None:
+    streamed = {"enable_group_offload": True, "validation_decoding": "tiles", "validation_guidance": 5.0}
+    alone = with_previews(budget(gpu(80), **streamed))
+    both = with_batched_guidance(alone)
+    assert both.config.validation.validation_batched_guidance
+    assert both.fits
+    (needed, needed_alone) = (
+        next(each.device for each in found.phases if each.name == PREVIEWS) for found in (both, alone)
+    )
+    assert needed > needed_alone
+    assert both.preview_seconds <= alone.preview_seconds
+    for gigabytes, settings in ((needed / 1e9, {}), (80, {"validation_batched_guidance": False})):
+        tight = with_previews(budget(gpu(gigabytes), **streamed, **settings))
+        assert not with_batched_guidance(tight).config.validation.validation_batched_guidance
+    sana = with_previews(budget(gpu(80), flavour="2b-480p"))
+    assert with_batched_guidance(sana) is sana, "its pipeline always does so"
 
 
 def decoding_of(found: Budget) -> str:

@@ -26,6 +26,8 @@ from simpletuner.plan.environment import existing
 
 # torch's `upsample_nearest3d` on CUDA refused more (pytorch #144855), and since then counts them in 32 unsigned bits.
 MOST_UPSAMPLED = 2**31
+# Guidance in one batch must never be what does not fit: estimates may be off by a tenth.
+BATCHED, PREVIEW_ROOM = "validation_batched_guidance", 0.1
 FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
 FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
 DAY = 86400.0
@@ -79,6 +81,8 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
         budget = make_budget(plan, device)
     if plan.config.offload.offload == "auto":
         plan, budget = _chosen(plan, budget)
+    budget = with_batched_guidance(budget)
+    plan = replace(plan, config=budget.config)
     judged = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
     judged += check_disk(plan, find_writings(plan, budget))
     # Of another machine's GPU it is unknown which products it has.
@@ -114,6 +118,16 @@ def with_strips(budget: Budget) -> Budget:
     whole, lean = (any(phase.name == PREVIEWS for phase, _ in each.shortages()) for each in (budget, strips))
     only_so = whole and not lean and budget.config.offload.offload != "auto"  # which has more to choose from
     return strips if only_so or any(check_decoding(budget)) else budget
+
+
+def with_batched_guidance(budget: Budget) -> Budget:
+    """Compute both branches of guidance at once where previews fit with room to spare, unless the user decided."""
+    is_open = budget.workload.previews and not budget.parts.cost.guided_together
+    if not is_open or budget.config.is_explicit(BATCHED) or budget.device.memory is None:
+        return budget
+    batched = replace(budget, config=budget.config.with_values({BATCHED: True}, BY_SIZE))
+    lacking = batched.shortages(headroom=PREVIEW_ROOM)
+    return budget if any(phase.name == PREVIEWS for phase, _ in lacking) else batched
 
 
 def check_decoding(budget: Budget) -> Iterator[Problem]:
