@@ -31,6 +31,8 @@ CAPTIONS, LOADING, PREVIEWS = "encoding captions", "loading the transformer", "r
 TEXT_ACTIVATIONS = 0.03
 # Share of these weights on the device when their blocks are streamed: embeddings, vision tower, slots.
 STREAMED_TEXT = 0.3
+# Share of the host's memory that a copy of what is saved leaves free.
+SPARE = 0.1
 # Rounds of previews that no interval decides: of the untrained model, and at the end.
 BARE_ROUNDS = 2
 # Of a clip's decoding, what cuDNN may take beside it for 3D convolutions: 20 to 40 %, assumed.
@@ -231,6 +233,16 @@ class Budget:
         written = model.saving_bytes  # by one process
         peak = frozen + idle + on_device.waiting if on_device.waiting else 0.0
         yield PhasePeak("saving", peak, waiting + written + on_host.waiting, common=streamed + written)
+
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether the host has room for a copy of what is saved, beside any phase."""
+        device = self.device
+        room = device.host_memory if device.is_gpu else device.memory
+        # torch rounds page-locked memory up to powers of two.
+        copies = self.model.copied_bytes * (2 if device.is_gpu else 1)
+        taken = max(each.on_host(device) if device.is_gpu else each.needed(device) for each in self.phases)
+        return room is not None and taken + copies <= room * (1 - SPARE)
 
     def _vae_bytes(self, loads: Sequence[VaeLoad]) -> float:
         """Peak memory of the VAE's activations while it encodes these batches."""

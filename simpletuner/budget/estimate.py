@@ -241,6 +241,12 @@ class StepModel:
         weights = self.trained_numbers * self.number_bytes
         return min(weights, SHARD) if self.is_full else 2 * weights
 
+    @property
+    def copied_bytes(self) -> float:
+        """Host memory for a copy of all that is saved: weights as trained and as published, optimizer state, EMA."""
+        copies = 2 * self.number_bytes + self.state_bytes + (AVERAGE + self.number_bytes if self.averaged else 0.0)
+        return self.trained_numbers * copies
+
     @cached_property
     def frozen_bytes(self) -> float:
         """Bytes of frozen weights on the device during a step, and of what FSDP2 has gathered."""

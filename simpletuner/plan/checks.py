@@ -227,7 +227,7 @@ def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
         (
             not spec.cost.guided_together,
             ("validation_batched_guidance",),
-            f"the pipeline of {spec.title} does so always",
+            f"the pipeline of {spec.title} always does so",
         ),
         (spec.text_encoders > 1, ("text_encoder_2_precision",), f"{spec.title} has one text encoder"),
         *((group is spec.options, group.model_fields, f"{spec.title} is not {group.__doc__}") for group in groups),

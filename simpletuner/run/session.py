@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -107,12 +108,13 @@ def training_spec(plan: Plan) -> TrainingSpec:
 
 def build_callbacks(
     session: Session, validation: ValidationRunner, recorded: Recorded, budget: Budget, rates: DeviceRates | None,
-    companions: Sequence[Companion],
+    companions: Sequence[Companion], thread: ThreadPoolExecutor,
 ) -> list[Callback]:  # fmt: skip
     """The callbacks of a run in the order in which they are called; see `Callback` for the reason.
 
     Args:
         rates: measured speed of the device, if it was measured.
+        thread: of one worker, which completes checkpoints.
     """
     plan, config, events, ema = session.plan, session.plan.config, session.events, session.ema
     averaging: list[Callback] = [EmaUpdater(ema)] if ema else []
@@ -139,6 +141,8 @@ def build_callbacks(
         settings=redact_settings(config.flat()),
         events=events,
         note=lambda state: weight_note(plan, state),
+        in_background=budget.saves_in_background,
+        thread=thread,
         in_use=lambda: [path for companion in companions for path in companion.in_use],
     )
     requests = RequestHandler(

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 
 import torch
@@ -82,7 +83,9 @@ def run_plan(
         held.enter_context(closing(loader))
         recorded = world.on_main(lambda: begin_records(plan, events, companions, state.global_step))
         validation = build_validation(session, recorded)
-        callbacks = build_callbacks(session, validation, recorded, budget, rates, companions)
+        # Whatever ends the run, a checkpoint that is being written is completed first.
+        thread = held.enter_context(ThreadPoolExecutor(1))
+        callbacks = build_callbacks(session, validation, recorded, budget, rates, companions, thread)
         if rehearsed or (rehearsed is None and device.type == "cuda"):
             with events.phase("Rehearsing the largest moments", stage="init_prepare_models"):
                 batches = loader.sampler.batches(loader.epoch)
