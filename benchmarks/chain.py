@@ -209,8 +209,7 @@ def prepare(folder: Path, size: str, device: str, clips: int) -> Chain:
         write_clip(run.path(f"clips/clip{index}.mp4"), size=scale.clip, seconds=scale.seconds)
         run.path(f"clips/clip{index}.txt").write_text(f"clip {index}, " + "something moves slowly to the left " * 2)
     with run.inside():
-        problems: list[Any] = []
-        plan = make_plan(parse_arguments([], problems), problems)
+        plan = make_plan(parse_arguments([]))
         catalogue = make_catalogue(plan)
         assert catalogue is not None
         listing = list_entries(plan, catalogue)

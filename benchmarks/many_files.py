@@ -76,11 +76,11 @@ def copy_entries() -> None:
     Raises:
         StopIteration: there is none of some shape.
     """
-    from simpletuner.config.sources import parse_settings
+    from simpletuner.config.sources import parse_arguments
     from simpletuner.plan.build import make_plan
     from simpletuner.plan.entries import list_entries, make_catalogue
 
-    plan = make_plan(*parse_settings([]))
+    plan = make_plan(parse_arguments([]))
     catalogue = make_catalogue(plan)
     assert catalogue is not None
     listing = list_entries(plan, catalogue)

@@ -24,6 +24,7 @@ from transformers import Gemma2Model, PreTrainedTokenizerBase, Qwen2_5_VLForCond
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
 from simpletuner.diffusion.batch import Batch
+from simpletuner.errors import Problems
 from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter
 from simpletuner.models.cost import STOCK, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.registry import FAMILIES, load_adapter
@@ -273,8 +274,8 @@ def make_config(size: str = "tiny", **settings: Any) -> RunConfig:
     """The config of a LoRA run."""
     shape = SHAPES[size]
     values = {"model_type": "lora", "model_family": shape.family, "model_flavour": shape.flavour, **settings}
-    problems: list[Any] = []
-    config = resolve([Layer("benchmark", list(values.items()))], problems)
+    problems = Problems()
+    config = problems.take(resolve([Layer("benchmark", list(values.items()))]))
     if config is None or problems:
         raise ValueError(problems)
     return config

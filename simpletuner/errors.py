@@ -11,9 +11,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def visible(text: str) -> str:
@@ -37,6 +41,10 @@ class Problem:
     def __str__(self) -> str:
         return visible(f"{self.where}: {self.message}" if self.where else self.message)
 
+    def within(self, place: str) -> Problem:
+        """The problem of a part that has keys of its own, such as a dataset."""
+        return replace(self, where=f"{place}.{self.where}")
+
 
 @dataclass(frozen=True)
 class NoEffect(Problem):
@@ -45,9 +53,9 @@ class NoEffect(Problem):
     fatal: bool = False
 
 
-def within(place: str, problems: Iterable[Problem]) -> Iterator[Problem]:
-    """The problems of a part that has keys of its own, such as a dataset."""
-    yield from (replace(problem, where=f"{place}.{problem.where}") for problem in problems)
+# What reads, checks or builds something: it yields the problems on the way, and returns the result. `yield from` passes
+# both on, and `Problems.take` collects.
+Reading = Generator[Problem, None, T]
 
 
 class SimpleTunerError(Exception):
@@ -72,6 +80,48 @@ class ConfigError(UserError):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems if problem.fatal))
+
+
+class Problems(list[Problem]):
+    """The place where the problems that rules and readers yield come together."""
+
+    def take(self, reading: Reading[T]) -> T:
+        """The result of a reading, whose problems are added.
+
+        Raises:
+            ConfigError: it cannot go on; with everything that was found before.
+        """
+        try:
+            while True:
+                self.append(next(reading))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        except ConfigError as error:
+            raise ConfigError([*self, *error.problems]) from None
+
+    @property
+    def are_fatal(self) -> bool:
+        """Whether any of them prevents the run."""
+        return any(problem.fatal for problem in self)
+
+    def raise_if_fatal(self) -> None:
+        """Raise all of them in one message if any is fatal."""
+        if self.are_fatal:
+            raise ConfigError(self)
+
+
+def result_of(reading: Reading[T]) -> T:
+    """The result of a reading whose problems are reported elsewhere, or do not matter."""
+    return Problems().take(reading)
+
+
+def within(place: str, reading: Reading[T]) -> Reading[T]:
+    """A reading of a part, see `Problem.within`."""
+    problems = Problems()
+    result = problems.take(reading)
+    yield from (problem.within(place) for problem in problems)
+    return result
 
 
 class WriteError(UserError):
@@ -113,10 +163,17 @@ def full_text(error: BaseException) -> str:
     return ". ".join([text.removesuffix("."), *notes]) if notes else text
 
 
+SHORTEST_ABBREVIATION = 3  # letters; one or two occur in nearly every word
+
+
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word most similar to `word`, or None if nothing comes close."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return matches[0] if matches else None
+    """The known word most similar to `word`, else the only one that it shortens (txt: textfile), else None."""
+    words = [*known]
+    if matches := difflib.get_close_matches(word, words, n=1, cutoff=cutoff):
+        return matches[0]
+    in_order = re.compile(".*".join(map(re.escape, word)))
+    shortened = [each for each in words if len(word) >= SHORTEST_ABBREVIATION and in_order.match(each)]
+    return shortened[0] if len(shortened) == 1 else None
 
 
 def did_you_mean(word: str, known: Sequence[str] | Iterable[str]) -> str:

@@ -52,3 +52,13 @@ def test_the_ends_are_what_was_tried() -> None:
             last = max(Version(row[requirement.name]) for row in newest)
             assert last in requirement.specifier
             assert last.release[: len(end(requirement, "<").release)] < end(requirement, "<").release
+
+
+def test_messages_advise_what_the_extras_install() -> None:
+    """A name on the public index, with the versions that were tried; `simpletuner` itself is another program there."""
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "simpletuner").rglob("*.py"))
+    advised = re.findall(r"""Package\(\s*"\w+", "([^"]+)"\)|pip install '([a-z0-9-]+>=[^']+<[^']+)'""", sources)
+    declared = {line.split(";")[0].strip() for line in LINES}
+    assert {first or second for first, second in advised} <= declared
+    assert len(advised) >= 10
+    assert "pip install 'simpletuner" not in sources

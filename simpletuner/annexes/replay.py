@@ -36,7 +36,7 @@ from simpletuner.caching.read import BatchReader
 from simpletuner.config.sources import Arguments
 from simpletuner.data.sampler import PlannedBatch
 from simpletuner.distributed.world import World
-from simpletuner.errors import Interrupted, NonFiniteError, Problem, UserError, WriteError, is_out_of_memory, shorten
+from simpletuner.errors import Interrupted, NonFiniteError, UserError, WriteError, is_out_of_memory, shorten
 from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
@@ -295,7 +295,7 @@ def read_failure(folder: Path) -> Failure:
     return failure
 
 
-def prepare(folder: Path, arguments: Arguments, problems: list[Problem]) -> tuple[Failure, Plan]:
+def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
     """What failed, and the plan of the failed run with the settings of the command line.
 
     Raises:
@@ -308,7 +308,7 @@ def prepare(folder: Path, arguments: Arguments, problems: list[Problem]) -> tupl
     settings = [("resume_from_checkpoint", failure.checkpoint if kept else "latest"), *arguments.settings]
     # `default`, since the environment may name another config.
     selectors = {"env": "default", "config_path": str(folder / CONFIG_FILE)}
-    plan, _ = ready_plan(replace(arguments, settings=settings, selectors=selectors), problems)
+    plan, _ = ready_plan(replace(arguments, settings=settings, selectors=selectors))
     if (processes := plan.config.launch.num_processes) > 1:
         size = processes * plan.config.schedule.train_batch_size
         raise UserError(f"--replay runs in one process; add num_processes=1 train_batch_size={size}.")

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from PIL import Image
 
-from simpletuner.config.trackers import tracker_names, wandb_mode, why_missing
+from simpletuner.config.publishing import tracker_names, wandb_mode, why_missing
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting import events as happened

@@ -405,7 +405,7 @@ class Step:
         # Recomputed: all of a checkpointed block but the attention that was kept.
         again = blocks.times(share, 0.0 if model.keep_attention else share)
         # Scores that a flash kernel recomputes are executed, but not part of the model's FLOPs.
-        flash = Work(0.0, (FLASH_BACKWARD - ATTENTION_BACKWARD) * forward.attention)
+        flash = forward.times(0.0, FLASH_BACKWARD - ATTENTION_BACKWARD)
         moved = model.cost.activations_by_block(load, BYTES[model.dtype], model.adapters)
         # 1 forward, 2 backward (see `Activations.traffic`), and the recomputed share
         traffic = sum(block.traffic for block in moved) * (3 + share)
@@ -433,9 +433,8 @@ class Step:
     def _seconds(self, work: Work, traffic: float) -> float:
         rates = self.device.rates
         speed = FLOAT32_SHARE if self.model.dtype == "fp32" and self.device.is_gpu else 1.0
-        return (
-            work.linear / (rates.matmul * speed) + work.attention / (rates.attention * speed) + traffic / rates.memory
-        )
+        attention = (work.attention + work.sparse) / (rates.attention * speed)
+        return work.linear / (rates.matmul * speed) + attention + traffic / rates.memory
 
     @property
     def _launches(self) -> float:

@@ -6,10 +6,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
+from pydantic import Field, TypeAdapter, ValidationError
+
+from simpletuner.atomic import write_json
 from simpletuner.budget.estimate import StepModel
 from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, trained_precision, widens_second_moment
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
@@ -24,6 +28,27 @@ from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import Listing, feature_kinds, latent_storage
 from simpletuner.techniques.spec import TechniqueSpec
+
+DENSITY_FILE = "attention_density.json"
+_DENSITIES = TypeAdapter(dict[int, Annotated[float, Field(gt=0, le=1)]])
+
+
+def read_densities(folder: Path) -> dict[int, float]:
+    """Shares of the tiles that block-sparse attention visited in earlier sessions, by tokens of a sample; empty if the
+    file is absent or invalid."""
+    try:
+        return _DENSITIES.validate_json((folder / DENSITY_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return {}
+
+
+def write_densities(folder: Path, measured: Mapping[int, float]) -> None:
+    """Save measured shares beside those of other sizes.
+
+    Raises:
+        DiskFullError: no space left.
+    """
+    write_json(folder / DENSITY_FILE, {**read_densities(folder), **measured}, durable=False)
 
 
 @dataclass(frozen=True)
@@ -187,6 +212,7 @@ class Parts:
         trains: whether anything is trained; otherwise previews are all there is.
         on_gpu: whether cuDNN computes.
         lora_bytes: of the further LoRAs that previews are rendered with.
+        densities: those of block-sparse attention that were measured, by tokens of a sample.
     """
 
     spec: FamilySpec
@@ -201,6 +227,7 @@ class Parts:
     lora_bytes: int = 0
     text_dropped: int = 0
     on_gpu: bool = False
+    densities: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def cost(self) -> FamilyCost:
@@ -302,6 +329,9 @@ def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
         transformer = cost.of_flavour(plan.flavour.name, kernels)
     else:
         transformer = cost.transformer(settings, shapes, kernels)
+    densities, assumed = read_densities(plan.output_dir), transformer.density
+    if assumed is not None:
+        transformer = replace(transformer, density=lambda tokens: densities.get(tokens, assumed(tokens)))
     vae = source.read_config("vae")
     encoders = [source[role] for role in ("text_encoder", "text_encoder_2") if role in source.parts]
     counts = [count_parameters(part) for part in encoders]
@@ -320,6 +350,7 @@ def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
         lora_bytes=plan.lora_bytes,
         text_dropped=_dropped_parameters(plan, encoders if all(counts) else ()),
         on_gpu=is_gpu,
+        densities=densities,
     )
 
 

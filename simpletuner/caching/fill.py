@@ -35,7 +35,7 @@ from simpletuner.caching.read import CacheStore
 from simpletuner.config.schema import CachingConfig
 from simpletuner.config.values import Size
 from simpletuner.data import clips, files, media
-from simpletuner.data.context import ProgressBar
+from simpletuner.data.entries import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import TextEmbeds, upload
 from simpletuner.errors import UserError, is_out_of_memory, shorten

@@ -1,10 +1,13 @@
-"""`simpletuner help`: every setting explained, by its name, by section or by a search."""
+"""`simpletuner help`: every setting explained, by its name, by section or by a search; and `simpletuner examples`."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,26 +56,32 @@ def settings_help(wanted: str) -> list[str]:
     Raises:
         UserError: nothing is found.
     """
+    from simpletuner.config.datasets import dataset_options
     from simpletuner.config.schema import option_names, sections
 
-    names, by_section, name = option_names(), sections(), wanted.lstrip("-").replace("-", "_").lower()
-    mentions = [option for option in chain(*by_section.values()) if _mentions(option, wanted)]
+    names, of_datasets, by_section = option_names(), dataset_options(), sections()
+    name = wanted.lstrip("-").replace("-", "_").lower()
+    mentions = _search(wanted, [*chain(*by_section.values()), *of_datasets.values()])
     section = next((options for title, options in by_section.items() if title.lower() == wanted.lower()), [])
-    # A key may share its name with a section, which is then listed below it.
-    if option := names.get(name):
-        section = [each for each in section if each != option]
-        related = [each.name for each in mentions if each not in (*section, option)]
-        return [*explain_key(option, related), *chain(*map(summary, section))]
+    of_dataset = [option for key, option in of_datasets.items() if name in (key, key.rpartition(".")[2])]
+    # A key may share its name with a key of datasets, and with a section; these are listed below it.
+    if same_name := [*filter(None, [names.get(name)]), *of_dataset]:
+        section = [option for option in section if option not in same_name]
+        related = dict.fromkeys(option.name for option in mentions if option not in (*section, *same_name))
+        first, *rest = same_name
+        return [*explain_key(first, [*related]), *chain(*map(explain_key, rest)), *chain(*map(summary, section))]
     if not (options := section or mentions):
-        raise UserError(f"no setting mentions {wanted!r}.{did_you_mean(name, names)}")
+        raise UserError(f"no setting mentions {wanted!r}.{did_you_mean(name, [*names, *of_datasets])}")
     return [*chain(*map(summary, options))]
 
 
 def explain_key(option: Option, related: Sequence[str] = ()) -> Iterator[str]:
     """Everything about one key."""
+    from simpletuner.config.datasets import DATASET_FILE
     from simpletuner.models.registry import FAMILIES
 
-    by_family = {family: spec.defaults.get(option.name) for family, spec in FAMILIES.items()}
+    families = {} if option.section == DATASET_FILE else FAMILIES
+    by_family = {family: spec.defaults.get(option.name) for family, spec in families.items()}
     facts = {
         "Allowed": allowed(option),
         "Default": default_of(option),
@@ -90,7 +99,9 @@ def explain_key(option: Option, related: Sequence[str] = ()) -> Iterator[str]:
 
 def summary(option: Option) -> Iterator[str]:
     """A key with its help, allowed values and default, in a few lines."""
-    yield f"--{option.name}"
+    from simpletuner.config.datasets import DATASET_FILE
+
+    yield option.name if option.section == DATASET_FILE else f"--{option.name}"
     text = f"{option.help} [{allowed(option)}; default {default_of(option)}]"
     yield from textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
 
@@ -106,7 +117,75 @@ def default_of(option: Option) -> str:
     return option.default_text.replace("`", "") or "not set"
 
 
+def _search(wanted: str, options: Sequence[Option]) -> list[Option]:
+    """What an everyday word stands for, in the order in which it helps most; then what mentions all words."""
+    from simpletuner.config.sections import EVERYDAY_WORDS
+
+    meant = [key for words, keys in EVERYDAY_WORDS.items() if f" {wanted.lower()} " in f" {words} " for key in keys]
+    first = sorted((each for each in options if each.name in meant), key=lambda option: meant.index(option.name))
+    return [*first, *(option for option in options if option.name not in meant and _mentions(option, wanted))]
+
+
 def _mentions(option: Option, wanted: str) -> bool:
     text = " ".join((option.name, *option.aliases, option.help, option.section, *option.choices)).lower()
     # Keys are written with underscores, flags also with dashes.
     return all(word in text or word.replace("-", "_") in text for word in wanted.lower().split())
+
+
+examples = typer.Typer(help="List the packaged examples, or copy one to start from.", no_args_is_help=True)
+
+
+@examples.command("list")
+def list_examples() -> None:
+    """The packaged examples, one line each."""
+    from simpletuner.config.sources import example_names
+
+    names = example_names()
+    width = max(map(len, names))
+    for name in names:
+        typer.echo(f"{name:<{width}}  {_about(name)}")
+    typer.echo("\nRun one: simpletuner train example=NAME. Make a copy to change: simpletuner examples copy NAME.")
+
+
+def _about(name: str) -> str:
+    """What an example trains, from its config."""
+    from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
+    from simpletuner.models.registry import FAMILIES
+    from simpletuner.models.spec import TASKS
+
+    config = json.loads(example_file(name).read_text(encoding="utf-8"))
+    spec = FAMILIES[config["model_family"]]
+    flavour = spec.flavour(config.get("model_flavour"))
+    kind = "LoRA" if config["model_type"] == "lora" else "full fine-tune"
+    about = f"{kind} for {spec.title}, {flavour.name} ({TASKS[flavour.task]})"
+    if "num_processes" in config:
+        about += f", on {config['num_processes']} GPUs"
+    is_tiny = str(config.get("pretrained_model_name_or_path", "")).startswith(EXAMPLES_ALIAS)
+    return f"{about}; tiny model, no download, no GPU, minutes" if is_tiny else about
+
+
+@examples.command("copy")
+def copy_example(
+    name: Annotated[str, typer.Argument(help="Name of the example; `examples list` shows them.")],
+    dest: Annotated[Path | None, typer.Option("--dest", help="Folder to create; config/NAME by default.")] = None,
+) -> None:
+    """Copy an example's files, and point the paths inside them at the copy."""
+    from simpletuner.atomic import build_folder, write_atomically
+    from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
+
+    source = example_file(name).parent
+    folder = dest or Path("config") / name
+    # How a text begins that names a file of the example. Those of other examples stay in the package.
+    packaged, copied = f'"{EXAMPLES_ALIAS}{name}/', json.dumps(f"{folder.as_posix()}/", ensure_ascii=False)[:-1]
+    if folder.exists() or folder.is_symlink():
+        raise UserError(f"{folder} exists already; choose another folder with --dest.")
+    try:
+        # Whole or not at all: half a copy would be refused as an existing folder at the next try.
+        with build_folder(folder) as unfinished:
+            shutil.copytree(source, unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+            for path in unfinished.glob("*.json"):
+                write_atomically(path, path.read_text(encoding="utf-8").replace(packaged, copied))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}.") from None
+    chosen = name if dest is None else folder
+    typer.echo(f"Copied to {folder}. Run it with: simpletuner train env={chosen}")

@@ -1,4 +1,4 @@
-"""`simpletuner plan` and `configure`: what precedes a run."""
+"""`simpletuner plan`, `configure` and `publish`: what precedes a run, and what follows it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from simpletuner.cli.settings import Cached, command_settings, uncollected
-from simpletuner.errors import ConfigError, Problem
+from simpletuner.errors import ConfigError
 
 if TYPE_CHECKING:
     from simpletuner.config.sources import Arguments
@@ -28,13 +28,13 @@ def plan(
     cached: Cached = False,
 ) -> None:
     """Check everything that needs no weights, and print what a run would do, how long it takes and what it needs."""
-    arguments, problems = command_settings(context.args, cached=cached)
+    arguments = command_settings(context.args, cached=cached)
     planned = {"plan_device_memory_gb": device_memory, "num_processes": devices, "num_machines": machines}
     arguments.settings.extend((key, value) for key, value in planned.items() if value is not None)
-    print_plan(arguments, problems, as_json=as_json)
+    print_plan(arguments, as_json=as_json)
 
 
-def print_plan(arguments: Arguments, problems: list[Problem], *, as_json: bool = False) -> None:
+def print_plan(arguments: Arguments, *, as_json: bool = False) -> None:
     """Print the plan of a run.
 
     Raises:
@@ -42,24 +42,23 @@ def print_plan(arguments: Arguments, problems: list[Problem], *, as_json: bool =
     """
     from simpletuner.annexes.fitting.ready import weigh_plan
     from simpletuner.annexes.fitting.show import plan_json, show_plan
-    from simpletuner.config.load import raise_if_fatal
     from simpletuner.run.companions import read_ledger
 
     try:
         with uncollected():
-            plan, budget = weigh_plan(arguments, problems)
+            plan, budget = weigh_plan(arguments)
     except ConfigError as error:
         if as_json:
             # Programs read stdout; the error that follows goes to stderr.
             print(plan_json(None, error.problems))
         raise
     if as_json:
-        print(plan_json((plan, budget), [*plan.warnings, *problems]))
+        print(plan_json((plan, budget), [*plan.warnings, *arguments.problems]))
     else:
         show_plan(plan, budget, sys.stdout)
         if plan.is_finished and (ledger := read_ledger(plan.output_dir)):
             print(f"\nAn earlier session has not finished: {ledger}. `simpletuner train` does this first.")
-    raise_if_fatal(problems)  # a run that does not fit is refused below the numbers that show why
+    arguments.problems.raise_if_fatal()  # a run that does not fit is refused below the numbers that show why
 
 
 def configure(
@@ -73,3 +72,16 @@ def configure(
     from simpletuner.annexes.wizard.talk import Talk
 
     run_session(file, Talk(defaults=defaults))
+
+
+def publish(
+    context: typer.Context, output_dir: Annotated[Path, typer.Argument(help="The output folder of a run.")]
+) -> None:
+    """Upload the result of a run: the first time, again, or the rest of an upload that failed. Nothing is trained.
+
+    Where to is what the run's settings say; without any it is the hub. Settings of the section Publishing override
+    that: publish OUTPUT_DIR --hub_model_id=me/my-lora.
+    """
+    from simpletuner.annexes.publishing.again import publish_again
+
+    publish_again(output_dir, command_settings(context.args))

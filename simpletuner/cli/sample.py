@@ -86,7 +86,6 @@ def _planned(
     """The checked plan of what is asked for, whose memory fits, with a display of what happens."""
     from simpletuner.annexes.fitting.ready import weigh
     from simpletuner.annexes.fitting.show import fit_line
-    from simpletuner.config.load import raise_if_fatal
     from simpletuner.config.values import parse_number, plain_key
     from simpletuner.models.registry import load_adapter
     from simpletuner.plan.sampling import SampleRequest, plan_samples
@@ -95,17 +94,17 @@ def _planned(
 
     # The first word is the source unless it is a setting; an existing file may be called `a=b`.
     source = tokens[0] if tokens and (Path(tokens[0]).exists() or not re.match("--|[^=]+=", tokens[0])) else None
-    arguments, problems = command_settings(tokens[source is not None :])
+    arguments = command_settings(tokens[source is not None :])
     arguments.settings = [(SHORT.get(plain_key(key), key), value) for key, value in arguments.settings]
     try:
         asked["strengths"] = [parse_number(text) for text in strengths]
     except ValueError as error:
-        problems.append(Problem(key, f"{','.join(strengths)!r} {error}; write numbers such as 0.5 or 1.0."))
+        arguments.problems.append(Problem(key, f"{','.join(strengths)!r} {error}; write numbers such as 0.5 or 1.0."))
     folder = output or Path("samples") / f"sweep-{Path(source or '').resolve().name}"
     request = SampleRequest(source, str(folder), arguments, **asked)
-    plan, weights = plan_samples(request, problems)
-    plan, budget = weigh(plan, problems)
-    raise_if_fatal(problems)
+    plan, weights = plan_samples(request)
+    plan, budget = arguments.problems.take(weigh(plan))
+    arguments.problems.raise_if_fatal()
     prepare_output(plan)
     setup_logging()
     with shown_events() as events:

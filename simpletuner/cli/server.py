@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 import sys
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
     ServePage = Callable[[Path, EventStream], AbstractContextManager[None]]
 
-INSTALL = "the web page needs Starlette and uvicorn: pip install 'simpletuner[server]'"
 MAKE_PAIR = "openssl req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=localhost -keyout key.pem -out cert.pem"
 NO_ACCOUNTS = (
     "warning: other machines can reach this page. There are no accounts: whoever has this address can read and change "
@@ -69,7 +67,6 @@ def server(
     reload: Annotated[bool, typer.Option("--reload", help="Start anew when the program's source changes.")] = False,
 ) -> None:
     """Serve the web page of the project in this folder, on http://localhost:8001."""
-    require_packages()
     from uvicorn.supervisors import ChangeReload
 
     from simpletuner.annexes.page.control import Runs
@@ -108,24 +105,13 @@ def open_page(port: int, *, no_auth: bool) -> ServePage:
     """Take a port for the page of a run; `page_of_run` of its output folder and events serves it.
 
     Raises:
-        UserError: the port is taken, or the packages of the page are missing.
+        UserError: the port is taken.
     """
-    require_packages()
     from simpletuner.annexes.page.serve import listen, page_of_run
 
     access = replace(find_access(LOOPBACK, None, no_auth=no_auth), in_run=True)
     # Taken now: that the port is in use shows before torch and the model are loaded.
     return partial(page_of_run, listen(LOOPBACK, port), access)
-
-
-def require_packages() -> None:
-    """Raise unless the packages of the page are installed.
-
-    Raises:
-        UserError: they are not.
-    """
-    if not all(map(importlib.util.find_spec, ("starlette", "uvicorn"))):
-        raise UserError(INSTALL)
 
 
 def find_access(host: str, token_file: Path | None, *, no_auth: bool) -> Access:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from simpletuner.errors import Problem, UserError
+from simpletuner.errors import UserError
 
 if TYPE_CHECKING:
     from simpletuner.config.sources import Arguments
@@ -23,13 +23,13 @@ PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 Cached = Annotated[bool, typer.Option("--cached", help="Take the files of remote datasets that are here; fetch none.")]
 
 
-def command_settings(tokens: list[str], *, cached: bool = False) -> tuple[Arguments, list[Problem]]:
-    """The settings on the command line, and problems of their syntax; `cached` is the option of that name."""
-    from simpletuner.config.sources import parse_settings
+def command_settings(tokens: list[str], *, cached: bool = False) -> Arguments:
+    """The settings on the command line; `cached` is the option of that name."""
+    from simpletuner.config.sources import parse_arguments
 
-    arguments, problems = parse_settings(tokens)
+    arguments = parse_arguments(tokens)
     arguments.collect = partial(_collect_remote, fetches=not cached)
-    return arguments, problems
+    return arguments
 
 
 def planned(tokens: list[str], purpose: Literal["train", "survey"] = "train", *, cached: bool = False) -> Plan:
@@ -41,7 +41,7 @@ def planned(tokens: list[str], purpose: Literal["train", "survey"] = "train", *,
     from simpletuner.plan.build import make_plan
 
     with uncollected():
-        return make_plan(*command_settings(tokens, cached=cached), purpose)
+        return make_plan(command_settings(tokens, cached=cached), purpose)
 
 
 def _collect_remote(*entries_and_more: Any, fetches: bool) -> Mapping[str, Scan]:

@@ -16,7 +16,7 @@ from simpletuner.cli.plan import print_plan
 from simpletuner.cli.server import PORT, open_page
 from simpletuner.cli.settings import command_settings, prepare_output, uncollected
 from simpletuner.distributed.world import World, launched
-from simpletuner.errors import ConfigError, Problem, UserError
+from simpletuner.errors import ConfigError, Problem, UserError, result_of
 
 if TYPE_CHECKING:
     from simpletuner.annexes.publishing.uploads import Destination
@@ -37,8 +37,7 @@ def train(
     ] = False,
     page: Annotated[bool, typer.Option("--page", help="Serve the web page of this run.")] = False,
     page_port: Annotated[
-        int | None,
-        typer.Option("--page-port", "--page_port", help="The same, on another port than 8001.", max=65535),
+        int | None, typer.Option("--page-port", "--page_port", help="The same, on another port than 8001.", max=65535)
     ] = None,
     no_auth: Annotated[bool, typer.Option("--no-auth", "--no_auth", help="Let all local users use the page.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Even days on a CPU.")] = False,
@@ -53,20 +52,20 @@ def train(
     _check_flags(replay, bisect=bisect, alone=not dry_run and port is None)
     if no_auth and port is None:
         raise UserError("--no-auth needs --page: it lets other users of this machine use the page.")
-    arguments, problems = command_settings(context.args)
+    arguments = command_settings(context.args)
     if dry_run:
-        print_plan(arguments, problems)
+        print_plan(arguments)
         return
     # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # it reports every attempt to connect
     if replay is not None:
-        _replay(replay, arguments, problems, bisect)
+        _replay(replay, arguments, bisect)
         return
     flags = {f"--page-port={port}": port, "--no-auth": no_auth, "--yes": yes}
     command = ["train", *context.args, *(flag for flag, is_given in flags.items() if is_given)]
-    _start(arguments, problems, command, partial(open_page, port, no_auth=no_auth) if port else None, yes=yes)
+    _start(arguments, command, partial(open_page, port, no_auth=no_auth) if port else None, yes=yes)
 
 
 def _check_flags(replay: Path | None, *, bisect: bool, alone: bool) -> None:
@@ -74,9 +73,7 @@ def _check_flags(replay: Path | None, *, bisect: bool, alone: bool) -> None:
         raise UserError("--bisect needs --replay FOLDER, which goes without --dry-run and --page.")
 
 
-def _start(
-    arguments: Arguments, problems: list[Problem], command: list[str], take_page: TakePage | None, *, yes: bool
-) -> None:
+def _start(arguments: Arguments, command: list[str], take_page: TakePage | None, *, yes: bool) -> None:
     """Train in this process, alone or as one of several, or start the processes of the run with the same command."""
     from simpletuner.annexes.fitting.ready import ready_plan
     from simpletuner.distributed.launching import joined, start_processes
@@ -84,11 +81,11 @@ def _start(
 
     if (place := launched(os.environ)) is not None:
         with joined(place, start_limit(arguments)) as world:
-            plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed), problems))
+            plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed)))
             _train(world, agreed(plan, budget, yes=yes), budget, take_page, yes=yes)
         return
     with uncollected():
-        plan, budget = ready_plan(arguments, problems)
+        plan, budget = ready_plan(arguments)
     plan = agreed(plan, budget, yes=yes)
     # Only the plan knows the number of processes; made here, its problems are printed once.
     if plan.config.launch.num_processes > 1:
@@ -120,15 +117,16 @@ def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
 def start_limit(arguments: Arguments) -> float:
     """`start_timeout` of the configuration; what is wrong with that is reported by all processes together."""
     from simpletuner.config.launch import LaunchConfig
-    from simpletuner.plan.settings import read_layers, resolve_layers
+    from simpletuner.plan.build import read_layers, resolve_layers
 
     try:
-        return resolve_layers(read_layers(arguments, [])[0], [])[0].launch.start_timeout
+        layers, _ = result_of(read_layers(arguments))
+        return result_of(resolve_layers(layers))[0].launch.start_timeout
     except ConfigError:
         return LaunchConfig().start_timeout
 
 
-def _replay(folder: Path, arguments: Arguments, problems: list[Problem], bisect: bool) -> None:
+def _replay(folder: Path, arguments: Arguments, bisect: bool) -> None:
     """Repeat a step that failed; exits with 1 if it fails again."""
     from simpletuner.reporting.log import setup_logging
     from simpletuner.reporting.progress import shown_events
@@ -137,7 +135,7 @@ def _replay(folder: Path, arguments: Arguments, problems: list[Problem], bisect:
     with shown_events() as events:
         with events.phase("Loading torch"):
             from simpletuner.annexes.replay import prepare, replay_step
-        if replay_step(*prepare(folder, arguments, problems), events, bisect=bisect):
+        if replay_step(*prepare(folder, arguments), events, bisect=bisect):
             raise typer.Exit(1)
 
 
@@ -150,10 +148,7 @@ def _train(world: World, plan: Plan, budget: Budget, take_page: TakePage | None,
     prepare_output(plan)
     setup_logging(process=world.label)
     world.main_only(lambda: log_plan(plan, budget))
-    with (
-        _recorded_events(plan, world) as events,
-        serve_page(plan.output_dir, events) if serve_page else nullcontext(),
-    ):
+    with _recorded_events(plan, world) as events, serve_page(plan.output_dir, events) if serve_page else nullcontext():
         _run(plan, budget, events, world, yes=yes)
 
 

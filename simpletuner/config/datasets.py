@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.json_files import json_kind, read_json
 from simpletuner.config.load import Layer, build_group, canonical
-from simpletuner.config.option import Group, accepted, common, option
+from simpletuner.config.option import Group, Option, accepted, common, describe, option
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys, options_of
 from simpletuner.config.sources import resolve_alias
@@ -28,11 +28,13 @@ from simpletuner.config.values import (
     PathText,
     Text,
     TextList,
+    json_kind,
     parse_flag,
     parse_number,
     plain_key,
+    read_json,
 )
-from simpletuner.errors import Problem, did_you_mean, within
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean, within
 
 # An epoch plans every pass of every sample in memory; longer runs use more epochs.
 MOST_REPEATS = 10_000
@@ -78,6 +80,7 @@ class CaptionShuffle(Group):
     include_original: Flag = option(True, "Keep the original caption as an alternative.")
 
 
+DATASET_FILE = "Dataset file"
 WEIGHT_TOLERANCE = 1e-3  # people write thirds as 0.333
 
 
@@ -175,10 +178,7 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     )
     is_regularisation_data: Flag = option(False, "The target is the base model's own prediction.")
     slider_strength: Number | None = option(
-        None,
-        "Multiplies the LoRA's strength in steps on this dataset; 0 or unset is neutral.",
-        ge=-100,
-        le=100,
+        None, "Multiplies the LoRA's strength in steps on this dataset; 0 or unset is neutral.", ge=-100, le=100
     )
     disable_validation: Flag = option(False, "Use none of its samples in validation.")
     hash_filenames: Json | None = accepted(None, "names of entries are always hashes of what they hold")
@@ -235,38 +235,48 @@ PARTS: Mapping[str, type[Group]] = {
 }
 
 
-def read_datasets(path: Path, problems: list[Problem], *, placeholders: dict[str, str]) -> list[DatasetConfig]:
+def dataset_options() -> dict[str, Option]:
+    """Every key of a dataset as its file nests it: `resolution`, `video.num_frames`."""
+    groups: dict[str, type[Group]] = {"": DatasetConfig, **{f"{part}.": group for part, group in PARTS.items()}}
+    return {
+        f"{prefix}{name}": replace(describe(f"{prefix}{name}", group, field), section=DATASET_FILE)
+        for prefix, group in groups.items()
+        for name, field in group.model_fields.items()
+        if name not in PARTS
+    }
+
+
+def read_datasets(path: Path, *, placeholders: dict[str, str]) -> Reading[list[DatasetConfig]]:
     """The enabled entries of a dataset file.
 
     Args:
         path: the file.
-        problems: receives all errors.
         placeholders: values for `{model_family}` and `{output_dir}` in paths.
     """
     if not path.is_file():
-        problems.append(Problem("data_backend_config", f"the dataset file {str(path)!r} does not exist."))
+        yield Problem("data_backend_config", f"the dataset file {str(path)!r} does not exist.")
         return []
-    content = read_json(path, problems, list, "a JSON list of datasets")
+    content = yield from read_json(path, list, "a JSON list of datasets")
     if content is None:
         return []
-    return parse_datasets(content, path, problems, placeholders)
+    return (yield from parse_datasets(content, path, placeholders))
 
 
-def parse_datasets(
-    content: list[Any], path: Path, problems: list[Problem], placeholders: dict[str, str]
-) -> list[DatasetConfig]:
+def parse_datasets(content: list[Any], path: Path, placeholders: dict[str, str]) -> Reading[list[DatasetConfig]]:
     """The enabled entries in the content of a dataset file."""
     if not content:
-        problems.append(Problem(str(path), "holds no datasets."))
+        yield Problem(str(path), "holds no datasets.")
         return []
-    entries = [_read_entry(entry, index, path, problems, placeholders) for index, entry in enumerate(content)]
+    entries = []
+    for index, entry in enumerate(content):
+        entries.append((yield from _read_entry(entry, path.name, index, placeholders)))
     # Before references are checked: a disabled entry must not be the target of one.
     enabled = [entry for entry in entries if entry is not None and not entry.disabled]
     if all(entry is not None and entry.disabled for entry in entries):
-        problems.append(Problem(str(path), "all datasets are disabled."))
-    problems.extend(check_references(enabled))
+        yield Problem(str(path), "all datasets are disabled.")
+    yield from check_references(enabled)
     for entry in enabled:
-        problems.extend(within(entry.id, _check_accepted(entry)))
+        yield from within(entry.id, _check_accepted(entry))
     return enabled
 
 
@@ -310,35 +320,31 @@ def _check_names(dataset: DatasetConfig, key: str, known: Sequence[str]) -> Iter
             yield Problem(f"{dataset.id}.{key}", message)
 
 
-def _check_accepted(entry: DatasetConfig) -> Iterator[Problem]:
+def _check_accepted(entry: DatasetConfig) -> Reading[None]:
     """Keys that are set and never have an effect."""
     for key, declared in options_of(DatasetConfig).items():
         for condition in declared.requires if getattr(entry, declared.name) != declared.default else ():
             yield Problem(key, condition.lacking, fatal=False)
 
 
-def _read_entry(
-    entry: Any, index: int, path: Path, problems: list[Problem], placeholders: dict[str, str]
-) -> DatasetConfig | None:
-    number = f"{path.name}[{index}]"
+def _read_entry(entry: Any, file: str, index: int, placeholders: dict[str, str]) -> Reading[DatasetConfig | None]:
+    number = f"{file}[{index}]"
     if not isinstance(entry, dict):
-        problems.append(Problem(number, f"must be an object, not {json_kind(entry)}."))
+        yield Problem(number, f"must be an object, not {json_kind(entry)}.")
         return None
     name = entry.get("id") or entry.get("--id")
-    where = f"{path.name}: {name}" if isinstance(name, str | int) and name else number
-    found = list(check_written(entry))
+    where = f"{file}: {name}" if isinstance(name, str | int) and name else number
+    found = Problems(check_written(entry))
     # The keys may stand in an object of that name or beside the others; the inner ones win.
     if isinstance(inner := entry.get("huggingface"), dict):
         entry = {**{key: value for key, value in entry.items() if key != "huggingface"}, **inner}
-    keys = _canonical(entry, DatasetConfig, found)
+    keys = found.take(_canonical(entry, DatasetConfig))
     if _is_disabled(keys):
         return DatasetConfig(id=where, disabled=True)  # and drops what was wrong in it
     # Aliases and comments inside of nested objects; `canonical` handles one level.
     for part, group in PARTS.items():
         if isinstance(keys.get(part), dict):
-            inside = list[Problem]()
-            keys[part] = _canonical(keys[part], group, inside)
-            found.extend(within(part, inside))
+            keys[part] = found.take(within(part, _canonical(keys[part], group)))
     for key in ("type", "dataset_type"):
         if str(keys.get(key)) in DATASET_INSTEAD:
             # Popped, so that pydantic does not refuse the word a second time.
@@ -348,13 +354,13 @@ def _read_entry(
     for folder, key in [(keys, key) for key in PATH_KEYS] + [(keys.get("parquet"), "path")]:
         if isinstance(folder, dict) and isinstance(folder.get(key), str):
             folder[key] = resolve_alias(PLACEHOLDER.sub(lambda match: values[match.group(1)], folder[key]))
-    config = build_group(DatasetConfig, keys, found)
-    problems.extend(within(where, found))
+    config = found.take(build_group(DatasetConfig, keys))
+    yield from (problem.within(where) for problem in found)
     # File systems count bytes, not letters.
     if len(config.id.encode()) > LONGEST_ID:
-        problems.append(Problem(f"{number}.id", f"is longer than {LONGEST_ID} bytes; folders are named after it."))
+        yield Problem(f"{number}.id", f"is longer than {LONGEST_ID} bytes; folders are named after it.")
     if UNSAFE_ID.search(config.id) or config.id in (".", ".."):
-        problems.append(Problem(f"{where}.id", f"{config.id!r} cannot name a folder: use letters, digits, _ and -."))
+        yield Problem(f"{where}.id", f"{config.id!r} cannot name a folder: use letters, digits, _ and -.")
     return config if config.id else config.model_copy(update={"id": where})
 
 
@@ -365,8 +371,8 @@ def _is_disabled(keys: dict[str, Any]) -> bool:
         return False  # reported with the other invalid values
 
 
-def _canonical(entry: dict[str, Any], group: type[Group], problems: list[Problem]) -> dict[str, Any]:
+def _canonical(entry: dict[str, Any], group: type[Group]) -> Reading[dict[str, Any]]:
     """The keys that are set; those that begin with an underscore are comments."""
     written = [(key, value) for key, value in entry.items() if not plain_key(key).startswith("_")]
-    keys = canonical(Layer("", written), problems, options_of(group), DATASET_INSTEAD)
+    keys = yield from canonical(Layer("", written), options_of(group), DATASET_INSTEAD)
     return {key: value for key, value in keys.items() if value is not None}

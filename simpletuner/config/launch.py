@@ -45,8 +45,7 @@ class LaunchConfig(Group):
         excludes=(
             unless(base_model_precision=PLAIN_PRECISIONS, because="quantised weights cannot be split"),
             when(
-                "enable_model_cpu_offload",
-                because="it moves the whole transformer, of which each process has a share",
+                "enable_model_cpu_offload", because="it moves the whole transformer, of which each process has a share"
             ),
             when(
                 lora_type=("lokr", "loha", "lycoris"),

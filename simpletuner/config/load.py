@@ -17,8 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from simpletuner.config.json_files import expand_environment, read_json, same_value
-from simpletuner.config.option import Option
+from simpletuner.config.option import Group, Option
 from simpletuner.config.schema import (
     FAMILY_DEFAULT,
     FAMILY_FIXED,
@@ -29,10 +28,11 @@ from simpletuner.config.schema import (
     all_options,
     family_groups,
     option_names,
+    options_of,
 )
 from simpletuner.config.upstream import INSTEAD, foreign_key_problem
-from simpletuner.config.values import plain_key
-from simpletuner.errors import ConfigError, Problem, did_you_mean, nearest
+from simpletuner.config.values import expand_environment, plain_key, read_json, same_value
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean, nearest
 from simpletuner.redaction import hide_secrets
 
 # Sections whose values nothing needs before something is sent.
@@ -62,9 +62,9 @@ def unwrapped(content: dict[str, Any]) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else content
 
 
-def read_json_layer(path: Path, problems: list[Problem]) -> Layer | None:
+def read_json_layer(path: Path) -> Reading[Layer | None]:
     """config.json as a layer, or None if it cannot be read."""
-    content = read_json(path, problems, dict, "one JSON object")
+    content = yield from read_json(path, dict, "one JSON object")
     return None if content is None else Layer(str(path), list(unwrapped(content).items()))
 
 
@@ -73,37 +73,37 @@ def with_family(layers: Sequence[Layer], defaults: Mapping[str, Any], fixed: Map
     return [Layer(FAMILY_DEFAULT, list(defaults.items())), *layers, Layer(FAMILY_FIXED, list(fixed.items()))]
 
 
-def resolve(layers: Sequence[Layer], problems: list[Problem]) -> RunConfig:
+def resolve(layers: Sequence[Layer]) -> Reading[RunConfig]:
     """Merge the layers, later ones overriding earlier ones, and build the config.
 
-    Problems are added to the list. If one is fatal, the config is only good for finding more of them.
+    If a problem is fatal, the config is only good for finding more of them.
     """
-    values, origins = _merge(layers, problems)
+    values, origins = yield from _merge(layers)
     # Apart from the others, whose messages already name their layer.
-    invalid: list[Problem] = []
+    invalid = Problems()
 
     def build(group: type[GroupType]) -> GroupType:
-        return build_group(group, {name: values[name] for name in group.model_fields if name in values}, invalid)
+        return invalid.take(build_group(group, {name: values[name] for name in group.model_fields if name in values}))
 
     groups = {attribute: build(group) for attribute, group in GROUPS.items()}
     families = FamilyOptions({group: build(group) for group in family_groups()})
-    problems.extend(_with_origin(problem, origins) for problem in invalid)
+    yield from (_with_origin(problem, origins) for problem in invalid)
     origins = {name: origins.get(name, "default") for name in all_options()}
     # GROUPS is read from the annotations of RunConfig, so the names fit; mypy cannot know.
     return RunConfig(**cast(Any, groups), family=families, origins=origins)
 
 
-def _merge(layers: Sequence[Layer], problems: list[Problem]) -> tuple[dict[str, Any], dict[str, str]]:
+def _merge(layers: Sequence[Layer]) -> Reading[tuple[dict[str, Any], dict[str, str]]]:
     """The value of every key that a layer sets, and the layer that it is from."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     # What a null falls back to.
     family = dict(layers[0].values) if layers and layers[0].label == FAMILY_DEFAULT else {}
     for layer in layers:
-        for name, value in canonical(layer, problems).items():
+        for name, value in (yield from canonical(layer)).items():
             if layer.label == FAMILY_FIXED and name in values and not same_value(values[name], value):
                 message = f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})"
-                problems.append(Problem(name, message, fatal=False))
+                yield Problem(name, message, fatal=False)
             values[name], origins[name] = value, layer.label
             if value is None:  # unset, overriding the user's lower-priority layers
                 del values[name], origins[name]
@@ -112,21 +112,18 @@ def _merge(layers: Sequence[Layer], problems: list[Problem]) -> tuple[dict[str, 
     return values, origins
 
 
-def build_group(group: type[GroupType], values: Mapping[str, Any], problems: list[Problem]) -> GroupType:
+def build_group(group: type[GroupType], values: Mapping[str, Any]) -> Reading[GroupType]:
     """Build a group from its values. Invalid ones are reported and replaced, so that the rest can be checked too."""
     try:
         return group.model_validate(values)
     except ValidationError as error:
-        problems.extend(problems_of(error, group))
+        yield from problems_of(error, group)
         return group.model_validate(with_stand_ins(values, error, group))
 
 
 def canonical(
-    layer: Layer,
-    problems: list[Problem],
-    names: Mapping[str, Option] | None = None,
-    instead: Mapping[str, str] = INSTEAD,
-) -> dict[str, Any]:
+    layer: Layer, names: Mapping[str, Option] | None = None, instead: Mapping[str, str] = INSTEAD
+) -> Reading[dict[str, Any]]:
     """A layer's values by canonical key: `--` stripped, aliases resolved, variables expanded, None for unset.
 
     Args:
@@ -143,12 +140,12 @@ def canonical(
         hide_secrets({key: raw})
         if key not in names:
             unknown = Problem(written, f"{unknown_key(key, names)}{source}")
-            problems.append(foreign_key_problem(written, key, raw, source, instead) or unknown)
+            yield foreign_key_problem(written, key, raw, source, instead) or unknown
             continue
         name, option = names[key].name, names[key]
         # A plan without these variables can still be made; `check_unset` warns.
         keep = option.section in SENDING
-        value = expand_environment(raw, name, problems, secret=option.may_hold_secret, keep_unset=keep)
+        value = yield from expand_environment(raw, name, secret=option.may_hold_secret, keep_unset=keep)
         if value == "":  # an empty resume_from_checkpoint asks for a new run; unset is latest
             value = "none" if name == "resume_from_checkpoint" else None
         if value is None:
@@ -157,7 +154,7 @@ def canonical(
         if values.get(name) is not None and not same_value(values[name], value):
             message = f"is given twice: {spelled[name]}={values[name]!r} and {written}={value!r}{source}."
             note = " The last one is used." if layer.last_wins else ""
-            problems.append(Problem(name, message + note, fatal=not layer.last_wins))
+            yield Problem(name, message + note, fatal=not layer.last_wins)
         values[name], spelled[name] = value, written
     return values
 
@@ -167,12 +164,6 @@ def _with_origin(problem: Problem, origins: Mapping[str, str]) -> Problem:
     # `webhook_config[0].webhook_url` has the origin of webhook_config.
     origin = origins.get(re.split(r"[.\[]", problem.where)[0])
     return replace(problem, message=f"{problem.message} ({origin})") if origin else problem
-
-
-def raise_if_fatal(problems: Sequence[Problem]) -> None:
-    """Raise all problems in one message if any of them is fatal."""
-    if any(problem.fatal for problem in problems):
-        raise ConfigError(problems)
 
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
@@ -242,13 +233,21 @@ def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return unknown_key(path.rpartition(".")[2], _known_keys(model, path))
     if kind == "literal_error":
-        allowed = _allowed(details)
-        return f"{shown} is not one of: {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
+        return f"{shown} {_why_not(details, path, model)}"
     if kind in SIGNS:
         return f"{shown} is out of range; it must be {SIGNS[kind]} {next(iter(context.values())):g}."
     if kind in ("value_error", "too_large"):
         return f"{shown} {context['error'] if kind == 'value_error' else details['msg']}."
     return f"{shown} is not {EXPECTED[kind]}." if kind in EXPECTED else f"{shown}: {details['msg']}."
+
+
+def _why_not(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
+    """Why a key does not take a word: it is the value of another key, or none of its own."""
+    value, allowed = details["input"], _allowed(details)
+    options = options_of(model) if issubclass(model, Group) else {}
+    if path in options and (why := options[path].refused.get(str(value))):
+        return f"{why}."
+    return f"is not one of: {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
 
 
 def _allowed(details: ErrorDetails) -> list[str]:

@@ -11,16 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from simpletuner.config.option import (
-    BITSANDBYTES,
-    PRODIGY,
-    PYTORCH_OPTIMIZER,
-    SCHEDULE_FREE,
-    TORCHAO,
-    Package,
-    check_installed,
-)
-from simpletuner.config.precision import transformer_dtype
+from simpletuner.config.option import Package, check_installed
+from simpletuner.config.precision import BITSANDBYTES, TORCHAO, transformer_dtype
 from simpletuner.config.schema import (
     CHOSEN,
     DEFAULT_LEARNING_RATES,
@@ -33,6 +25,9 @@ from simpletuner.config.speed import has_compiler
 from simpletuner.config.values import parse_flag, parse_number
 from simpletuner.errors import NoEffect, Problem, did_you_mean
 
+PRODIGY = Package("prodigyopt", "prodigyopt>=1.1,<2")
+SCHEDULE_FREE = Package("schedulefree", "schedulefree>=1.4,<2")
+PYTORCH_OPTIMIZER = Package("pytorch_optimizer", "pytorch-optimizer>=3.5,<5")
 # The type of the default decides how the user's text is parsed.
 OptimizerValue = bool | int | float
 # Weight by weight; all weights by one operation after the other; all in one kernel; in one kernel for each weight.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, Unpack, cast, get_args, get_origin
@@ -337,25 +338,16 @@ def _strip_optional(annotation: Any) -> Any:
 
 @dataclass(frozen=True)
 class Package:
-    """An optional dependency: the module to look for, its name for pip, and our extra that installs it."""
+    """An optional dependency: the module to look for, and what to tell pip, which pyproject.toml says too."""
 
     module: str
-    name: str
-    extra: str
+    requirement: str
 
 
 def check_installed(package: Package, key: str, value: str) -> Iterator[Problem]:
     """Report a value of a key whose package is not installed."""
     # Looked up, not imported: all but boto3 would import torch.
     if importlib.util.find_spec(package.module) is None:
-        install = f"pip install 'simpletuner[{package.extra}]'"
-        yield Problem(key, f"{value!r} needs the package {package.name}, which is not installed: {install}")
-
-
-BITSANDBYTES = Package("bitsandbytes", "bitsandbytes", "cuda")
-TORCHAO = Package("torchao", "torchao", "torchao")
-PRODIGY = Package("prodigyopt", "prodigyopt", "optimizers")
-SCHEDULE_FREE = Package("schedulefree", "schedulefree", "optimizers")
-PYTORCH_OPTIMIZER = Package("pytorch_optimizer", "pytorch-optimizer", "optimizers")
-LYCORIS = Package("lycoris", "lycoris-lora", "lycoris")
-BOTO3 = Package("boto3", "boto3", "s3")
+        name = re.split("[<>=]", package.requirement)[0]
+        install = f"pip install '{package.requirement}'"
+        yield Problem(key, f"{value!r} needs the package {name}, which is not installed: {install}")

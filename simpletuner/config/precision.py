@@ -11,23 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from simpletuner.config.option import (
-    BITSANDBYTES,
-    TORCHAO,
-    Group,
-    Package,
-    check_installed,
-    common,
-    option,
-    unless,
-    when,
-)
+from simpletuner.config.option import Group, Package, check_installed, common, option, unless, when
 from simpletuner.config.values import Flag, Integer
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:  # it imports this module
     from simpletuner.config.schema import CachingConfig
 
+BITSANDBYTES = Package("bitsandbytes", "bitsandbytes>=0.46,<0.51")
+TORCHAO = Package("torchao", "torchao>=0.18,<0.19")
 Precision = Literal[
     "no_change", "bf16", "fp32",
     "int8", "int4", "int2", "fp8", "fp8uz",

@@ -1,34 +1,36 @@
-"""What leaves the machine: the result (hub, model card, other stores, scripts after a save), and events by webhooks."""
+"""What leaves the machine: the result (hub, model card, other stores, scripts after a save), events by webhooks, and
+curves for trackers. Free of torch.
+
+Without a key wandb prompts for one, and an unattended run would wait there for ever. So the login is checked first,
+without importing wandb.
+"""
 
 from __future__ import annotations
 
+import configparser
+import netrc
 import os
 import re
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from simpletuner.config.option import BOTO3, JSON_OR_FILE, Group, check_installed, common, option, when
-from simpletuner.config.values import (
-    FALSE_WORDS,
-    TRUE_WORDS,
-    Flag,
-    Integer,
-    Text,
-    TextList,
-    Texts,
-    parse_objects,
-)
+from simpletuner.config.option import JSON_OR_FILE, Group, Package, check_installed, common, option, when
+from simpletuner.config.values import FALSE_WORDS, TRUE_WORDS, Flag, Integer, Text, TextList, Texts, parse_objects
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.redaction import HIDDEN, REFERENCE, hide_secrets
 from simpletuner.s3 import S3Login
 
+BOTO3 = Package("boto3", "boto3>=1.36,<2")
 PUBLISHING_CONFIG = "publishing_config"
 PROVIDERS = {"s3-compatible": "s3", "b2": "backblaze_b2"}
 ELSEWHERE = ("azure_blob", "azure", "dropbox")
@@ -305,3 +307,101 @@ def _host(address: str) -> str:
         return ""
     is_usable = parts.scheme in ("http", "https") and address.isprintable() and " " not in address
     return (parts.hostname or "") if is_usable else ""
+
+
+# How to get the package of a tracker, which has the tracker's name.
+PACKAGES = {"wandb": "pip install wandb", "tensorboard": "pip install 'tensorboard>=2.18,<3'"}
+NOT_AVAILABLE_YET = ("comet_ml", "swanlab")
+KNOWN = (*PACKAGES, *NOT_AVAILABLE_YET, "simpletuner", "none", "all")
+DEFAULT_ADDRESS = "https://api.wandb.ai"
+MODES_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")  # dryrun is the old name of offline
+
+
+class TrackingConfig(Group):
+    """Tracking"""
+
+    report_to: Text = common(
+        "none",
+        "wandb, tensorboard, comet_ml, swanlab, simpletuner (the local files, always written), all, none, or a "
+        "comma-separated list.",
+    )
+    tracker_project_name: Text = common("simpletuner", "Project name for trackers.")
+    tracker_run_name: Text = common("simpletuner-testing", "Run name for trackers.")
+
+
+def tracker_names(report_to: str) -> list[str]:
+    """The names in a value of `report_to`."""
+    return [name.strip().lower() for name in report_to.split(",") if name.strip()] or ["none"]
+
+
+def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
+    """Problems of names; a missing package or login is only a warning."""
+    names = tracker_names(config.report_to)
+    for name in names:
+        if name in NOT_AVAILABLE_YET:
+            yield Problem("report_to", f"{name!r} is not available yet; choose wandb, tensorboard or none.")
+        elif name not in KNOWN:
+            yield Problem("report_to", f"{name!r} is not one of: {', '.join(KNOWN)}.{did_you_mean(name, KNOWN)}")
+    if "none" in names and len(set(names)) > 1:
+        yield Problem("report_to", f"{config.report_to!r} asks for none and for {', '.join(names)} at once.")
+    # `all` means those that are installed.
+    for name in PACKAGES if "all" not in names else ():
+        if name in names and (reason := why_missing(name)):
+            yield Problem("report_to", reason, fatal=False)
+    yield from check_names(config)
+
+
+def check_names(config: TrackingConfig) -> Iterator[Problem]:
+    """Names become folders inside `logging_dir`."""
+    folders = {"tracker_project_name": config.tracker_project_name, "tracker_run_name": config.tracker_run_name}
+    for key, name in folders.items():
+        if name.startswith("/") or ".." in name.split("/"):
+            yield Problem(key, f"{name!r} leads out of logging_dir; it is a name, with no '..' and no '/' in front.")
+
+
+def why_missing(name: str) -> str | None:
+    """Why a known tracker cannot work here; None if it can."""
+    if find_spec(name) is None:
+        return f"{name} is not installed ({PACKAGES[name]}); training goes on without it."
+    if name == "wandb" and not has_wandb_login():
+        return "wandb has no login on this machine (`wandb login`); training goes on without it."
+    return None
+
+
+def has_wandb_login() -> bool:
+    """Whether a key is stored, or the chosen mode (`WANDB_MODE=offline`, `wandb offline`) needs none."""
+    settings = _settings_files()
+    if wandb_mode() in MODES_WITHOUT_LOGIN:
+        return True
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or settings.get("api_key"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or DEFAULT_ADDRESS).hostname or ""
+    named = os.environ.get("NETRC")
+    # _netrc is the name on Windows; NETRC replaces both.
+    for path in [Path(named).expanduser()] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        with suppress(OSError, netrc.NetrcParseError):
+            login = netrc.netrc(path).hosts.get(host)
+            if login and login[2]:  # (login, account, password), of which the last is the key
+                return True
+    return False
+
+
+def wandb_mode() -> str:
+    """`online`, `offline` or `disabled`, from the environment or a settings file."""
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
+        return "disabled"
+    return os.environ.get("WANDB_MODE") or _settings_files().get("mode") or "online"
+
+
+def _settings_files() -> dict[str, str]:
+    """The user's settings, overridden by those of the working directory."""
+    home = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")
+    local = Path(os.environ.get("WANDB_DIR") or ".")
+    # A % in a key is no reference.
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        # Later files win; wandb uses .wandb instead of wandb where that folder exists.
+        parser.read([home / "settings", local / "wandb" / "settings", local / ".wandb" / "settings"], encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError):
+        return {}
+    return dict(parser["default"]) if parser.has_section("default") else {}

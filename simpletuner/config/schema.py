@@ -18,19 +18,18 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.crepa import CrepaConfig
+from simpletuner.config.alignment import CrepaConfig, LayerSyncConfig
 from simpletuner.config.launch import LaunchConfig
-from simpletuner.config.layersync import LayerSyncConfig
 from simpletuner.config.lora import LoraConfig
+from simpletuner.config.lora import ValidationAdapterConfig as ValidationAdapterConfig
 from simpletuner.config.loss import LossConfig, MaskedLossConfig, PreservationConfig
 from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, common, describe, option, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
-from simpletuner.config.publishing import PublishConfig, WebhookConfig
+from simpletuner.config.publishing import PublishConfig, TrackingConfig, WebhookConfig
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.tread import TreadConfig
-from simpletuner.config.validation_adapters import ValidationAdapterConfig as ValidationAdapterConfig
 from simpletuner.config.values import (
     Flag,
     Gigabytes,
@@ -76,16 +75,20 @@ class ModelConfig(Group):
     """Model"""
 
     model_type: Literal["lora", "full"] = common(
-        ..., "What is trained: a LoRA on the frozen model, or every weight of the transformer."
+        ...,
+        "What is trained: a LoRA on the frozen model, or every weight of the transformer.",
+        refused=dict.fromkeys(("lokr", "lycoris"), "is a kind of LoRA: set model_type lora, and the kind as lora_type"),
     )
-    model_family: Text = common(..., "The model family. `_` for `-` and any letter case are accepted.")
+    model_family: Text = common(
+        ...,
+        "What to train: kandinsky5-image (pictures, edits), kandinsky5-video (clips), or sanavideo (480p clips). "
+        "`_` for `-` and any letter case are accepted.",
+    )
     model_flavour: Text | None = common(
         None, "Which checkpoint of the family.", aliases=("model_flavor",), default_note="the family's first"
     )
     pretrained_model_name_or_path: PathText | None = common(
-        None,
-        "Hub id or folder of a diffusers checkpoint; overrides the flavour.",
-        default_note="of the flavour",
+        None, "Hub id or folder of a diffusers checkpoint; overrides the flavour.", default_note="of the flavour"
     )
     pretrained_vae_model_name_or_path: PathText | None = option(
         None, "Hub id or folder to take the VAE from.", default_note="the model path"
@@ -127,18 +130,6 @@ class RunOptions(Group):
         "starts at step 0 and never overwrites an existing checkpoint.",
     )
     i_know_what_i_am_doing: Flag = option(False, "Turn safety errors that mention this key into warnings.")
-
-
-class TrackingConfig(Group):
-    """Tracking"""
-
-    report_to: Text = common(
-        "none",
-        "wandb, tensorboard, comet_ml, swanlab, simpletuner (the local files, always written), all, none, or a "
-        "comma-separated list.",
-    )
-    tracker_project_name: Text = common("simpletuner", "Project name for trackers.")
-    tracker_run_name: Text = common("simpletuner-testing", "Run name for trackers.")
 
 
 class ScheduleConfig(Group):
@@ -245,9 +236,7 @@ class SpeedConfig(Group):
         "auto", "auto: all optimizations that keep the results (docs/SPEED.md). reference: unmodified diffusers code."
     )
     speed_plain_math: Flag | None = option(
-        None,
-        "Blocks of Kandinsky with less arithmetic and bit-identical results.",
-        default_note="as `speed` says",
+        None, "Blocks of Kandinsky with less arithmetic and bit-identical results.", default_note="as `speed` says"
     )
     speed_keep_attention: Flag | None = recomputed(
         None,
@@ -537,9 +526,7 @@ class ValidationConfig(Group):
     num_eval_images: Integer = option(4, "Pictures taken from a dataset per validation.", ge=1)
     validation_image_format: Literal["png", "webp", "jpeg"] = option("png", "File format of previews.")
     validation_noise_scheduler: Literal["euler", "unipc", "dpm++"] | None = option(
-        None,
-        "Sampler of previews, with the shift of the pipeline's sampler.",
-        default_note="the pipeline's",
+        None, "Sampler of previews, with the shift of the pipeline's sampler.", default_note="the pipeline's"
     )
     validation_decoding: Decoding = option(
         "whole",

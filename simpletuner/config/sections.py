@@ -1,13 +1,16 @@
-"""Where the options stand on the web page, in the order in which a person meets them."""
+"""Where the options stand on the web page and in the wizard, in the order in which a person meets them."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+
+from simpletuner.config.schema import sections
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a tab.
+    """A part of a tab of the page, and a step of the wizard.
 
     Attributes:
         id: `tab/section`, also the anchor on the page.
@@ -55,4 +58,33 @@ SECTIONS = (
     Section("environment/paths", "Folders and safety", keys=FOLDERS),
     Section("environment/accepted", "Accepted without effect", ("Accepted without effect",)),
 )
+# What people look for, and the keys that change it: in `simpletuner help` and in the search of the page.
+EVERYDAY_WORDS = {
+    "vram oom out of memory": (
+        "offload", "base_model_precision", "gradient_checkpointing", "train_batch_size", "resolution",
+        "video.num_frames",
+    ),
+    "slow faster": ("speed", "tread_config", "gradient_checkpointing_kept_blocks", "validation_step_interval"),
+    "too strong overfit overfitting burnt": (
+        "max_train_steps", "learning_rate", "lora_rank", "checkpoint_step_interval", "caption_dropout_probability",
+    ),
+    "too weak underfit": ("max_train_steps", "learning_rate", "lora_rank", "validation_guidance"),
+    "forgets forgetting": ("preservation_weight", "is_regularisation_data", "learning_rate", "max_train_steps"),
+    "blurry blur": ("resolution", "max_upscale_threshold", "validation_num_inference_steps", "validation_guidance"),
+    "flicker flickering": ("crepa_enabled", "video.num_frames", "video.frame_rate", "validation_num_inference_steps"),
+    "trigger word": ("instance_prompt", "prepend_instance_prompt", "validation_prompt", "model_card_trigger"),
+    "disk space": ("checkpoints_total_limit", "compress_disk_cache", "disk_low_threshold", "vae_cache_disable"),
+}  # fmt: skip
 TABS = tuple(dict.fromkeys(section.tab for section in SECTIONS))
+
+
+@functools.cache
+def section_of() -> dict[str, Section]:
+    """The section of every option, by key and in the order of the page."""
+    grouped = sections()
+    placed = {key: section for section in SECTIONS for key in section.keys}
+    for section in SECTIONS:
+        # A key that some section claims stands there, and not again with its group.
+        names = (option.name for group in section.groups for option in grouped[group])
+        placed |= {name: section for name in names if name not in placed}
+    return {key: placed[key] for section in SECTIONS for key in placed if placed[key] is section}

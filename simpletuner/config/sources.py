@@ -6,19 +6,18 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletuner.config.json_files import read_text
 from simpletuner.config.load import Layer, read_json_layer
 from simpletuner.config.schema import option_names
-from simpletuner.config.values import plain_key
-from simpletuner.errors import ConfigError, Problem, did_you_mean
+from simpletuner.config.values import plain_key, read_text
+from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, result_of
 
 if TYPE_CHECKING:
-    from simpletuner.data.context import Collect
+    from simpletuner.data.entries import Collect
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
 COMMAND_LINE = "command line"  # the origin of what is given there
@@ -61,15 +60,18 @@ class Arguments:
         settings: keys and values in the order given; a bare flag has the value True.
         selectors: `env`, `example` and the like.
         collect: the door to remote datasets, see `DataContext.collect`.
+        problems: of their syntax, and whatever is found while they are made a plan.
     """
 
     settings: list[tuple[str, object]] = field(default_factory=list)
     selectors: dict[str, str] = field(default_factory=dict)
     collect: Collect | None = None
+    problems: Problems = field(default_factory=Problems)
 
-    def extended(self, extra: str, problems: list[Problem]) -> Arguments:
+    def extended(self, extra: str) -> Reading[Arguments]:
         """These arguments followed by those of a config.env."""
-        more = parse_arguments([], problems, extra)
+        more = parse_arguments([], extra)
+        yield from more.problems
         return replace(self, settings=[*self.settings, *more.settings])
 
     def with_seed(self, seed: int | None) -> Arguments:
@@ -82,13 +84,7 @@ class Arguments:
         return Layer(COMMAND_LINE, values, last_wins=True)
 
 
-def parse_settings(tokens: Sequence[str]) -> tuple[Arguments, list[Problem]]:
-    """The settings on the command line, and problems of their syntax."""
-    problems: list[Problem] = []
-    return parse_arguments(tokens, problems), problems
-
-
-def parse_arguments(tokens: Sequence[str], problems: list[Problem], extra: str | None = None) -> Arguments:
+def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Arguments:
     """Parse the command line, followed by TRAINER_EXTRA_ARGS (or `extra` instead), split at white space."""
     arguments = Arguments()
     waiting = [*tokens, *(os.environ.get(EXTRA_ARGUMENTS, "") if extra is None else extra).split()]
@@ -97,7 +93,8 @@ def parse_arguments(tokens: Sequence[str], problems: list[Problem], extra: str |
         key, equals, value = token.partition("=")
         name = plain_key(key)
         if not key.lstrip("-") or (not equals and not token.startswith("--")):
-            problems.append(Problem(token, "is not a setting; write key=value, --key value or --flag."))
+            message = "is not a setting; write key=value, --key value or --flag."
+            arguments.problems.append(Problem(token, message))
             continue
         # `--key value`, which a bare `--flag` before another setting looks like.
         if not equals and waiting and _is_value(waiting[0], key):
@@ -108,7 +105,7 @@ def parse_arguments(tokens: Sequence[str], problems: list[Problem], extra: str |
         elif equals:
             arguments.selectors[SELECTORS[name]] = value
         else:
-            problems.append(Problem(key, "needs a value after it."))
+            arguments.problems.append(Problem(key, "needs a value after it."))
     return arguments
 
 
@@ -146,20 +143,20 @@ def example_names() -> list[str]:
     return sorted(path.parent.name for path in EXAMPLES.glob("*/config.json"))
 
 
-def example_file(name: str, problems: Sequence[Problem] = ()) -> Path:
+def example_file(name: str) -> Path:
     """config.json of a packaged example.
 
     Raises:
-        ConfigError: there is no such example; includes the `problems` found before.
+        ConfigError: there is no such example.
     """
     names = example_names()
     if name not in names:
         message = f"{name!r} is not a packaged example. Available: {', '.join(names)}.{did_you_mean(name, names)}"
-        raise ConfigError([*problems, Problem("example", message)])
+        raise ConfigError([Problem("example", message)])
     return EXAMPLES / name / "config.json"
 
 
-def locate(selectors: Mapping[str, str], problems: list[Problem]) -> Located:
+def locate(selectors: Mapping[str, str]) -> Reading[Located]:
     """The requested configuration.
 
     In this order: `example=`; `env=`, `$SIMPLETUNER_ENV`, `$ENV`; `$CONFIG_PATH`; config.json in the working directory,
@@ -169,23 +166,23 @@ def locate(selectors: Mapping[str, str], problems: list[Problem]) -> Located:
         ConfigError: it does not exist (the message lists every path tried) or cannot be read.
     """
     if "example" in selectors and "env" in selectors:
-        problems.append(Problem("example", "and env both choose a configuration; give one of them."))
+        yield Problem("example", "and env both choose a configuration; give one of them.")
     name = next(filter(None, [selectors.get("env"), *map(os.environ.get, ENV_VARIABLES)]), None)
     name = None if name == "default" else name
     if "example" in selectors:
-        path = example_file(selectors["example"], problems)
+        path = example_file(selectors["example"])
     elif name and name.startswith("examples/"):
-        path = example_file(name.removeprefix("examples/"), problems)
+        path = example_file(name.removeprefix("examples/"))
     else:
-        path = _first_file(_candidates(name, selectors, problems), name, problems)
+        path = _first_file(_candidates(name, selectors), name)
     # Weakest first.
     layers = [launch_layer()]
     settings = path.with_name("config.env")
     if path.suffix != ".env" and settings.is_file():
-        layers.append(read_env_layer(settings, problems))
-    layers.append(read_config_file(path, problems))
+        layers.append((yield from read_env_layer(settings)))
+    layers.append((yield from read_config_file(path)))
     # Read again; its problems are in the list already.
-    extra = read_env_file(settings, []).get(EXTRA_ARGUMENTS, "") if settings.is_file() else ""
+    extra = result_of(read_env_file(settings)).get(EXTRA_ARGUMENTS, "") if settings.is_file() else ""
     # train.sh has already read the file and exported the variable; do not apply it twice.
     return Located(layers, path.parent, "" if EXTRA_ARGUMENTS in os.environ else extra)
 
@@ -197,47 +194,47 @@ def launch_layer() -> Layer:
     return Layer("environment", [(LAUNCH_VARIABLES[name], value) for name, value in given.items()])
 
 
-def read_config_file(path: Path, problems: list[Problem]) -> Layer:
+def read_config_file(path: Path) -> Reading[Layer]:
     """A config file as a layer, by its extension; paths below config/examples/ are redirected into the package.
 
     Raises:
         ConfigError: it cannot be read; nothing else about the run can be checked then.
     """
-    readers = {".env": read_env_layer, ".toml": _read_toml_layer}
-    found = list[Problem]()
-    layer = readers.get(path.suffix, read_json_layer)(path, found)
-    problems.extend(found)
+    readers: dict[str, Callable[[Path], Reading[Layer | None]]] = {".env": read_env_layer, ".toml": _read_toml_layer}
+    found = Problems()
+    layer = found.take(readers.get(path.suffix, read_json_layer)(path))
+    yield from found
     # A broken line of a config.env may be any key, so the rest cannot be trusted.
-    if layer is None or (path.suffix == ".env" and any(problem.fatal for problem in found)):
-        raise ConfigError(problems)
+    if layer is None or (path.suffix == ".env" and found.are_fatal):
+        raise ConfigError([])
     return Layer(layer.label, [(key, resolve_alias(value)) for key, value in layer.values])
 
 
-def _read_toml_layer(path: Path, problems: list[Problem]) -> Layer | None:
+def _read_toml_layer(path: Path) -> Reading[Layer | None]:
     try:
         return Layer(str(path), list(tomllib.loads(path.read_text(encoding="utf-8-sig")).items()))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        problems.append(Problem(str(path), f"is not valid TOML: {error}."))
+        yield Problem(str(path), f"is not valid TOML: {error}.")
     except (OSError, ValueError) as error:
-        problems.append(Problem(str(path), f"cannot be read: {error}."))
+        yield Problem(str(path), f"cannot be read: {error}.")
     return None
 
 
-def read_env_layer(path: Path, problems: list[Problem]) -> Layer:
+def read_env_layer(path: Path) -> Reading[Layer]:
     """The variables of a config.env that are settings; the others are for the shell."""
     known = option_names()
-    variables = read_env_file(path, problems)
+    variables = yield from read_env_file(path)
     named = [(LAUNCH_VARIABLES.get(name, name.lower()), value) for name, value in variables.items()]
     return Layer(str(path), [(name, value) for name, value in named if name in known])
 
 
-def read_env_file(path: Path, problems: list[Problem]) -> dict[str, str]:
+def read_env_file(path: Path) -> Reading[dict[str, str]]:
     """Variables by name, from `KEY=VALUE` lines as a shell reads them; `export` and `+=` are supported.
 
     Variables from earlier lines and from the environment are expanded; commands are never run.
     """
     values: dict[str, str] = {}
-    for number, line in enumerate((read_text(path, problems) or "").splitlines(), start=1):
+    for number, line in enumerate(((yield from read_text(path)) or "").splitlines(), start=1):
         # `A+=b`: the key ends with the plus sign.
         key, equals, value = re.sub(r"^export\s+", "", line.strip()).partition("=")
         if key.startswith("#") or not key:
@@ -245,14 +242,14 @@ def read_env_file(path: Path, problems: list[Problem]) -> dict[str, str]:
         name = key.rstrip("+")
         if not equals or not ENV_NAME.fullmatch(name):
             message = f"line {number}, {line.strip()!r:.80}, is not KEY=VALUE and is ignored."
-            problems.append(Problem(str(path), message, fatal=False))
+            yield Problem(str(path), message, fatal=False)
             continue
         try:
             text = expand_shell(value, {**os.environ, **values})
         except ValueError as error:
             # Variables that only the shell uses cannot harm a run.
             fatal = name.lower() in option_names() or name in (*LAUNCH_VARIABLES, EXTRA_ARGUMENTS)
-            problems.append(Problem(str(path), f"line {number} cannot be read: {error}.", fatal=fatal))
+            yield Problem(str(path), f"line {number} cannot be read: {error}.", fatal=fatal)
             continue
         values[name] = values.get(name, "") + text if key.endswith("+") else text
     return values
@@ -289,12 +286,12 @@ def expand_shell(text: str, variables: Mapping[str, str]) -> str:
     return result
 
 
-def dataset_file(configured: str | None, folder: Path, problems: list[Problem]) -> Path:
+def dataset_file(configured: str | None, folder: Path) -> Reading[Path]:
     """The dataset file: `data_backend_config`, else multidatabackend.json beside the config, with a warning."""
     if configured is not None:
         return Path(resolve_alias(configured)).expanduser()
     path = folder / DATASET_FILE
-    problems.append(Problem("data_backend_config", f"is not set; {path} is used.", fatal=False))
+    yield Problem("data_backend_config", f"is not set; {path} is used.", fatal=False)
     return path
 
 
@@ -305,17 +302,18 @@ def resolve_alias(value: Any) -> Any:
     return value
 
 
-def _candidates(name: str | None, selectors: Mapping[str, str], problems: Sequence[Problem]) -> list[Path]:
+def _candidates(name: str | None, selectors: Mapping[str, str]) -> list[Path]:
     wanted = selectors.get("config_backend") or os.environ.get("CONFIG_BACKEND") or os.environ.get("CONFIG_TYPE")
     if wanted and wanted not in BACKENDS:
         message = f"{wanted!r} is not one of: {', '.join(BACKENDS)}.{did_you_mean(wanted, BACKENDS)}"
-        raise ConfigError([*problems, Problem("CONFIG_BACKEND", message)])
+        raise ConfigError([Problem("CONFIG_BACKEND", message)])
     backends = (wanted,) if wanted else BACKENDS
     given = selectors.get("config_path") or os.environ.get("CONFIG_PATH")
     if given and not name:
         path = Path(os.path.expanduser(given))  # noqa: PTH111 - unlike Path's, never raises
         # With or without its extension; `/` has no name that could get one.
-        return [path, *(path.with_name(f"{path.name}.{backend}") for backend in backends if path.name)]
+        whole = not path.name or path.suffix.removeprefix(".") in BACKENDS
+        return [path] if whole else [path, *(path.with_name(f"{path.name}.{backend}") for backend in backends)]
     files = [f"config.{backend}" for backend in backends]
     if name:
         extra = os.environ.get("SIMPLETUNER_CONFIG_DIR")
@@ -326,11 +324,15 @@ def _candidates(name: str | None, selectors: Mapping[str, str], problems: Sequen
     return [folder / file for folder in (Path(), Path("config")) for file in files]
 
 
-def _first_file(candidates: list[Path], name: str | None, problems: Sequence[Problem]) -> Path:
+def _first_file(candidates: list[Path], name: str | None) -> Path:
     for path in candidates:
         if os.path.isfile(path):  # noqa: PTH113 - unlike Path's, never raises
             return path
-    tried = ", ".join(str(path) for path in candidates)
+    # In a folder, a file of one kind stands for the others.
+    in_folders = {path.parent: path for path in reversed(candidates)}
+    tried = ", ".join(str(path) for path in reversed(in_folders.values()))
     what = f"the environment {name!r} was not found" if name else "no configuration was found"
     message = f"{what}; tried {tried}. Write one with `simpletuner configure`."
-    raise ConfigError([*problems, Problem("config", message)])
+    if candidates[0].suffix in (".toml", ".env"):
+        message += f" It writes JSON; a file {candidates[0].suffix} is written by hand, with the same keys."
+    raise ConfigError([Problem("config", message)])

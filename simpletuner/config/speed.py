@@ -104,8 +104,7 @@ def has_compiler() -> bool:
 def check_speed(config: SpeedConfig, precision: PrecisionConfig, launch: LaunchConfig) -> Iterator[Problem]:
     """Report contradicting switches and missing packages."""
     if not plain_math(config):
-        message = "has no effect without speed_plain_math, whose blocks it applies to."
-        yield NoEffect("speed_keep_attention", message)
+        yield NoEffect("speed_keep_attention", "has no effect without speed_plain_math, whose blocks it applies to.")
     yield from check_mechanism(config, precision.attention_mechanism)
     yield from check_compile(config, launch)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from simpletuner.config.crepa import SELF_FLOW
+from simpletuner.config.alignment import SELF_FLOW
 from simpletuner.config.values import FALSE_WORDS
 from simpletuner.errors import Problem
 

@@ -2,7 +2,7 @@
 
 | question                                      | files                                              |
 |-----------------------------------------------|----------------------------------------------------|
-| what the user and the run ask for             | `context`, `entries`                               |
+| what the user and the run ask for             | `entries`                                          |
 | what is there                                 | `files`, `discovery`, `captions`, `remote` (annex) |
 | what a file shows                             | `media`, `clips`, `readers`, `masks`               |
 | which size, crop and length is trained        | `buckets`, `clips`                                 |

@@ -22,7 +22,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.values import FALSE_WORDS, Size
 from simpletuner.data.chance import fraction
 from simpletuner.data.files import LeftOutError
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Reading
 from simpletuner.models.spec import FamilySpec
 
 ResolutionType = Literal["pixel", "area", "pixel_area"]
@@ -256,7 +256,7 @@ def cover(picture: Size, size: Size) -> Size:
     return max(wanted_width, round(width * wanted_height / height)), wanted_height
 
 
-def build_rules(config: DatasetConfig, spec: FamilySpec, problems: list[Problem]) -> BucketRules | None:
+def build_rules(config: DatasetConfig, spec: FamilySpec) -> Reading[BucketRules | None]:
     """The rules of a dataset, or None if its resolution is unusable.
 
     Args:
@@ -265,11 +265,11 @@ def build_rules(config: DatasetConfig, spec: FamilySpec, problems: list[Problem]
         problems: receives all errors.
     """
     if config.resolution is None or config.resolution_type is None:
-        problems.append(Problem(f"{config.id}.resolution", f"is not set, and {spec.name} has no default for it."))
+        yield Problem(f"{config.id}.resolution", f"is not set, and {spec.name} has no default for it.")
         return None
     alignment = int(config.aspect_bucket_alignment or spec.size_multiple)
     grid = PixelGrid(config.resolution, config.resolution_type, alignment, config.aspect_bucket_rounding or 2)
-    problems.extend(_check_grid(grid, spec, config.id))
+    yield from _check_grid(grid, spec, config.id)
     # Some side of every bucket is at least as long as the square's, so no picture could be placed.
     if grid.square > spec.largest_side:
         return None
@@ -278,7 +278,8 @@ def build_rules(config: DatasetConfig, spec: FamilySpec, problems: list[Problem]
         native = config.crop_aspect_buckets is None and config.crop_aspect == "closest"
         listed = listed_aspects(grid, config.crop_aspect_buckets or ())
         aspects = native_aspects(grid, spec.native_sizes) if native else listed
-    problems.extend([*_check_limits(config, grid), *_check_crop(config, aspects, spec)])
+    yield from _check_limits(config, grid)
+    yield from _check_crop(config, aspects, spec)
     return BucketRules(grid, spec.largest_side, config, tuple(aspects))
 
 

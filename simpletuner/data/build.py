@@ -13,17 +13,16 @@ from simpletuner.data.buckets import build_rules
 from simpletuner.data.captions import CaptionSource, Edit, caption_source, captions_for, read_filters
 from simpletuner.data.chance import order_key
 from simpletuner.data.clips import build_clip_rules, check_frame_rate
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset, check_amount, is_stretched, summarise_rejected, warn_of_enlarged
 from simpletuner.data.discovery import Folder, Scan, read_folder
-from simpletuner.data.entries import check_dataset_file, latent_dir_of, link_partners, text_entry_of
+from simpletuner.data.entries import DataContext, check_dataset_file, latent_dir_of, link_partners, text_entry_of
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.sample import Rejected, Sample
-from simpletuner.errors import Problem, shorten
+from simpletuner.errors import Problem, Problems, shorten
 
 
-def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]) -> list[Dataset]:
+def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, problems: Problems) -> list[Dataset]:
     """Look at every file of every entry, after downloading those of remote ones.
 
     Args:
@@ -38,9 +37,11 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
     """
     entries = [context.fill(config) for config in configs]
     # In a second pass, since an entry may name the cache folder of another.
-    entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries, problems)}) for entry in entries]
+    latent_dirs = [problems.take(latent_dir_of(entry, entries)) for entry in entries]
+    named = zip(entries, latent_dirs, strict=True)
+    entries = [entry.model_copy(update={"cache_dir_vae": latent_dir}) for entry, latent_dir in named]
     problems.extend(check_dataset_file(configs, entries, context))
-    links = link_partners(entries, context, problems)
+    links = problems.take(link_partners(entries, context))
     builder = _Builder(entries, context, problems, _collect_remote(entries, context, problems))
     datasets = []
     for written, entry in zip(configs, entries, strict=True):
@@ -52,14 +53,12 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
             dataset = builder.dataset(entry, links[entry.id])
             datasets += [] if dataset is None else [dataset]
         else:  # the missing folder has been reported; its rules may be wrong as well
-            build_rules(entry, context.spec, problems)
+            problems.take(build_rules(entry, context.spec))
     # Last, since their samples are the partners that the datasets before them use.
     return datasets + builder.conditioning_datasets(datasets)
 
 
-def _collect_remote(
-    entries: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]
-) -> Mapping[str, Scan]:
+def _collect_remote(entries: Sequence[DatasetConfig], context: DataContext, problems: Problems) -> Mapping[str, Scan]:
     remote = [entry for entry in entries if entry.type != "local"]
     if context.collect is not None:
         return context.collect(remote, context, problems) if remote else {}
@@ -74,7 +73,7 @@ class _Builder:
 
     entries: Sequence[DatasetConfig]
     context: DataContext
-    problems: list[Problem]
+    problems: Problems
     listings: Mapping[str, Scan]
     folders: dict[str, Folder] = field(default_factory=dict)
     partners: dict[str, Dataset | None] = field(default_factory=dict)
@@ -95,7 +94,7 @@ class _Builder:
 
     def _without_samples(self, entry: DatasetConfig) -> Dataset | None:
         """The dataset of an entry before its files become samples, or None if its rules are unusable."""
-        folder, rules = self.folder(entry), build_rules(entry, self.context.spec, self.problems)
+        folder, rules = self.folder(entry), self.problems.take(build_rules(entry, self.context.spec))
         if rules is None:
             return None
         return Dataset(
@@ -114,11 +113,11 @@ class _Builder:
     def dataset(self, entry: DatasetConfig, links: Sequence[DatasetConfig]) -> Dataset | None:
         """The dataset of one entry, or None if its rules are unusable."""
         dataset = self._without_samples(entry)
-        clips = build_clip_rules(entry, self.context, self.problems)
+        clips = self.problems.take(build_clip_rules(entry, self.context))
         # A missing folder has been reported; without it nothing can be said about pairs.
         linked = [self.partners_of(link) for link in links if self.folder(link).is_there]
         partners = tuple(partner for partner in linked if partner is not None)
-        captions = caption_source(entry, self.folder(entry), self._filter, self.problems)
+        captions = self.problems.take(caption_source(entry, self.folder(entry), self._filter))
         # closest and random without a list cannot place anything; that has been reported.
         if dataset is None or (entry.crop and entry.crop_aspect in ("closest", "random") and not dataset.rules.aspects):
             return None
@@ -166,7 +165,7 @@ class _Builder:
             return None
         if text_entry.id not in self.filters:
             where = f"{text_entry.id}.caption_filter_list"
-            self.filters[text_entry.id] = read_filters(text_entry.caption_filter_list, where, self.problems)
+            self.filters[text_entry.id] = self.problems.take(read_filters(text_entry.caption_filter_list, where))
         return self.filters[text_entry.id]
 
     def conditioning_datasets(self, datasets: Sequence[Dataset]) -> list[Dataset]:

@@ -24,7 +24,7 @@ from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetCo
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import FileFacts, Folder, pair_key
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read
-from simpletuner.errors import Problem, UserError, did_you_mean, shorten
+from simpletuner.errors import Problem, Reading, UserError, did_you_mean, shorten
 
 COARSEST_CLOCK = 3.0  # seconds: file systems round times, FAT to two seconds
 FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take exponential time
@@ -76,8 +76,8 @@ class CaptionSource:
 
 
 def caption_source(
-    entry: DatasetConfig, folder: Folder, text_filter: Callable[[DatasetConfig], Edit | None], problems: list[Problem]
-) -> CaptionSource:
+    entry: DatasetConfig, folder: Folder, text_filter: Callable[[DatasetConfig], Edit | None]
+) -> Reading[CaptionSource]:
     """The caption table and edits of an entry.
 
     Args:
@@ -86,11 +86,11 @@ def caption_source(
     """
     table = folder.listing.table
     if entry.metadata_backend == "parquet" and entry.parquet is not None:
-        rows = read_caption_table(entry.parquet, entry.id, problems)
+        rows = yield from read_caption_table(entry.parquet, entry.id)
         table, unused = match_rows(rows, folder.usable)
         if unused:
             message = f"{len(unused)} names in the table have no picture: {shorten(unused)}."
-            problems.append(Problem(f"{entry.id}.parquet.path", message, fatal=False))
+            yield Problem(f"{entry.id}.parquet.path", message, fatal=False)
     edits = tuple(edit for edit in (text_filter(entry), shuffle_edit(entry.caption_shuffle)) if edit is not None)
     return CaptionSource(entry, folder.root, folder.listing.captions, table, edits, {**folder.facts}, folder.gone)
 
@@ -241,7 +241,7 @@ def _shuffle(settings: CaptionShuffle, caption: str) -> Sequence[str]:
     return list(dict.fromkeys(forms))
 
 
-def read_filters(value: Any, where: str, problems: list[Problem]) -> Edit | None:
+def read_filters(value: Any, where: str) -> Reading[Edit | None]:
     """The edit that a text_embeds entry's `caption_filter_list` asks for, or None.
 
     Args:
@@ -251,15 +251,17 @@ def read_filters(value: Any, where: str, problems: list[Problem]) -> Edit | None
     """
     if value is None:
         return None
-    entries = _read_list(Path(value), where, problems) if isinstance(value, str) else value
+    entries = (yield from _read_list(Path(value), where)) if isinstance(value, str) else value
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-        problems.append(Problem(where, f"{value!r} is neither a list of texts nor a file that holds one."))
+        yield Problem(where, f"{value!r} is neither a list of texts nor a file that holds one.")
         return None
-    filters = [_read_filter(entry, where, problems) for entry in entries if entry]
+    filters = []
+    for entry in filter(None, entries):
+        filters.append((yield from _read_filter(entry, where)))
     return partial(_filter, filters)
 
 
-def _read_list(path: Path, where: str, problems: list[Problem]) -> list[Any]:
+def _read_list(path: Path, where: str) -> Reading[list[Any]]:
     try:
         text = read(path, LARGEST_CAPTION).decode("utf-8-sig")
         if path.suffix.lower() == ".json":
@@ -267,13 +269,13 @@ def _read_list(path: Path, where: str, problems: list[Problem]) -> list[Any]:
             return content if isinstance(content, list) else [content]
         return [line for line in text.splitlines() if line.strip()]
     except UnreadableError as error:
-        problems.append(Problem(where, f"{str(path)!r} {error}."))
+        yield Problem(where, f"{str(path)!r} {error}.")
     except ValueError as error:
-        problems.append(Problem(where, f"{str(path)!r} is not a list of texts: {error}."))
+        yield Problem(where, f"{str(path)!r} is not a list of texts: {error}.")
     return []
 
 
-def _read_filter(entry: str, where: str, problems: list[Problem]) -> tuple[str | None, regex.Pattern[str] | None, str]:
+def _read_filter(entry: str, where: str) -> Reading[tuple[str | None, regex.Pattern[str] | None, str]]:
     """Literal text, regular expression and replacement; one of the first two may be missing."""
     replacement = REPLACEMENT.fullmatch(entry)
     pattern, new = (replacement.group(1), replacement.group(2).replace(r"\/", "/")) if replacement else (entry, "")
@@ -282,7 +284,7 @@ def _read_filter(entry: str, where: str, problems: list[Problem]) -> tuple[str |
         expression = regex.compile(pattern)  # the same syntax, with a time limit
     except (re.error, regex.error, IndexError) as error:
         if replacement:
-            problems.append(Problem(where, f"{entry!r} is not a regular expression: {error}."))
+            yield Problem(where, f"{entry!r} is not a regular expression: {error}.")
         # Plain text such as "(wide shot" need not be a regular expression.
         return entry, None, ""
     return None if replacement else entry, expression, new
@@ -307,7 +309,7 @@ def _filter(filters: Sequence[tuple[str | None, regex.Pattern[str] | None, str]]
     return [re.sub(r"[ \t]{2,}", " ", caption).strip()]
 
 
-def read_caption_table(config: ParquetConfig, where: str, problems: list[Problem]) -> dict[str, tuple[str, ...]]:
+def read_caption_table(config: ParquetConfig, where: str) -> Reading[dict[str, tuple[str, ...]]]:
     """Captions by file name (NFC, path with `/`); an empty tuple if the table has none.
 
     Args:
@@ -318,15 +320,15 @@ def read_caption_table(config: ParquetConfig, where: str, problems: list[Problem
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
-        message = "parquet needs the package pyarrow: pip install 'simpletuner[parquet]'."
-        problems.append(Problem(f"{where}.metadata_backend", message))
+        message = "parquet needs the package pyarrow: pip install 'pyarrow>=21,<27'."
+        yield Problem(f"{where}.metadata_backend", message)
         parquet = None
     # The file is checked without the package, too, so that one start reports both.
     path = Path(config.path)
     if not path.is_file():
-        problems.append(Problem(f"{where}.parquet.path", f"the file {config.path!r} does not exist."))
+        yield Problem(f"{where}.parquet.path", f"the file {config.path!r} does not exist.")
         return {}
-    if parquet is None or not _has_columns(parquet, path, config, where, problems):
+    if parquet is None or not (yield from _has_columns(parquet, path, config, where)):
         return {}
     # Only what is needed, since such tables may hold the pictures themselves.
     columns = [column for column in (config.caption_column, config.fallback_caption_column) if column]
@@ -350,16 +352,16 @@ def match_rows(table: CaptionTable, pictures: Iterable[str]) -> tuple[CaptionTab
     return matched, sorted(unused)
 
 
-def _has_columns(parquet: Any, path: Path, config: ParquetConfig, where: str, problems: list[Problem]) -> bool:
+def _has_columns(parquet: Any, path: Path, config: ParquetConfig, where: str) -> Reading[bool]:
     """Check every column that the entry names, even those of sizes, which are read from the pictures themselves."""
     try:
         known = list(parquet.read_schema(path).names)
     except (OSError, ValueError) as error:  # the bases of pyarrow's own errors
-        problems.append(Problem(f"{where}.parquet.path", f"{str(path)!r} is not a parquet file: {error}."))
+        yield Problem(f"{where}.parquet.path", f"{str(path)!r} is not a parquet file: {error}.")
         return False
     named = {key: value for key, value in config.model_dump().items() if key.endswith("_column") and value}
     missing = list(check_columns(named, known, f"{where}.parquet"))
-    problems.extend(missing)
+    yield from missing
     return not missing
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +24,12 @@ from PIL import Image
 
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.context import DataContext
 from simpletuner.data.files import LeftOutError, MediaError, UnreadableError
 from simpletuner.data.media import AVIF_BRANDS, HEIF_BRANDS, decode, fit
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Reading
+
+if TYPE_CHECKING:
+    from simpletuner.data.entries import DataContext
 
 T = TypeVar("T")
 
@@ -271,7 +273,7 @@ def fitting_frames(frames: int, stride: int) -> int:
     return frames - (frames - 1) % stride
 
 
-def build_clip_rules(config: DatasetConfig, context: DataContext, problems: list[Problem]) -> ClipRules | None:
+def build_clip_rules(config: DatasetConfig, context: DataContext) -> Reading[ClipRules | None]:
     """The rules of a dataset of clips; None for pictures.
 
     Args:
@@ -283,7 +285,7 @@ def build_clip_rules(config: DatasetConfig, context: DataContext, problems: list
         # An explicit `is_i2v: false` is true of pictures.
         if video.model_copy(update={"is_i2v": video.is_i2v or None}) != VideoConfig():
             message = "has no effect: it is for datasets of clips (dataset_type video)."
-            problems.append(Problem(f"{config.id}.video", message, fatal=False))
+            yield Problem(f"{config.id}.video", message, fatal=False)
         return None
     names_size = video.bucket_strategy == "resolution_frames"
     # `+ 1`: the VAEs encode the first frame alone.
@@ -295,7 +297,8 @@ def build_clip_rules(config: DatasetConfig, context: DataContext, problems: list
     rate, interval, where = video.frame_rate or native, video.frame_interval or 1, f"{config.id}.video"
     shape = (rate, stride, num_frames, interval, minimum, video.max_frames)
     rules = ClipRules(*shape, names_size=names_size, is_i2v=is_i2v, matrix=video.color_matrix)
-    problems.extend([*_check_length(video, rules, where), *_check_condition(rules, context, where)])
+    yield from _check_length(video, rules, where)
+    yield from _check_condition(rules, context, where)
     # Beside the condition, one latent frame must be left to train.
     return replace(rules, minimum=max(minimum, stride + 1)) if is_i2v else rules
 

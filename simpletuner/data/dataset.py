@@ -19,10 +19,10 @@ from simpletuner.config.values import Size
 from simpletuner.data.buckets import BucketRules, Geometry
 from simpletuner.data.chance import fraction
 from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
-from simpletuner.data.context import DataContext
 from simpletuner.data.discovery import FileFacts, pair_key, save_index
+from simpletuner.data.entries import DataContext
 from simpletuner.data.sample import EXPECTED, LedgerEntry, Rejected, Sample, size_text
-from simpletuner.errors import Problem, shorten
+from simpletuner.errors import Problem, Problems, shorten
 
 # A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this share.
 STRETCH_TOLERANCE = 0.02
@@ -359,7 +359,7 @@ def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:
     yield Problem(f"{dataset.id}.resolution", message, fatal=False)
 
 
-def check_amount(dataset: Dataset, context: DataContext, problems: list[Problem]) -> Dataset:
+def check_amount(dataset: Dataset, context: DataContext, problems: Problems) -> Dataset:
     """Report a dataset that cannot fill one optimizer step, or raise its repeats where that is allowed."""
     count = len(dataset.samples)
     if not count:

@@ -18,6 +18,7 @@ from functools import cache
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -26,9 +27,11 @@ from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.config.values import Size
 from simpletuner.data import files
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, is_clip, probe_clip
-from simpletuner.data.context import DataContext
 from simpletuner.data.media import PICTURE_SUFFIXES, probe
 from simpletuner.data.sample import Rejected
+
+if TYPE_CHECKING:  # it reads folders by this module
+    from simpletuner.data.entries import DataContext
 
 CAPTION_SUFFIX = ".txt"
 

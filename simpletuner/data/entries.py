@@ -1,16 +1,133 @@
-"""The entries of a dataset file: how they refer to each other, and what is checked before any file is read."""
+"""The entries of a dataset file: what they take from the run, how they refer to each other, and what is checked before
+any file is read."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.config.remote import check_source
-from simpletuner.data.context import DataContext
-from simpletuner.data.discovery import is_readable, load_index
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.config.schema import CachingConfig, DatasetDefaults, RunConfig
+from simpletuner.data.discovery import Scan, is_readable, load_index
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean
+from simpletuner.models.spec import FamilySpec, Task
+
+
+class ProgressBar(Protocol):
+    """Receives progress; whoever shows it stands above."""
+
+    def advance(self, count: int = 1, note: str = "") -> None: ...
+
+
+# Lists remote entries whose defaults are filled in, and may download them: what each consists of, by id.
+Collect = Callable[[Sequence[DatasetConfig], "DataContext", Problems], Mapping[str, Scan]]
+
+
+@dataclass(frozen=True)
+class DataContext:
+    """The settings of a run that decide what is trained.
+
+    Attributes:
+        defaults: run-wide defaults of dataset keys.
+        spec, task: the model family and the task of its flavour.
+        latent_root: parent folder of the latent caches of datasets that name none.
+        text_root: text cache of datasets that name none.
+        download_root: parent folder of the downloads of datasets that name none.
+        output_dir: of the run.
+        frame_rate: default frames per second of clips; None for picture families.
+        train_batch_size, gradient_accumulation_steps, num_processes: their product is one optimizer step.
+        collect: the door to remote datasets; None refuses them.
+        seed: for crop positions and random aspects. None, if the user set no seed, makes them depend on file names
+            alone, so that the next run, which draws another seed, finds its latents in the cache.
+        caching: of the run: how caches are written, which files are moved, and how many threads read files.
+    """
+
+    defaults: DatasetDefaults
+    spec: FamilySpec
+    task: Task
+    latent_root: Path
+    text_root: Path
+    download_root: Path = Path("output/cache")
+    output_dir: Path = Path("output")
+    frame_rate: float | None = None
+    train_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    num_processes: int = 1
+    collect: Collect | None = None
+    seed: int | None = None
+    caching: CachingConfig = field(default_factory=CachingConfig)
+
+    @classmethod
+    def of(cls, config: RunConfig, spec: FamilySpec, task: Task, collect: Collect | None = None) -> DataContext:
+        """Select from a run's settings what concerns datasets."""
+        run = config.run
+        cache = Path(run.cache_dir or f"{run.output_dir}/cache")
+        return cls(
+            defaults=config.datasets,
+            spec=spec,
+            task=task,
+            latent_root=Path(run.cache_dir_vae or cache / "vae").expanduser() / spec.name,
+            text_root=Path(run.cache_dir_text or cache / "text").expanduser() / spec.name,
+            download_root=cache.expanduser(),
+            output_dir=Path(run.output_dir).expanduser(),
+            frame_rate=config.validation.framerate or spec.frame_rate if spec.media == "video" else None,
+            train_batch_size=config.schedule.train_batch_size,
+            gradient_accumulation_steps=config.schedule.gradient_accumulation_steps,
+            num_processes=config.launch.num_processes,
+            collect=collect,
+            # 0 and -1 ask for another seed in each run, see `DataContext.seed`.
+            seed=run.seed if run.seed is not None and run.seed > 0 else None,
+            caching=config.caching,
+        )
+
+    def fill(self, config: DatasetConfig) -> DatasetConfig:
+        """The entry with all defaults filled in except `repeats`, where None means that the user did not set it."""
+        unset = {key for key, value in config if value is None}
+        values = {key: value for key, value in self._defaults(config).items() if key in unset}
+        # From here on a remote dataset is the folder of its downloads.
+        if config.type != "local":
+            values["instance_data_dir"] = str(self._downloads(config))
+        for key in ("instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file"):
+            if folder := values.get(key) or getattr(config, key):
+                values[key] = str(Path(folder).expanduser())
+        return config.model_copy(update=values)
+
+    def _defaults(self, config: DatasetConfig) -> dict[str, Any]:
+        """What an entry takes where it says nothing: the family's defaults, the run's, and what follows from others."""
+        is_eval, random_crops = config.dataset_type == "eval", "random" in (config.crop_aspect, config.crop_style)
+        family = {key: self.spec.defaults.get(key) for key in ("resolution", "aspect_bucket_alignment")}
+        return {
+            # What comes later wins: defaults of the run before those of the family.
+            **family,
+            **{key: value for key, value in self.defaults if value is not None},
+            **({"caption_strategy": config.type} if config.type in ("csv", "huggingface") else {}),
+            # Evaluation reads sample by sample (`BatchReader.read_sample`).
+            "train_batch_size": 1 if is_eval else self.train_batch_size,
+            "compress_cache": self.caching.compress_disk_cache,
+            "vae_cache_disable": self.caching.vae_cache_disable,
+            "delete_problematic_images": self.caching.delete_problematic_images,
+            "delete_unwanted_images": self.caching.delete_unwanted_images,
+            "cache_dir_vae": str(self.latent_root / _folder_name(config.id)),
+            # Other crops would make the evaluation loss incomparable between epochs.
+            "vae_cache_clear_each_epoch": config.crop and random_crops and not is_eval,
+        }
+
+    def _downloads(self, config: DatasetConfig) -> Path:
+        """Where the files of a remote entry are downloaded to."""
+        hub = (config.huggingface_cache_dir or config.cache_dir) if config.type == "huggingface" else None
+        named = config.csv_cache_dir if config.type == "csv" else hub
+        return Path(named or self.download_root / config.type / _folder_name(config.id))
+
+
+def _folder_name(dataset_id: str) -> str:
+    """The id without characters that could lead out of the cache folder."""
+    name = "".join("_" if character in '/\\:*?"<>|' else character for character in dataset_id)
+    return name.replace("..", "__")
+
 
 FILE_KINDS = ("image", "video", "conditioning", "eval")
 CACHE_KINDS = ("text_embeds", "image_embeds")
@@ -32,7 +149,7 @@ def text_entry_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> Da
     return next(iter([*named, *defaults, *texts]), None)
 
 
-def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig], problems: list[Problem]) -> str | None:
+def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> Reading[str | None]:
     """Latent folder of an entry with its defaults filled in: that of the image_embeds entry it names, or its own."""
     if config.image_embeds is None:
         return config.cache_dir_vae
@@ -41,7 +158,7 @@ def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig], probl
         choices = ", ".join(known) or "there are none"
         hint = did_you_mean(config.image_embeds, list(known))
         message = f"{config.image_embeds!r} is not the id of an image_embeds entry ({choices}).{hint}"
-        problems.append(Problem(f"{config.id}.image_embeds", message))
+        yield Problem(f"{config.id}.image_embeds", message)
         return config.cache_dir_vae
     named = known[config.image_embeds]
     # In this order, since `fill` gives every entry a cache_dir_vae.
@@ -185,16 +302,13 @@ def _check_start(trained: Sequence[DatasetConfig]) -> Iterator[Problem]:
     elif not drawn:
         yield Problem("probability", "is 0 for every dataset: nothing would be trained on.")
     elif not any(config.start_epoch <= 1 and config.start_step <= 1 for config in drawn):
-        message = "no dataset takes part at the start; one must start at epoch 1 and step 0."
-        yield Problem("start_epoch", message)
+        yield Problem("start_epoch", "no dataset takes part at the start; one must start at epoch 1 and step 0.")
     for config in trained:
         if config.probability == 0:
             yield Problem(f"{config.id}.probability", "is 0: the dataset is not used.", fatal=False)
 
 
-def link_partners(
-    configs: Sequence[DatasetConfig], context: DataContext, problems: list[Problem]
-) -> dict[str, list[DatasetConfig]]:
+def link_partners(configs: Sequence[DatasetConfig], context: DataContext) -> Reading[dict[str, list[DatasetConfig]]]:
     """The conditioning entries that each dataset is paired with and that the flavour can use."""
     conditioning = {config.id: config for config in configs if config.is_conditioning}
     links: dict[str, list[DatasetConfig]] = {}
@@ -206,10 +320,10 @@ def link_partners(
         # Entries that the flavour cannot use are not unused: `_check_link` warns of them.
         unused = [name for name in unused if conditioning[name] not in entries]
         links[config.id] = [entry for entry in entries if _is_usable(entry, context)]
-        problems.extend(problem for entry in entries for problem in _check_link(entry, config, context))
-        problems.extend(_check_partners(config, links[config.id], context))
+        yield from (problem for entry in entries for problem in _check_link(entry, config, context))
+        yield from _check_partners(config, links[config.id], context)
     message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
-    problems.extend(Problem(name, message, fatal=False) for name in unused)
+    yield from (Problem(name, message, fatal=False) for name in unused)
     return links
 
 

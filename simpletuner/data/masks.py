@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from simpletuner.data.clips import ClipRules, retry_once
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset, is_stretched
 from simpletuner.data.discovery import FileFacts
+from simpletuner.data.entries import DataContext
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import fit
 from simpletuner.data.sample import Sample
@@ -96,8 +96,7 @@ def check_mask_sizes(dataset: Dataset, masks: Dataset) -> Iterator[Problem]:
     reasons = {name: _misfit(name, facts, mask, dataset.clips) for name, facts, mask in pairs if mask and mask.width}
     wrong = [f"{masks.name_for(name)} {why}" for name, why in reasons.items() if why]
     if wrong:
-        message = f"{len(wrong)} masks do not fit the files of {dataset.id}: {shorten(wrong)}."
-        yield Problem(masks.id, message)
+        yield Problem(masks.id, f"{len(wrong)} masks do not fit the files of {dataset.id}: {shorten(wrong)}.")
 
 
 def _misfit(name: str, own: FileFacts, mask: FileFacts, rules: ClipRules | None) -> str | None:

@@ -80,7 +80,7 @@ def reader_problem(kind: str) -> str | None:
         try:
             importlib.import_module("pillow_heif").register_heif_opener()
         except ImportError:
-            return "is in HEIC format, which needs a package: pip install 'simpletuner[heic]'"
+            return "is in HEIC format, which needs a package: pip install 'pillow-heif>=0.22,<2'"
     return None
 
 

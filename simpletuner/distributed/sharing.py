@@ -13,7 +13,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from simpletuner.data.context import ProgressBar
+from simpletuner.data.entries import ProgressBar
 from simpletuner.distributed.requests import Stop
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted

@@ -119,6 +119,8 @@ class TokenRouting:
     tables: Mapping[int, Callable[[Any, Tensor], Any]]
 
 
+# Tokens of a sample -> pairs of tiles that block-sparse attention visited, a number on the device, and all pairs.
+TileCounts = dict[int, tuple[Tensor, int]]
 Forward = Callable[..., Any]
 Compiler = Callable[[Forward], Forward]
 
@@ -136,6 +138,7 @@ class BlockLayout:
         routing: None if a visual block needs all tokens.
         compiled: (compiler, forward of a block) -> that forward, compiled for all sizes; None if it has to be compiled
             for each.
+        take_tiles: what block-sparse attention visited in training since the last call.
     """
 
     groups: Mapping[str, nn.ModuleList]
@@ -144,6 +147,7 @@ class BlockLayout:
     order: Callable[[int, int, int], Tensor] = raster_order
     routing: TokenRouting | None = None
     compiled: Callable[[Compiler, Forward], Forward] | None = None
+    take_tiles: Callable[[], TileCounts] = dict
 
     @property
     def blocks(self) -> list[nn.Module]:

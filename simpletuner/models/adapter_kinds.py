@@ -10,9 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from simpletuner.config.lora import LoraConfig
-from simpletuner.errors import Problem
+from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig
+from simpletuner.errors import Problem, Reading
+from simpletuner.models import lora_keys
 from simpletuner.models.cost import Adapters, Shape
 from simpletuner.models.lora_keys import Targets, matching_modules
+from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
 
 Shapes = Mapping[str, Shape]  # of the weights of a transformer's layers, by layer
@@ -26,15 +29,19 @@ class AdapterKind:
         add: `module:function` that freezes a transformer and adds the adapter: (transformer, settings, targets, family,
             seed=, dtype=) -> `Trained`. None for a LoRA, which is part of the core.
         numbers: (settings, family, targets, shapes) -> trained numbers by layer. None for a LoRA, whose rank says them.
-        layers: (settings, family, shapes, problems, quantised=) -> the layers that the kind's own file chooses, with
-            the problems of that file. None where `peft_lora_target_modules` chooses them.
+        layers: (settings, family, shapes, quantised) -> the layers that the kind's own file chooses, and the problems
+            of that file. None where `peft_lora_target_modules` chooses them.
         takes_any_rank: also one above the width of a layer.
+        settings_file: the key of the kind's own file, if it has one.
+        no_slider: why its strength cannot be multiplied; empty if it can.
     """
 
     add: str | None = None
     numbers: Callable[[LoraConfig, FamilySpec, Targets, Shapes], dict[str, int]] | None = None
-    layers: Callable[[LoraConfig, FamilySpec, Shapes, list[Problem], bool], list[str]] | None = None
+    layers: Callable[[LoraConfig, FamilySpec, Shapes, bool], Reading[list[str]]] | None = None
     takes_any_rank: bool = False
+    settings_file: str = ""
+    no_slider: str = ""
 
 
 LORA = AdapterKind()
@@ -52,3 +59,26 @@ def planned_adapters(config: LoraConfig, spec: FamilySpec, targets: Targets, sha
     numbers = adapter_kind(config).numbers
     products = numbers(config, spec, targets, shapes) if numbers else {}
     return Adapters(config.lora_rank, frozenset(products if numbers else matching_modules(shapes, targets)), products)
+
+
+def trained_layers(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Reading[Targets]:
+    """The layers that get an adapter, and what is wrong with this choice and with `init_lora`."""
+    value = "slider" if config.lora.slider_lora_target else config.lora.peft_lora_target_modules
+    targets = yield from lora_keys.resolve_targets(value, spec)
+    if config.model.model_type != "lora":
+        return targets
+    # Old formats do not list their weights without being loaded; they are checked then.
+    shapes, kind = source["transformer"].weight_shapes(), adapter_kind(config.lora)
+    if kind.layers:
+        quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
+        return (yield from kind.layers(config.lora, spec, lora_keys.weights_of(shapes), quantised))
+    modules = lora_keys.linear_modules(shapes)
+    yield from lora_keys.check_init_lora(config.lora, list(modules), targets)
+    if modules:
+        yield from lora_keys.check_targets(modules, targets)
+    # Above the narrower side of a weight, a rank adds numbers and no freedom.
+    narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
+    if narrowest is not None and config.lora.lora_rank > narrowest and not kind.takes_any_rank:
+        message = f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
+        yield Problem("lora_rank", message, fatal=False)
+    return targets

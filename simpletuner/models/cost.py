@@ -29,6 +29,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # per number
 # Cost of the backward pass of attention relative to its forward pass. dQ, dK, dV and dP are four matrix products, the
 # forward pass has two; a flash kernel recomputes the scores as well (Dao 2023, arXiv 2307.08691, section 2.3).
 ATTENTION_BACKWARD, FLASH_BACKWARD = 2.0, 2.5
+LENGTHS = ("token", "text")
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,22 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of matrix products (`linear`) and of softmax attention."""
+    """FLOPs of matrix products (`linear`), of dense softmax attention, and of block-sparse attention (`sparse`)."""
 
     linear: float = 0.0
     attention: float = 0.0
+    sparse: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.linear + other.linear, self.attention + other.attention)
+        return Work(self.linear + other.linear, self.attention + other.attention, self.sparse + other.sparse)
 
     def times(self, linear: float, attention: float | None = None) -> Work:
-        return Work(self.linear * linear, self.attention * (linear if attention is None else attention))
+        factor = linear if attention is None else attention
+        return Work(self.linear * linear, self.attention * factor, self.sparse * factor)
 
     @property
     def total(self) -> float:
-        return self.linear + self.attention
+        return self.linear + self.attention + self.sparse
 
 
 @dataclass(frozen=True)
@@ -233,6 +236,7 @@ class TransformerCost:
         unit: how many tokens a route keeps or drops together.
         tiles: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
         compiled: blocks with adapters are compiled.
+        density: tokens of a sample -> share of the pairs of tokens that block-sparse attention computes; None if all.
     """
 
     table: CostTable
@@ -241,6 +245,7 @@ class TransformerCost:
     unit: int = 1
     tiles: Callable[[BatchShape, int], TileBytes] = field(default=lambda batch, size: TileBytes())
     compiled: bool = False
+    density: Callable[[int], float] | None = None
 
     @cached_property
     def blocks(self) -> list[str]:
@@ -411,11 +416,11 @@ class TransformerCost:
         numbers = {"width": self.hidden, "head": self.head, "text": batch.text, "token": batch.tokens}
         work = Work()
         for words, factor in self.table.flops[block].items():
-            flops, lengths = (
-                factor * product_of(words, numbers),
-                sum(word in ("token", "text") for word in words.split()),
-            )
-            work += Work(attention=flops) if lengths == 2 else Work(linear=flops)
+            flops, lengths = factor * product_of(words, numbers), [each for each in words.split() if each in LENGTHS]
+            if self.density is not None and lengths == ["token", "token"]:
+                work += Work(sparse=flops * self.density(batch.tokens))
+            else:
+                work += Work(attention=flops) if len(lengths) == 2 else Work(linear=flops)
         return work
 
     @remembered

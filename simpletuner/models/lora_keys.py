@@ -15,9 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.json_files import read_json
 from simpletuner.config.lora import LoraConfig
-from simpletuner.errors import Problem, UserError, did_you_mean, shorten
+from simpletuner.config.values import read_json
+from simpletuner.errors import Problem, Problems, Reading, UserError, did_you_mean, shorten
 from simpletuner.headers import EXPONENTS, LENGTH_BYTES, METADATA, header_end, not_finite, read_header
 from simpletuner.models.source import HUB_ID, WeightsError, tensor_shapes, weights_header
 from simpletuner.models.spec import FamilySpec
@@ -26,16 +26,16 @@ LORA_TARGETS = "peft_lora_target_modules"
 Targets = list[str] | str
 
 
-def resolve_targets(value: Any, spec: FamilySpec, problems: list[Problem]) -> Targets:
+def resolve_targets(value: Any, spec: FamilySpec) -> Reading[Targets]:
     """Resolve a value of `peft_lora_target_modules`; None is the family's default."""
     if value is None:
         return list(spec.lora_targets)
     if isinstance(value, str) and value in spec.lora_presets:
         return spec.lora_presets[value]
     if isinstance(value, str):
-        value = _read_list(value, spec, problems)
+        value = yield from _read_list(value, spec)
     if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
-        problems.append(Problem(LORA_TARGETS, f"{value!r} is not a list of module names."))
+        yield Problem(LORA_TARGETS, f"{value!r} is not a list of module names.")
         return list(spec.lora_targets)
     return value
 
@@ -80,12 +80,13 @@ def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
     }
 
 
-def _read_list(value: str, spec: FamilySpec, problems: list[Problem]) -> Any:
+def _read_list(value: str, spec: FamilySpec) -> Reading[Any]:
     """The content of a JSON file, or the names of a comma-separated list."""
     if value.endswith(".json") or "/" in value:
-        known = len(problems)
-        content = read_json(Path(value), problems)
-        return list(spec.lora_targets) if len(problems) > known and content is None else content
+        problems = Problems()
+        content = problems.take(read_json(Path(value)))
+        yield from problems
+        return list(spec.lora_targets) if problems.are_fatal else content
     return [name.strip() for name in value.split(",")]
 
 
@@ -153,10 +154,8 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
     key, path = "init_lora", lora_file(Path(config.init_lora or "").expanduser())
     if config.init_lora is None:
         return
-    problems: list[Problem] = []
-    shapes = read_shapes(key, path, problems)
-    yield from problems
-    if problems:
+    shapes = yield from read_shapes(key, path)
+    if not shapes:
         return
     if any(marker in name for name in shapes for marker in OTHER_KINDS):
         message = f"{str(path)!r} holds a LoKr or LoHa, whose weights no LoRA can start from; take the LoRA beside it."
@@ -186,7 +185,7 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
         yield Problem(key, f"{message} Name them in peft_lora_target_modules to keep them.", fatal=False)
 
 
-def read_shapes(key: str, path: Path, problems: list[Problem]) -> dict[str, tuple[int, ...]]:
+def read_shapes(key: str, path: Path) -> Reading[dict[str, tuple[int, ...]]]:
     """Names and shapes in the LoRA file of a key; empty, with a problem, if it cannot be used."""
     try:
         if not path.is_file():
@@ -196,7 +195,7 @@ def read_shapes(key: str, path: Path, problems: list[Problem]) -> dict[str, tupl
             raise WeightsError(fault)
         return shapes
     except WeightsError as error:
-        problems.append(Problem(key, f"{str(path)!r} {error}."))
+        yield Problem(key, f"{str(path)!r} {error}.")
         return {}
 
 
@@ -292,10 +291,8 @@ def check_lora_file(key: str, path: Path, modules: Mapping[str, tuple[int, int]]
         modules: (out, in) features of the model's linear layers; empty if it is not on this machine.
         family: of the model.
     """
-    problems: list[Problem] = []
-    shapes = read_shapes(key, path, problems)
-    yield from problems
-    if problems:
+    shapes = yield from read_shapes(key, path)
+    if not shapes:
         return
     trained_on = family_in_header(path)
     if trained_on not in ("", family):

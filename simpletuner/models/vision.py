@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.crepa import PATCH
+from simpletuner.config.alignment import PATCH
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.source import HUB_ID, Part
 

@@ -1,4 +1,4 @@
-"""From typed settings to a plan: what will be trained, on which data, for how long, and every problem found.
+"""From layers of settings to a plan: what will be trained, on which data, for how long, and every problem found.
 
 Nothing here loads a weight or imports torch, and nothing is written but files of remote datasets, and those only if the
 arguments allow it. Problems are collected and reported together.
@@ -15,39 +15,124 @@ from pathlib import Path
 from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig, read_datasets
-from simpletuner.config.load import raise_if_fatal
-from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig
-from simpletuner.config.sources import Arguments, dataset_file
+from simpletuner.config.load import Layer, canonical, resolve, with_family
+from simpletuner.config.schema import RunConfig
+from simpletuner.config.sources import Arguments, dataset_file, locate
 from simpletuner.data.build import build_datasets
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
+from simpletuner.data.entries import DataContext
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import Sampler
 from simpletuner.distributed.world import World
-from simpletuner.errors import ConfigError, Problem
-from simpletuner.models.adapter_kinds import adapter_kind
-from simpletuner.models.lora_keys import (
-    Targets,
-    check_init_lora,
-    check_targets,
-    linear_modules,
-    matching_modules,
-    resolve_targets,
-    weights_of,
-)
+from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, result_of
+from simpletuner.models.adapter_kinds import trained_layers
+from simpletuner.models.lora_keys import Targets
+from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import FamilySpec
+from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.checks import check_config, check_prompts, check_total, findings, worth_reporting
 from simpletuner.plan.dataset_checks import check_cache_folders, check_datasets
 from simpletuner.plan.environment import as_launched, check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data, identify
-from simpletuner.plan.settings import Settings, find_flavour, read_layers, resolve_layers, settle_task
 from simpletuner.techniques.spec import TechniqueSpec, TrainedData, chosen_techniques
 from simpletuner.training.manifest import Checkpoint, Identity, result_step
 from simpletuner.validation.prompts import ValidationPrompt, adapter_runs, check_adapters, collect_prompts, fit_sizes
 
 # Rounds of previews between start and end, and the fewest steps between two, if the user set no interval.
 MILESTONES, SHORTEST_INTERVAL = 8, 100
+# What a plan is for: a run, pictures from its result, a look at the datasets, or a form that is being filled in.
+Purpose = Literal["train", "sample", "survey", "draft"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All keys of a run and the model that they name, before any file of a dataset is read."""
+
+    config: RunConfig
+    spec: FamilySpec
+    flavour: Flavour
+    source: ModelSource
+
+    @classmethod
+    def of(cls, config: RunConfig, spec: FamilySpec, flavour: Flavour, source: ModelSource | None = None) -> Settings:
+        """With the pixel grid that the checkpoint needs, unless the user set one.
+
+        Args:
+            source: the parts of the model; by default those that the settings name.
+        """
+        source = source or ModelSource.from_config(spec, flavour, config)
+        spec = spec.for_checkpoint(flavour, source)
+        if not config.is_explicit("aspect_bucket_alignment"):
+            # Written into the config, since datasets take what they leave unset from it.
+            grid = {"aspect_bucket_alignment": spec.defaults["aspect_bucket_alignment"]}
+            config = replace(config, datasets=config.datasets.model_copy(update=grid))
+        return cls(config, spec, flavour, source)
+
+
+def read_layers(arguments: Arguments) -> Reading[tuple[list[Layer], Path]]:
+    """The layers of files, environment and command line, the weakest first, and the folder of the config file."""
+    located = yield from locate(arguments.selectors)
+    extended = yield from arguments.extended(located.extra_arguments)
+    return [*located.layers, extended.layer()], located.folder
+
+
+def resolve_layers(layers: Sequence[Layer]) -> Reading[tuple[RunConfig, FamilySpec | None]]:
+    """The settings with the defaults of the family that they name; None if it is unknown."""
+    spec = yield from find_family(layers)
+    config = yield from resolve(with_family(layers, spec.defaults, spec.fixed) if spec else layers)
+    return config, spec
+
+
+def find_family(layers: Sequence[Layer]) -> Reading[FamilySpec | None]:
+    """The family named by the layer with the highest precedence, which is the last one, as its flavour has it."""
+    # Family and flavour may come from different layers.
+    named: dict[str, str] = {}
+    for layer in layers:
+        # resolve() reports the problems, and a missing family.
+        named |= {key: str(value) for key, value in result_of(canonical(layer)).items() if value is not None}
+    if "model_family" not in named:
+        return None
+    name = canonical_family_name(named["model_family"])
+    if name in FAMILIES:
+        return FAMILIES[name].for_flavour(named.get("model_flavour"))
+    message = f"{named['model_family']!r} is not one of: {', '.join(FAMILIES)}.{did_you_mean(name, FAMILIES)}"
+    yield Problem("model_family", message)
+    return None
+
+
+def find_flavour(config: RunConfig, spec: FamilySpec) -> Reading[Flavour]:
+    """The flavour that the settings name; the default one in place of an unknown name."""
+    name, names = config.model.model_flavour, spec.flavour_names
+    if name is None or name in names:
+        return spec.flavour(name)
+    if elsewhere := [family for family, each in FAMILIES.items() if name in each.flavour_names]:
+        message = f"{name!r} belongs to {elsewhere[0]}; {spec.name} has: {', '.join(names)}."
+    else:
+        message = f"{name!r} is not one of: {', '.join(names)}.{did_you_mean(name, names)}"
+        message += " For another checkpoint set pretrained_model_name_or_path."
+    yield Problem("model_flavour", message)
+    return spec.flavours[0]
+
+
+def settle_task(flavour: Flavour, entries: Sequence[DatasetConfig]) -> tuple[Flavour, list[DatasetConfig]]:
+    """The flavour with the task that the datasets select, and the datasets with `is_i2v` resolved.
+
+    Only a flavour with a `dataset_task` has a choice: it takes that task as soon as one trained dataset sets
+    `video.is_i2v`. The other datasets of the run are still trained from noise alone.
+    """
+    if flavour.dataset_task is None:
+        return flavour, list(entries)
+    if any(entry.is_trained and entry.video.is_i2v for entry in entries):
+        flavour = replace(flavour, task=flavour.dataset_task)
+    return flavour, [_resolve_i2v(entry) for entry in entries]
+
+
+def _resolve_i2v(entry: DatasetConfig) -> DatasetConfig:
+    if not entry.holds_clips:
+        return entry
+    # Unset becomes false: with a `dataset_task`, clips are trained from noise unless they say otherwise.
+    video = entry.video.model_copy(update={"is_i2v": bool(entry.video.is_i2v)})
+    return entry.model_copy(update={"video": video})
 
 
 @dataclass(frozen=True)
@@ -129,10 +214,11 @@ class Plan(Settings):
         return make_sampler(self.trained, self.config, self.seed, world)
 
 
-def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["train", "survey"] = "train") -> Plan:
+def make_plan(arguments: Arguments, purpose: Literal["train", "survey"] = "train") -> Plan:
     """Check everything that can be checked before weights are loaded, and resolve every open setting.
 
     Args:
+        arguments: their `problems` receive whatever is wrong or worth knowing.
         purpose: of a survey, datasets need not have captions, or enough samples; what is wrong with their files is in
             the plan's warnings.
 
@@ -140,20 +226,21 @@ def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["t
         ConfigError: with every problem at once.
     """
     # What is asked for: settings, processes, the entries of the dataset file.
-    layers, folder = read_layers(arguments, problems)
-    config, spec = resolve_layers(layers, problems)
+    problems = arguments.problems
+    layers, folder = problems.take(read_layers(arguments))
+    config, spec = problems.take(resolve_layers(layers))
     problems.extend(check_environment())
-    config = as_launched(config, problems)
-    path = dataset_file(config.run.data_backend_config, folder, problems)
+    config = problems.take(as_launched(config))
+    path = problems.take(dataset_file(config.run.data_backend_config, folder))
     placeholders = {"model_family": spec.name if spec else "", "output_dir": config.run.output_dir}
-    entries = read_datasets(path, problems, placeholders=placeholders)
+    entries = problems.take(read_datasets(path, placeholders=placeholders))
     problems.extend(check_cache_folders(entries))
     # Without a family, only the rules for all families can add to the list.
     if spec is None:
         raise ConfigError([*problems, *check_config(config)])
     # The model, which the rules and the sizes of buckets depend on.
-    flavour, entries = settle_task(find_flavour(config, spec, problems), entries)
-    settings = Settings.of(config, spec, flavour, ModelSource.from_config(spec, flavour, config))
+    flavour, entries = settle_task(problems.take(find_flavour(config, spec)), entries)
+    settings = Settings.of(config, spec, flavour)
     problems.extend(worth_reporting(findings(settings, purpose), config))
     # So far, settings and headers of weights; from here on, the files of the datasets.
     context = DataContext.of(settings.config, settings.spec, flavour.task, arguments.collect)
@@ -161,16 +248,16 @@ def make_plan(arguments: Arguments, problems: list[Problem], purpose: Literal["t
         return _survey(settings, entries, context, problems)
     texts = [entry for entry in entries if entry.is_text_embeds]
     plan = Plan(**vars(settings), dataset_file=path, text_caches=texts)
-    return _plan_run(_plan_model(plan, problems), entries, context, problems)
+    return _plan_run(problems.take(_plan_model(plan)), entries, context, problems)
 
 
-def _survey(settings: Settings, entries: list[DatasetConfig], context: DataContext, problems: list[Problem]) -> Plan:
-    found = list[Problem]()
+def _survey(settings: Settings, entries: list[DatasetConfig], context: DataContext, problems: Problems) -> Plan:
+    found = Problems()
     datasets = build_datasets(entries, context, found)
     ids = {dataset.id for dataset in datasets}
     # A problem of a dataset as a whole, and not of one of its keys, is about its files.
     problems.extend(problem for problem in found if problem.where not in ids)
-    raise_if_fatal(problems)
+    problems.raise_if_fatal()
     return Plan(**vars(settings), datasets=datasets, warnings=[replace(each, fatal=False) for each in found])
 
 
@@ -185,39 +272,40 @@ def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world
     )
 
 
-def _plan_model(plan: Plan, problems: list[Problem]) -> Plan:
+def _plan_model(plan: Plan) -> Reading[Plan]:
     """What needs no datasets: the layers that are trained, previews, and the checkpoint to continue from."""
     config, spec, source = plan.config, plan.spec, plan.source
-    targets = _check_lora(config, spec, source, problems)
-    prompts = collect_prompts(config.validation, problems)
-    problems.extend(check_prompts(config, prompts))
+    targets = yield from trained_layers(config, spec, source)
+    prompts = yield from collect_prompts(config.validation)
+    yield from check_prompts(config, prompts)
     # Their layers are compared with those of the checkpoint, so not without one.
-    problems.extend(check_adapters(config, spec.name, source, prompts) if not source.problems() else [])
+    if not source.problems():
+        yield from check_adapters(config, spec.name, source, prompts)
     lora_bytes = max((run.size for run in adapter_runs(config)), default=0) if prompts else 0
-    sizes = preview_sizes(config, spec, problems)
+    sizes = yield from preview_sizes(config, spec)
     plan = replace(plan, lora_targets=targets, prompts=prompts, sizes=sizes, lora_bytes=lora_bytes)
     # Before the seed, which a continued run takes from its checkpoint.
-    resume = check_resume(plan, problems)
+    resume = yield from check_resume(plan)
     return replace(plan, resume=resume, seed=decide_seed(config.run.seed, resume))
 
 
-def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, problems: list[Problem]) -> Plan:
+def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, problems: Problems) -> Plan:
     config, spec, flavour = plan.config, plan.spec, plan.flavour
     # The datasets, with all their files listed and measured.
     plan = replace(plan, datasets=build_datasets(entries, context, problems) if entries else [])
-    if not plan.trained and not any(problem.fatal for problem in problems):
+    if not plan.trained and not problems.are_fatal:
         problems.append(Problem("data_backend_config", "names no dataset to train on."))
     problems.extend(check_datasets(config, spec, flavour, plan.datasets))
     # What follows needs whole datasets: with problems so far it would only report their consequences.
-    raise_if_fatal(problems)
+    problems.raise_if_fatal()
     buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}
     problems.extend(spec.checks.sizes(config, flavour, plan.sizes, buckets))
     # The length needs the order of samples, and that the buckets.
-    plan = replace(plan, same_data=has_same_data(plan, problems), length=plan_length(config, plan.sampler()))
+    plan = replace(plan, same_data=problems.take(has_same_data(plan)), length=plan_length(config, plan.sampler()))
     plan = replace(plan, config=with_milestones(config, plan.length.total_steps))
     problems.extend(check_total(config, plan.length.total_steps))
     problems.extend(_check_last_epoch(plan))
-    raise_if_fatal(problems)
+    problems.raise_if_fatal()
     # Several checks may warn of the same.
     return replace(plan, warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)))
 
@@ -256,32 +344,10 @@ def count_batches(sampler: Sampler, epochs: int) -> int:
     return sum((last - first) * sampler.batches_per_epoch(first) for first, last in itertools.pairwise(edges))
 
 
-def _check_lora(config: RunConfig, spec: FamilySpec, source: ModelSource, problems: list[Problem]) -> Targets:
-    value = "slider" if config.lora.slider_lora_target else config.lora.peft_lora_target_modules
-    targets = resolve_targets(value, spec, problems)
-    if config.model.model_type != "lora":
-        return targets
-    # Old formats do not list their weights without being loaded; they are checked then.
-    shapes, kind = source["transformer"].weight_shapes(), adapter_kind(config.lora)
-    if kind.layers:
-        quantised = config.precision.base_model_precision not in PLAIN_PRECISIONS
-        return kind.layers(config.lora, spec, weights_of(shapes), problems, quantised)
-    modules = linear_modules(shapes)
-    problems.extend(check_init_lora(config.lora, list(modules), targets))
-    if modules:
-        problems.extend(check_targets(modules, targets))
-    # Above the narrower side of a weight, a rank adds numbers and no freedom.
-    narrowest = min((min(modules[name]) for name in matching_modules(modules, targets)), default=None)
-    if narrowest is not None and config.lora.lora_rank > narrowest and not kind.takes_any_rank:
-        message = f"{config.lora.lora_rank} is more than the width of the narrowest layer ({narrowest})."
-        problems.append(Problem("lora_rank", message, fatal=False))
-    return targets
-
-
-def preview_sizes(config: RunConfig, spec: FamilySpec, problems: list[Problem]) -> list[tuple[int, int]]:
+def preview_sizes(config: RunConfig, spec: FamilySpec) -> Reading[list[tuple[int, int]]]:
     """Preview sizes. They are needed without previews too: Kandinsky fits its rope scale to them."""
     sizes = config.validation.validation_resolution or ()
-    return fit_sizes(sizes, spec, lenient=config.run.i_know_what_i_am_doing, problems=problems)
+    return (yield from fit_sizes(sizes, spec, lenient=config.run.i_know_what_i_am_doing))
 
 
 def _check_last_epoch(plan: Plan) -> Iterator[Problem]:

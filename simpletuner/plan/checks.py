@@ -5,23 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from simpletuner.config.json_files import check_unset
 from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate
 from simpletuner.config.precision import check_packages, check_products, text_encoder_dtype, transformer_dtype
-from simpletuner.config.publishing import check_publishing, check_typed, check_webhooks
+from simpletuner.config.publishing import check_publishing, check_trackers, check_typed, check_webhooks
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, RunConfig, all_options, family_groups
 from simpletuner.config.sources import COMMAND_LINE
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
-from simpletuner.config.trackers import check_trackers
+from simpletuner.config.values import check_unset
 from simpletuner.data.captions import control_token
 from simpletuner.errors import NoEffect, Problem, shorten
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault, vae_fault
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import check_folders, check_launch, check_offload, why_not_writable
-from simpletuner.plan.settings import Purpose, Settings
 from simpletuner.techniques.spec import check_encoders
 from simpletuner.validation.prompts import ValidationPrompt
+
+if TYPE_CHECKING:  # it checks by this module
+    from simpletuner.plan.build import Purpose, Settings
 
 HIGHEST_USUAL_RATE = 0.1
 # Without effect on families of pictures.

@@ -10,6 +10,7 @@ from simpletuner.config.schema import FlowConfig, RunConfig
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem, did_you_mean, within
+from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import check_folders
@@ -90,11 +91,10 @@ def _check_slider(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
         yield Problem(key, "has no effect: the dataset is not trained.", fatal=False)
     elif config.model.model_type == "full":
         yield Problem(key, "needs model_type lora: it is the strength of the LoRA.")
-    elif lora.lora_type == "lycoris":
-        yield Problem(key, "needs lora_type standard, lokr or loha, not lycoris.")
+    elif reason := adapter_kind(lora).no_slider:
+        yield Problem(key, f"{reason}.")
     elif dataset.config.is_regularisation_data:
-        message = "and is_regularisation_data exclude each other: that target is the model at strength 0."
-        yield Problem(key, message)
+        yield Problem(key, "and is_regularisation_data exclude each other: that target is the model at strength 0.")
     elif lora.use_dora or lora.lora_init_type in ("olora", "pissa"):
         with_it = "use_dora" if lora.use_dora else f"lora_init_type {lora.lora_init_type}"
         yield Problem(key, f"and {with_it} exclude each other: not all that it changes scales with the strength.")

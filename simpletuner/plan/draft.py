@@ -11,13 +11,11 @@ from typing import Any
 from simpletuner.config.load import Layer, resolve, with_family
 from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.config.sources import DATASET_FILE, launch_layer, read_env_layer
-from simpletuner.errors import NoEffect, Problem
+from simpletuner.errors import NoEffect, Problem, Problems, result_of
 from simpletuner.models.registry import FAMILIES
-from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.build import preview_sizes
+from simpletuner.plan.build import Settings, find_family, find_flavour, preview_sizes
 from simpletuner.plan.checks import check_total, findings, worth_reporting
-from simpletuner.plan.settings import Settings, find_family, find_flavour
 from simpletuner.validation.prompts import collect_prompts
 
 
@@ -101,25 +99,25 @@ class Draft:
         return self._latest[1]
 
     def _judge(self, values: Mapping[str, Any]) -> Judgement:
-        problems: list[Problem] = []
+        problems = Problems()
         path = self.file.with_name("config.env")
         # Its problems are about another file; the plan reports them.
-        beside = [read_env_layer(path, [])] if path.is_file() else []
+        beside = [result_of(read_env_layer(path))] if path.is_file() else []
         # As `locate` orders them; the draft stands for config.json.
         layers = [launch_layer(), *beside, Layer("", list(values.items()))]
         # The draft itself always names a family; an unknown one is judged as the first.
-        spec = find_family(layers[-1:], problems) or next(iter(FAMILIES.values()))
-        config = resolve(with_family(layers, spec.defaults, spec.fixed), problems)
-        flavour = find_flavour(config, spec, problems)
-        settings = Settings.of(config, spec, flavour, ModelSource.from_config(spec, flavour, config))
+        spec = problems.take(find_family(layers[-1:])) or next(iter(FAMILIES.values()))
+        config = problems.take(resolve(with_family(layers, spec.defaults, spec.fixed)))
+        flavour = problems.take(find_flavour(config, spec))
+        settings = Settings.of(config, spec, flavour)
         found = list(findings(settings, "draft"))
         problems += [*worth_reporting(found, config), *check_total(config, config.schedule.max_train_steps or 0)]
-        collect_prompts(config.validation, problems)
+        problems.take(collect_prompts(config.validation))
         # Writing the draft would replace its dataset file.
         if Path(config.run.data_backend_config or "").expanduser() == self.file:
             problems.append(Problem("data_backend_config", "is the file that these settings go to; choose another."))
         if not config.validation.validation_disable:
-            preview_sizes(config, settings.spec, problems)
+            problems.take(preview_sizes(config, settings.spec))
         # Reversed, so that the first of several reasons stays, as in `worth_reporting`.
         without_effect = {each.where: each.message for each in reversed(found) if isinstance(each, NoEffect)}
         return Judgement(**vars(settings), problems=problems, without_effect=without_effect)

@@ -24,9 +24,8 @@ from simpletuner.caching.catalogue import (
 from simpletuner.caching.keys import EncoderIdentity, checkpoint_identity
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.precision import text_encoder_dtype, text_encoder_storage, vae_dtype
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.entries import text_entry_of
+from simpletuner.data.entries import DataContext, text_entry_of
 from simpletuner.data.sample import Sample
 from simpletuner.plan.build import Plan
 from simpletuner.plan.environment import driver

@@ -12,7 +12,7 @@ from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.config.speed import graph_key
 from simpletuner.config.values import TRUE_WORDS, parse_flag
 from simpletuner.distributed.world import launched
-from simpletuner.errors import Problem, UserError
+from simpletuner.errors import Problem, Reading, UserError
 from simpletuner.reporting.log import log_level
 
 ALLOW_OTHER_BATCH_SIZE = "SIMPLETUNER_ALLOW_MODIFYING_BSZ"
@@ -32,8 +32,7 @@ def driver() -> str | None:
 def check_environment() -> Iterator[Problem]:
     """Variables with an invalid value."""
     if _other_batch_size() is None:
-        message = f"{os.environ[ALLOW_OTHER_BATCH_SIZE]!r} is not 0 or 1."
-        yield Problem(ALLOW_OTHER_BATCH_SIZE, message)
+        yield Problem(ALLOW_OTHER_BATCH_SIZE, f"{os.environ[ALLOW_OTHER_BATCH_SIZE]!r} is not 0 or 1.")
     try:
         log_level()
     except UserError as error:
@@ -45,19 +44,19 @@ def check_environment() -> Iterator[Problem]:
             yield Problem(name, f"is set, by an accelerate config or by hand; unset it. {instead}")
 
 
-def as_launched(config: RunConfig, problems: list[Problem]) -> RunConfig:
+def as_launched(config: RunConfig) -> Reading[RunConfig]:
     """The settings with the number of processes that a launcher has started, if one has."""
     try:
         place = launched(os.environ)
     except UserError as error:
-        problems.append(Problem("", str(error)))
+        yield Problem("", str(error))
         return config
     if place is None:
         return config
     # A launcher has decided already; the key could only contradict it.
     if config.is_explicit("num_processes") and config.launch.num_processes != place.size:
         message = f"{config.launch.num_processes}, but the launcher started {place.size} processes; leave it out."
-        problems.append(Problem("num_processes", message))
+        yield Problem("num_processes", message)
     # Rounded up: the last machine may have fewer processes.
     counts = {"num_processes": place.size, "num_machines": -(-place.size // place.local_size)}
     return config.with_values(counts, "the launcher")
@@ -91,7 +90,7 @@ def why_no_folder(key: str, folder: Path) -> Problem | None:
     return Problem(key, f"{str(folder)!r} cannot be a folder: {str(parent)!r} is a file.")
 
 
-def check_folders(folders: Mapping[str, str | None]) -> Iterator[Problem]:
+def check_folders(folders: Mapping[str, str | None]) -> Reading[None]:
     """Paths by key that must not be files."""
     for key, folder in folders.items():
         if folder and (problem := why_no_folder(key, Path(folder).expanduser())):

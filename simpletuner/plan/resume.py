@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.caching.keys import checkpoint_identity, digest
-from simpletuner.config.json_files import read_json
+from simpletuner.config.lora import LoraConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
 from simpletuner.config.precision import (
     quantisation,
@@ -21,8 +21,10 @@ from simpletuner.config.precision import (
     vae_dtype,
 )
 from simpletuner.config.schema import RunConfig
+from simpletuner.config.values import read_json
 from simpletuner.data.dataset import Dataset
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Reading, result_of
+from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.environment import allows_other_batch_size
@@ -32,11 +34,8 @@ if TYPE_CHECKING:  # it resumes by this module
     from simpletuner.plan.build import Plan
 
 # Trained weights and optimizer state do not fit another value of these; other settings may be changed on purpose.
-LORA = (
-    "lora_rank", "lora_alpha", "lora_init_type", "use_dora", "lora_type", "lokr_factor", "lora_plus_ratio",
-    "lycoris_config", "peft_lora_target_modules",
-)  # fmt: skip
-FIXED = frozenset({"optimizer", "mixed_precision", *LORA})
+LORA = ("lora_rank", "lora_alpha", "lora_init_type", "use_dora", "lora_type", "lokr_factor", "lora_plus_ratio")
+FIXED = frozenset({"optimizer", "mixed_precision", *LoraConfig.model_fields}) - {"lora_dropout"}
 
 
 def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
@@ -52,9 +51,9 @@ def decide_seed(configured: int | None, resume: Checkpoint | None) -> int:
     return int(time.time()) if configured == 0 else configured
 
 
-def check_resume(plan: Plan, problems: list[Problem]) -> Checkpoint | None:
+def check_resume(plan: Plan) -> Reading[Checkpoint | None]:
     """The checkpoint to continue from; what must be unchanged is compared before anything is loaded."""
-    checkpoint = select_checkpoint(plan.config.run.resume_from_checkpoint, plan.output_dir, problems)
+    checkpoint = yield from select_checkpoint(plan.config.run.resume_from_checkpoint, plan.output_dir)
     if checkpoint is None:
         return None
     identity, model_type = checkpoint.manifest.identity, plan.config.model.model_type
@@ -65,14 +64,14 @@ def check_resume(plan: Plan, problems: list[Problem]) -> Checkpoint | None:
     ):
         if old != new:
             message = f"{checkpoint.path} was trained with {what} {old}, not {new}; choose another output_dir."
-            problems.append(Problem("resume_from_checkpoint", message))
+            yield Problem("resume_from_checkpoint", message)
     # The batch, the base and its files; then the settings that the mathematics depends on.
-    problems.extend(_check_batch(plan.config, checkpoint))
-    problems.extend(_check_base(plan.config, checkpoint))
-    problems.extend(_check_weights(plan.source, checkpoint))
+    yield from _check_batch(plan.config, checkpoint)
+    yield from _check_base(plan.config, checkpoint)
+    yield from _check_weights(plan.source, checkpoint)
     # Another model_type needs another output_dir anyway; its settings would only add lines.
     if identity.model_type == model_type:
-        problems.extend(_check_settings(mathematics(plan), checkpoint))
+        yield from _check_settings(mathematics(plan), checkpoint)
     return checkpoint
 
 
@@ -139,9 +138,10 @@ def mathematics(plan: Plan) -> dict[str, Any]:
         fixed |= {
             # By their effect: an unset alpha is the rank, a file its content, a name its layers.
             "lora_alpha": lora.lora_alpha or lora.lora_rank,
-            "lycoris_config": lora.lycoris_config and read_json(Path(lora.lycoris_config).expanduser(), []),
             "peft_lora_target_modules": plan.lora_targets,
         }
+        if (key := adapter_kind(lora).settings_file) and (path := getattr(lora, key)):
+            fixed[key] = result_of(read_json(Path(path).expanduser()))
     groups = (
         config.flow, config.loss, config.text, config.family.of(spec.options), *config.techniques, config.ema
     )  # fmt: skip
@@ -235,7 +235,7 @@ def _written(value: object) -> str:
 
 def _check_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
     """A LoRA learns to compensate the rounding of its base, so another base precision deserves a warning."""
-    settings = read_json(checkpoint.path / "config.json", [])
+    settings = result_of(read_json(checkpoint.path / "config.json"))
     old = settings.get("base_model_precision", "no_change") if isinstance(settings, dict) else "no_change"
     new = config.precision.base_model_precision
     if quantisation(old) != quantisation(new):
@@ -250,21 +250,19 @@ def fingerprint(datasets: Sequence[Dataset]) -> str:
     return digest({"datasets": samples})
 
 
-def has_same_data(plan: Plan, problems: list[Problem]) -> bool:
+def has_same_data(plan: Plan) -> Reading[bool]:
     """Whether the sample order can continue where the checkpoint stopped."""
     if plan.resume is None:
         return True
     identity, name = plan.resume.manifest.identity, plan.resume.path.name
-    problems.extend(_check_settings(dataset_mathematics(plan.trained), plan.resume))
+    yield from _check_settings(dataset_mathematics(plan.trained), plan.resume)
     # First what can be named by key; the fingerprint only shows that something differs.
     if changes := list(_changes(identity.order, sample_order(plan))):
-        problems.extend(
-            Problem(key, f"{name} {change}; its epoch starts over.", fatal=False) for key, change in changes
-        )
+        yield from (Problem(key, f"{name} {change}; its epoch starts over.", fatal=False) for key, change in changes)
         return False
     if fingerprint(plan.trained) != identity.datasets:
         if not plan.config.datasets.override_dataset_config:
             message = f"the datasets are not those that {name} was trained on; its epoch starts over."
-            problems.append(Problem("data_backend_config", message, fatal=False))
+            yield Problem("data_backend_config", message, fatal=False)
         return False
     return not any(_check_batch(plan.config, plan.resume))

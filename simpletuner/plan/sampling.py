@@ -10,24 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.caching.keys import hash_file
-from simpletuner.config.json_files import read_json
-from simpletuner.config.load import Layer, canonical, raise_if_fatal
+from simpletuner.config.load import Layer, canonical
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER, PLAIN_PRECISIONS, RunConfig, option_names
 from simpletuner.config.sources import Arguments, locate
+from simpletuner.config.values import read_json
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.media import probe
 from simpletuner.data.sample import Sample
-from simpletuner.errors import ConfigError, Problem
+from simpletuner.errors import ConfigError, Problem, Reading, result_of
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_keys import check_lora_file, family_in_header, linear_modules, read_shapes, role_of
 from simpletuner.models.source import ModelSource, Part, tensor_shapes
 from simpletuner.models.spec import Flavour
-from simpletuner.plan.build import Plan, preview_sizes
+from simpletuner.plan.build import Plan, Settings, find_flavour, preview_sizes, resolve_layers
 from simpletuner.plan.checks import check_prompts, findings
 from simpletuner.plan.resume import decide_seed
-from simpletuner.plan.settings import Settings, find_flavour, resolve_layers
 from simpletuner.training.manifest import (
     LORA_FILE,
     PIPELINE_FOLDER,
@@ -96,26 +95,28 @@ class Weights:
         return ModelSource({**source.parts, "transformer": self.transformer}) if self.transformer else source
 
 
-def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan, list[Weights]]:
+def plan_samples(request: SampleRequest) -> tuple[Plan, list[Weights]]:
     """A plan whose previews are what is asked for, and the weights to render them with, in order.
 
     Raises:
         ConfigError: with every problem at once.
     """
+    problems = request.arguments.problems
     if not request.prompts and not request.sweeps:
         problems.append(Problem("--prompt", "is required; it may be given several times."))
     # What is asked for, and the weights to render it with.
-    pictures = tuple(picture for each in request.images for picture in _picture(Path(each).expanduser(), problems))
-    weights, run = find_weights(request, problems)
+    found = [problems.take(_picture(Path(each).expanduser())) for each in request.images]
+    pictures = tuple(picture for picture in found if picture)
+    weights, run = problems.take(find_weights(request))
     # What cannot be read has given its problem; the checks below need the rest.
-    weights = [each for each in weights if each.lora is None or read_shapes("source", each.lora, problems)]
+    weights = [each for each in weights if each.lora is None or problems.take(read_shapes("source", each.lora))]
     if not weights:
-        canonical(request.arguments.layer(), problems)  # keys that do not exist can be named all the same
+        problems.take(canonical(request.arguments.layer()))  # keys that do not exist can be named all the same
         raise ConfigError(problems)
     # The weakest layer: a LoRA file or base model without settings counts as a LoRA run.
-    layers = [Layer("", [("model_type", "lora")]), *_layers(request, weights[0], run, problems)]
+    layers = [Layer("", [("model_type", "lora")]), *problems.take(_layers(request, weights[0], run))]
     layers.append(request.arguments.layer())
-    config, spec = resolve_layers(layers, problems)
+    config, spec = problems.take(resolve_layers(layers))
     if spec is None:
         raise ConfigError(problems)
     if weights[0].transformer is not None and list(request.strengths) != [1.0]:
@@ -125,7 +126,7 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
     # Settings for rendering, and the model as these weights have it.
     seed = decide_seed(config.run.seed, run)
     config = _for_samples(config, request)
-    flavour = find_flavour(config, spec, problems)
+    flavour = problems.take(find_flavour(config, spec))
     # In a run the datasets decide between t2v and i2v; here a source picture does.
     if pictures and flavour.dataset_task:
         flavour = replace(flavour, task=flavour.dataset_task)
@@ -142,14 +143,14 @@ def plan_samples(request: SampleRequest, problems: list[Problem]) -> tuple[Plan,
     plan = Plan(
         **vars(settings),
         seed=seed,
-        prompts=_prompts(request.prompts) or collect_prompts(config.validation, problems),
-        sizes=preview_sizes(config, settings.spec, problems),
+        prompts=_prompts(request.prompts) or problems.take(collect_prompts(config.validation)),
+        sizes=problems.take(preview_sizes(config, settings.spec)),
         pictures=pictures,
         lora_bytes=max((path.stat().st_size for path in loras), default=0),
     )
     problems.extend(check_prompts(config, plan.prompts))
     problems.extend(spec.checks.sizes(config, flavour, plan.sizes, {}))
-    raise_if_fatal(problems)
+    problems.raise_if_fatal()
     return replace(plan, warnings=[problem for problem in problems if not problem.fatal]), weights
 
 
@@ -166,17 +167,17 @@ def _check_strengths(strengths: Sequence[float], weights: Sequence[Weights]) -> 
         yield Problem("--strength", f"{message} At 0 the base model is rendered; there, magnitudes stay.", fatal=False)
 
 
-def find_weights(request: SampleRequest, problems: list[Problem]) -> tuple[list[Weights], Checkpoint | None]:
+def find_weights(request: SampleRequest) -> Reading[tuple[list[Weights], Checkpoint | None]]:
     """What a request's source holds, and a checkpoint with the settings of its run, if there is one."""
     if request.source is None:
         if request.sweeps:
-            problems.append(Problem("sweep", "needs the output folder of a run: simpletuner sweep OUTPUT_DIR"))
+            yield Problem("sweep", "needs the output folder of a run: simpletuner sweep OUTPUT_DIR")
         return [Weights("base model")], None
     path = Path(request.source).expanduser()
     if path.is_file():
         given = {"--checkpoint": request.checkpoints is not None, "--ema": request.ema}
         for key in filter(given.get, given):
-            problems.append(Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}."))
+            yield Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
         # The file may be in a checkpoint, in its folder ema/, or beside the checkpoints.
         run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
         return [Weights(path.stem, lora=path, content=hash_file(path))], run
@@ -184,15 +185,18 @@ def find_weights(request: SampleRequest, problems: list[Problem]) -> tuple[list[
     run = whole[-1] if whole else None
     is_full = run is not None and run.manifest.identity.model_type == "full"
     if request.sweeps or request.checkpoints is not None or (run is not None and run.path == path):
-        chosen = _choose(request.checkpoints, whole, path, problems)
-        return [_weights(each.path, each.step, request.ema, problems, is_full) for each in chosen], run
+        chosen = yield from _choose(request.checkpoints, whole, path)
+        weights = []
+        for each in chosen:
+            weights.append((yield from _weights(each.path, each.step, request.ema, is_full)))
+        return weights, run
     result = path / (PIPELINE_FOLDER if is_full else LORA_FILE)
     if result.exists():
         step = result_step(path, "full" if is_full else "lora")
-        return [_weights(result if is_full else path, step, request.ema and not is_full, problems, is_full)], run
+        return [(yield from _weights(result if is_full else path, step, request.ema and not is_full, is_full))], run
     names = ", ".join(each.path.name for each in whole)
     there = f"Its checkpoints: {names}; choose one with --checkpoint." if whole else "It has no checkpoints either."
-    problems.append(Problem("source", f"{request.source!r} holds no result ({result.name}). {there}"))
+    yield Problem("source", f"{request.source!r} holds no result ({result.name}). {there}")
     return [], run
 
 
@@ -202,15 +206,13 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
     return [itself] if itself else find_checkpoints(folder)[0]
 
 
-def _weights(folder: Path, step: int | None, ema: bool, problems: list[Problem], is_full: bool) -> Weights:
+def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Reading[Weights]:
     """The weights in a checkpoint, an output folder or a published pipeline."""
     name = ("transformer_ema" if ema else "transformer") if is_full else f"ema/{LORA_FILE}" if ema else LORA_FILE
     path = folder / name
     if not path.exists():
         plain = "checkpoints hold its adapter (lora_type) in its own form; only the result is also a plain LoRA."
-        problems.append(
-            Problem("source", f"{str(path)!r} does not exist: {'the run had no use_ema.' if ema else plain}")
-        )
+        yield Problem("source", f"{str(path)!r} does not exist: {'the run had no use_ema.' if ema else plain}")
     if not is_full:
         return Weights(folder.name, step, lora=path, content=hash_file(path)) if path.exists() else Weights("")
     part = Part("transformer", "source", str(folder), name, None, None)
@@ -218,9 +220,7 @@ def _weights(folder: Path, step: int | None, ema: bool, problems: list[Problem],
     return Weights(folder.name, step, transformer=part, content=f"{path.resolve()} {folder.stat().st_mtime_ns}")
 
 
-def _choose(
-    wanted: Sequence[str] | None, whole: Sequence[Checkpoint], folder: Path, problems: list[Problem]
-) -> list[Checkpoint]:
+def _choose(wanted: Sequence[str] | None, whole: Sequence[Checkpoint], folder: Path) -> Reading[list[Checkpoint]]:
     """The checkpoints that are asked for by number, name or `latest`; all of them if `wanted` is None."""
     names = ", ".join(each.path.name for each in whole) or "none"
     known = {name: each for each in whole for name in ("latest", str(each.step), each.path.name)}
@@ -228,25 +228,24 @@ def _choose(
     asked = [str(each.step) for each in whole] or ["latest"] if wanted is None else wanted
     for name in asked:
         if name not in known:
-            message = f"{name!r} is not a complete checkpoint. In {folder} there are: {names}."
-            problems.append(Problem("checkpoint", message))
+            yield Problem("checkpoint", f"{name!r} is not a complete checkpoint. In {folder} there are: {names}.")
     # By step, so that `latest` and its number are rendered once.
     return list({known[name].step: known[name] for name in asked if name in known}.values())
 
 
-def _layers(request: SampleRequest, weights: Weights, run: Checkpoint | None, problems: list[Problem]) -> list[Layer]:
+def _layers(request: SampleRequest, weights: Weights, run: Checkpoint | None) -> Reading[list[Layer]]:
     """The settings below those of the command line: a run's, a LoRA's own header, or a configuration file's."""
     selectors, lora, layers = request.arguments.selectors, weights.lora, list[Layer]()
     if run is not None:
         for name in selectors:
-            problems.append(Problem(name, f"has no effect: the settings are those of the run {run.path.parent}."))
+            yield Problem(name, f"has no effect: the settings are those of the run {run.path.parent}.")
         return [_layer_of(run)]
     if lora is not None and family_in_header(lora):
         family, _, flavour = read_header(lora)[METADATA]["modelspec.architecture"].partition("/")
         layers.append(Layer(str(lora), [("model_family", family), ("model_flavour", flavour)]))
     # Problems of the arguments are collected later, with those of the other layers.
-    if selectors or not (layers or "model_family" in canonical(request.arguments.layer(), [])):
-        layers += locate(selectors, problems).layers
+    if selectors or not (layers or "model_family" in result_of(canonical(request.arguments.layer()))):
+        layers += (yield from locate(selectors)).layers
     return layers
 
 
@@ -254,7 +253,7 @@ def _layer_of(run: Checkpoint) -> Layer:
     """The settings of a run as far as they were set, without its folders."""
     path, origins, names = run.path / "config.json", run.manifest.identity.origins, option_names()
     # Its checkpoint is complete, so the file is what the run wrote.
-    settings = read_json(path, [])
+    settings = result_of(read_json(path))
     if not origins and isinstance(settings, dict):  # older checkpoints do not say what was set
         changed = [key for key, value in settings.items() if key in names and value != names[key].default]
         origins = dict.fromkeys(changed, str(path))
@@ -284,11 +283,11 @@ def _check_pictures(flavour: Flavour, given: bool) -> Iterator[Problem]:
         yield Problem("--image", why.format(flavour.name))
 
 
-def _picture(path: Path, problems: list[Problem]) -> Iterator[Sample]:
+def _picture(path: Path) -> Reading[Sample | None]:
     """A source picture as a sample of its own size."""
     try:
         size = probe(path)
     except MediaError as error:
-        problems.append(Problem("--image", f"{str(path)!r} {error}."))
-        return
-    yield Sample("image", path.name, path.parent, content_hash(path), size, Geometry("", size, size, (0, 0)))
+        yield Problem("--image", f"{str(path)!r} {error}.")
+        return None
+    return Sample("image", path.name, path.parent, content_hash(path), size, Geometry("", size, size, (0, 0)))

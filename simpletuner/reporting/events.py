@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from simpletuner.distributed.requests import Stop
@@ -81,6 +82,7 @@ class StepReport:
         flops: model FLOPs of these samples; None if the family's cost is unknown.
         shapes: latent shape of each micro-batch, smallest first.
         passes: forward passes, with those of techniques; steps of equal shapes and passes take comparable time.
+        densities: share of the pairs of tiles that block-sparse attention visited, by tokens of a sample.
         mfu: model FLOP utilisation, relative to the device's measured matmul rate; None if unknown.
         memory_bytes: peak memory of the device, on a CPU of this process; None if not measured.
         reserved_bytes: peak of what torch's allocator held of a GPU, fragments included.
@@ -98,6 +100,7 @@ class StepReport:
     flops: float | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
     passes: int = 0
+    densities: Mapping[int, float] = field(default_factory=dict)
     mfu: float | None = None
     memory_bytes: int | None = None
     reserved_bytes: int | None = None
@@ -115,8 +118,14 @@ class StepReport:
             # Microseconds, and megabytes below: further digits would be noise.
             **{name: round(value, 6) for name, value in timing.items() if value is not None},
             **{name: round(size / 1e9, 3) for name, size in peaks.items() if size is not None},
+            **({} if self.density is None else {"attention_density": round(self.density, 4)}),
             "timesteps": [round(each, 1) for each in self.timesteps],
         }
+
+    @property
+    def density(self) -> float | None:
+        """Share of the tiles that block-sparse attention visited; None for dense attention."""
+        return fmean(self.densities.values()) if self.densities else None
 
     @property
     def loss(self) -> float:

@@ -147,7 +147,10 @@ class Pace:
     @property
     def speed(self) -> str:
         """Where the time goes, in words."""
-        return shares_text(self.shares) + (f", MFU {self.mfu * 100:.0f} %" if self.mfu is not None else "")
+        density = None if self.last is None else self.last.density
+        parts = {"MFU": self.mfu, "attention density": density}
+        known = (f", {name} {share * 100:.0f} %" for name, share in parts.items() if share is not None)
+        return shares_text(self.shares) + "".join(known)
 
     def summary(self) -> str:
         """One sentence for the end of a session."""

@@ -18,15 +18,14 @@ from simpletuner.caching.catalogue import AnyEntry, Catalogue, FeatureEntry, Lat
 from simpletuner.caching.entry import DamagedEntryError, entry_path, read_entry
 from simpletuner.caching.fill import ChangedFileError, encode_now, fill_features, fill_latents, fill_texts, write_entry
 from simpletuner.caching.read import read_or_restore
-from simpletuner.config.load import raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype, vae_dtype
 from simpletuner.config.schema import RunConfig
-from simpletuner.data.context import DataContext, ProgressBar
 from simpletuner.data.dataset import Dataset, check_amount, without_damaged
+from simpletuner.data.entries import DataContext, ProgressBar
 from simpletuner.data.loader import in_loop
 from simpletuner.distributed.sharing import share_work
 from simpletuner.distributed.world import World
-from simpletuner.errors import Problem, UserError
+from simpletuner.errors import Problems, UserError
 from simpletuner.memory.heap import trim_heap
 from simpletuner.memory.offload.attach import LayerQuantiser, offload_layers
 from simpletuner.memory.precision import DTYPES, quantise
@@ -351,10 +350,10 @@ def fetch(plan: Plan, events: EventStream) -> None:
     if absent:
         download(absent, events)
         # The plan could check only the parts that were on this machine.
-        found = check_parts(plan.spec, plan.flavour, plan.source)
-        found += check_block_numbers(plan.config, plan.spec, plan.source)  # now that their number is known
-        found += [problem for encoder in encoders for problem in encoder.problems()]
-        raise_if_fatal(found)
+        problems = Problems(check_parts(plan.spec, plan.flavour, plan.source))
+        problems += check_block_numbers(plan.config, plan.spec, plan.source)  # now that their number is known
+        problems += [problem for encoder in encoders for problem in encoder.problems()]
+        problems.raise_if_fatal()
     for role in ("transformer", "vae"):
         check_shapes(plan.source[role])
 
@@ -389,10 +388,10 @@ def without_failures(plan: Plan, failures: dict[tuple[str, str], str], world: Wo
         logger.warning("%s/%s is left out: %s", dataset_id, name, reason)
     datasets = without_damaged(plan.datasets, failures)
     world.main_only(lambda: save_indexes(datasets))
-    problems: list[Problem] = []
+    problems = Problems()
     context = DataContext.of(plan.config, plan.spec, plan.flavour.task)
     reduced = replace(plan, datasets=[check_amount(dataset, context, problems) for dataset in datasets])
-    if any(problem.fatal for problem in problems):
+    if problems.are_fatal:
         raise UserError("\n".join(str(problem) for problem in problems if problem.fatal))
     world.main_only(lambda: quarantine(reduced.datasets, plan.output_dir))
     # Fewer samples make shorter epochs, so another number of steps if epochs were asked for.

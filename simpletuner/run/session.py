@@ -15,6 +15,7 @@ from torch import Tensor
 
 from simpletuner.budget.budget import Budget, find_rounds, steps_per_epoch
 from simpletuner.budget.device import DeviceRates
+from simpletuner.budget.workload import write_densities
 from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.caching.read import BatchReader
@@ -41,7 +42,7 @@ from simpletuner.training.guard import stop_if_result_not_finite
 from simpletuner.training.loop import Callback
 from simpletuner.training.manifest import STEP_NOTE
 from simpletuner.training.noise import add_noise, with_noise
-from simpletuner.training.recorder import EmaUpdater, Recorder, RequestHandler
+from simpletuner.training.recorder import DensityRecorder, EmaUpdater, Recorder, RequestHandler
 from simpletuner.training.state import Assembly, TrainingSpec, TrainState
 from simpletuner.training.step import predict_now
 from simpletuner.training.trained import Publication
@@ -152,7 +153,8 @@ def build_callbacks(
         config.checkpoints.disk_low_threshold or 0.0,
     )
     # The average first: what follows evaluates, saves and renders it as of this step.
-    return [*averaging, evaluation, recorder, requests, checkpoints, validation, *companions]
+    densities = DensityRecorder(partial(write_densities, plan.output_dir))
+    return [*averaging, evaluation, recorder, densities, requests, checkpoints, validation, *companions]
 
 
 def build_validation(session: Session, recorded: Recorded) -> ValidationRunner:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
 from simpletuner.caching.catalogue import FeatureKind
-from simpletuner.config.crepa import CrepaConfig
+from simpletuner.config.alignment import CrepaConfig
 from simpletuner.diffusion.batch import NoisyBatch, upload
 from simpletuner.techniques.base import Predict, Site, Technique
 

@@ -119,6 +119,7 @@ def assemble(
         wrapped_modules=wrapped,
         streamer=streamer,
         sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
+        take_tiles=layout.take_tiles,
         release=_release(config, parameters, optimizer, device),
         world=world,
         is_sharded=sharded,

@@ -2,23 +2,29 @@
 
 An update is three float32 operations (a difference, a product, a sum), each rounded once, so that the result is equal
 bit for bit on every device and with or without `torch._foreach_*`. `lerp_` gives no such guarantee.
+
+An average in host memory follows a GPU's weights while training goes on: a side stream copies them, a thread averages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import chain, islice
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.schema import EmaConfig
+from simpletuner.config.schema import SLOTS, EmaConfig
 from simpletuner.distributed.sharding import as_sharded, like, local
 from simpletuner.errors import UserError
+from simpletuner.memory.offload.image import page_lock, whole_pages
 
-# Numbers (64 MiB in float32) that go to another device in one copy: each copy to the host waits for the device.
+# Numbers (64 MiB in float32) that go to another device in one copy: thousands of small LoRA tensors would be as many.
 BUNDLE = 1 << 24
 
 
@@ -31,7 +37,6 @@ class Ema:
         device: the accelerator, used for `ema_device` accelerator unless `ema_cpu_only` is set.
 
     Attributes:
-        average: float32, by name, sharded like the parameters.
         decay_value: decay of the last update; 0 before the first.
     """
 
@@ -43,8 +48,20 @@ class Ema:
         self._parameters = dict(parameters)
         self._bundles = in_bundles(parameters.values())
         self._updates = 0
-        weights = zip(parameters, chain.from_iterable(self._weights()), strict=True)
-        self.average: dict[str, Tensor] = {name: like(weight.clone(), parameters[name]) for name, weight in weights}
+        weights = (
+            weight.clone() for bundle in self._bundles
+            for weight in apart(joined(bundle).to(self.device), map(local, bundle))
+        )  # fmt: skip
+        self._average = {name: like(next(weights), parameter) for name, parameter in parameters.items()}
+        leaves = on_cpu and device.type == "cuda"
+        self._following = Following(device, max(map(len, map(joined, self._bundles)), default=0)) if leaves else None
+
+    @property
+    def average(self) -> dict[str, Tensor]:
+        """float32, by name, sharded like the parameters; with the last update."""
+        if self._following is not None:
+            self._following.wait()
+        return self._average
 
     @torch.no_grad()
     def update(self, global_step: int) -> None:
@@ -57,9 +74,13 @@ class Ema:
             return
         self.decay_value = self._decay(global_step)
         self._updates += 1
-        averages = map(local, self.average.values())
-        for weights in self._weights():
-            self._move([*islice(averages, len(weights))], weights)
+        averages = map(local, self._average.values())
+        for bundle in self._bundles:
+            move = partial(self._move, [*islice(averages, len(bundle))], self.decay_value)
+            if self._following is None:
+                move(joined(bundle).to(self.device))
+            else:
+                self._following.copy(joined(bundle), move)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -107,18 +128,19 @@ class Ema:
         n = global_step - 1
         return min((1 + n) / (10 + n), self.config.ema_decay)
 
-    def _move(self, averages: list[Tensor], weights: list[Tensor]) -> None:
-        """Move averages towards weights, which are overwritten."""
+    def _move(self, averages: list[Tensor], decay: float, flat: Tensor) -> None:
+        """Move the averages of a bundle towards its weights, which are overwritten."""
+        weights = apart(flat, averages)
         # Rounded, a + (w - a) is not always w; the first update must be an exact copy.
-        if self.decay_value == 0:
+        if decay == 0:
             for average, weight in zip(averages, weights, strict=True):
                 average.copy_(weight)
         elif self.config.ema_foreach_disable:
             for average, weight in zip(averages, weights, strict=True):
-                average.add_(weight.sub_(average).mul_(1 - self.decay_value))
+                average.add_(weight.sub_(average).mul_(1 - decay))
         else:
             torch._foreach_sub_(weights, averages)
-            torch._foreach_mul_(weights, 1 - self.decay_value)
+            torch._foreach_mul_(weights, 1 - decay)
             torch._foreach_add_(averages, weights)
 
     @torch.no_grad()
@@ -126,14 +148,69 @@ class Ema:
         for name, parameter in self._parameters.items():
             local(parameter).copy_(local(weights[name]))
 
-    def _weights(self) -> Iterator[list[Tensor]]:
-        """float32 copies on the average's device, one bundle at a time: all of them may not fit."""
-        for bundle in self._bundles:
-            # Joined before the copy: thousands of small LoRA tensors would be as many transfers.
-            weights = [local(each.detach()) for each in bundle]
-            flat = torch.cat([each.flatten().float() for each in weights]).to(self.device)
-            parts = flat.split([each.numel() for each in weights])
-            yield [part.view_as(each) for part, each in zip(parts, weights, strict=True)]
+
+class Following:
+    """Copies a GPU's weights beside the compute into page-locked host memory, where a thread works on them.
+
+    Args:
+        device: of the weights. Without CUDA, copies are synchronous.
+        room: numbers of the largest copy.
+    """
+
+    def __init__(self, device: torch.device, room: int) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._rooms = deque(self._room(4 * room) for _ in range(SLOTS))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ema")
+        self._works: deque[Future[None]] = deque()
+
+    def copy(self, flat: Tensor, work: Callable[[Tensor], None]) -> None:
+        """Copy float32 numbers, and have the copy worked on, in the order of the calls.
+
+        The host waits if all rooms are still in use. An exception of earlier work is raised.
+        """
+        if len(self._works) == SLOTS:
+            self._works.popleft().result()
+        self._rooms.rotate()
+        room, arrived = self._rooms[0][: len(flat)], None
+        if self._side is None:
+            room.copy_(flat)
+        else:
+            self._side.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._side):
+                room.copy_(flat, non_blocking=True)
+            flat.record_stream(self._side)
+            arrived = self._side.record_event()
+        self._works.append(self._thread.submit(_work_on, room, arrived, work))
+
+    def wait(self) -> None:
+        """Wait for all work, and raise its exception, if any."""
+        while self._works:
+            self._works.popleft().result()
+
+    def _room(self, nbytes: int) -> Tensor:
+        flat = whole_pages(nbytes)
+        if self._side is not None:
+            page_lock(flat, self)
+        return flat.view(torch.float32)
+
+
+def _work_on(room: Tensor, arrived: torch.cuda.Event | None, work: Callable[[Tensor], None]) -> None:
+    if arrived is not None:
+        arrived.synchronize()
+    work(room)
+
+
+def joined(bundle: Iterable[nn.Parameter]) -> Tensor:
+    """The weights of a bundle as float32 in one row, a copy."""
+    return torch.cat([local(each.detach()).flatten().float() for each in bundle])
+
+
+def apart(flat: Tensor, shaped: Iterable[Tensor]) -> list[Tensor]:
+    """Views of what `joined` gave, in the shapes of other tensors."""
+    shapes = [each.shape for each in shaped]
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def in_bundles(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

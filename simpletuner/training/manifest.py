@@ -16,8 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_json
 from simpletuner.caching.keys import hash_file
-from simpletuner.config.json_files import read_json
-from simpletuner.errors import Problem
+from simpletuner.config.values import read_json
+from simpletuner.errors import Problem, Reading, result_of
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_keys import LORA_FILE as LORA_FILE
 from simpletuner.models.lora_keys import STEP_NOTE as STEP_NOTE
@@ -139,23 +139,23 @@ def find_checkpoints(output_dir: Path) -> tuple[list[Checkpoint], list[Path]]:
     return whole, [path for path, checkpoint in opened.items() if checkpoint is None]
 
 
-def select_checkpoint(wanted: str, output_dir: Path, problems: list[Problem]) -> Checkpoint | None:
+def select_checkpoint(wanted: str, output_dir: Path) -> Reading[Checkpoint | None]:
     """The checkpoint that `resume_from_checkpoint` selects; None starts a new run."""
     key = "resume_from_checkpoint"
     whole, broken = find_checkpoints(output_dir)
     if wanted.lower() == "none":
         if whole:
             message = f"is none, but {output_dir} holds checkpoints that the run would meet; choose another output_dir."
-            problems.append(Problem(key, message))
+            yield Problem(key, message)
         return None
     if wanted.lower() == "latest":
-        problems += [Problem(key, f"{path} is not complete and was skipped.", fatal=False) for path in broken]
+        yield from (Problem(key, f"{path} is not complete and was skipped.", fatal=False) for path in broken)
         return whole[-1] if whole else None
     for path in (output_dir / wanted, Path(wanted).expanduser()):
         if checkpoint := open_checkpoint(path):
             return checkpoint
     names = ", ".join(checkpoint.path.name for checkpoint in whole) or "none"
-    problems.append(Problem(key, f"{wanted!r} is not a complete checkpoint. In {output_dir} there are: {names}."))
+    yield Problem(key, f"{wanted!r} is not a complete checkpoint. In {output_dir} there are: {names}.")
     return None
 
 
@@ -181,7 +181,7 @@ def result_step(output_dir: Path, model_type: str) -> int | None:
         except (OSError, ValueError):
             return None
     else:
-        notes = read_json(output_dir / PIPELINE_FOLDER / NOTE_FILE, [])
+        notes = result_of(read_json(output_dir / PIPELINE_FOLDER / NOTE_FILE))
     step = notes.get(STEP_NOTE, "") if isinstance(notes, dict) else ""
     return int(step) if str(step).isdecimal() else None
 

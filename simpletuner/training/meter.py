@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch
-from simpletuner.models.cost import NO_ADAPTERS, STOCK, Adapters, BatchShape, FamilyCost, Shape
+from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, FamilyCost, Kernels, Shape, Work
 from simpletuner.reporting.events import StepReport
 from simpletuner.techniques.base import Technique
 from simpletuner.training.state import Assembly, SampleFlops
@@ -26,7 +27,8 @@ class StepMeter:
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._started = time.perf_counter()
-        self._flops = 0.0
+        self._work = Work()
+        self._tiles: dict[int, tuple[float, int]] = {}
         self._shapes: list[tuple[int, ...]] = []
         self._data_seconds, self._passes = 0.0, assembly.passes
         if assembly.streamer is not None:
@@ -42,13 +44,18 @@ class StepMeter:
     def count(self, batch: Batch) -> None:
         """Count a micro-batch."""
         self._shapes.append(tuple(batch.latents.shape))
-        self._flops += batch_flops(self._assembly, batch)
+        self._work += batch_work(self._assembly, batch)
+
+    def visit(self, tiles: dict[int, tuple[float, int]]) -> None:
+        """Note the pairs of tiles that block-sparse attention visited, and all pairs, by tokens of a sample."""
+        self._tiles = tiles
 
     def report(
         self, step: int, loader: BatchLoader, metrics: Mapping[str, float], timesteps: Sequence[float]
     ) -> StepReport:
         """The report of the step, which ends now."""
-        assembly = self._assembly
+        assembly, work, tiles = self._assembly, self._work, self._tiles
+        visited, pairs = (sum(counts) for counts in zip(*tiles.values(), strict=True)) if tiles else (1, 1)
         return StepReport(
             step=step,
             epoch=loader.epoch,
@@ -58,18 +65,19 @@ class StepMeter:
             weights_seconds=None if assembly.streamer is None else assembly.streamer.waited(),
             timesteps=timesteps,
             epochs_done=loader.epochs_done,
-            flops=self._flops or None,
+            flops=replace(work, sparse=work.sparse * visited / pairs).total or None,
             shapes=tuple(sorted(self._shapes)),
             passes=assembly.passes - self._passes,
+            densities={tokens: visited / pairs for tokens, (visited, pairs) in tiles.items()},
         )
 
 
-def batch_flops(assembly: Assembly, batch: Batch) -> float:
-    """Model FLOPs of a micro-batch; 0 if the family's cost is unknown."""
+def batch_work(assembly: Assembly, batch: Batch) -> Work:
+    """Model FLOPs of a micro-batch; none if the family's cost is unknown."""
     if assembly.sample_flops is None:
-        return 0.0
+        return Work()
     tokens = tokens_of(assembly, batch)
-    return sum(assembly.sample_flops(tokens, len(embeds["prompt_embeds"])) for embeds in batch.embeds)
+    return sum((assembly.sample_flops(tokens, len(embeds["prompt_embeds"])) for embeds in batch.embeds), Work())
 
 
 def tokens_of(assembly: Assembly, batch: Batch) -> int:
@@ -84,19 +92,25 @@ REMEMBERED = 4096
 def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[Technique]) -> SampleFlops:
     """A function for the FLOPs of a sample, forward and backward, from its numbers of tokens and text tokens.
 
-    What checkpointing recomputes counts once, and tokens do not count in blocks that they skip.
+    What checkpointing recomputes counts once, and tokens do not count in blocks that they skip. Block-sparse attention
+    counts with all tiles.
     """
     model: Any = transformer
-    costs, adapters = cost.transformer(model.config, weight_shapes(model), STOCK), adapters_of(transformer)
+    costs, adapters = (
+        cost.transformer(model.config, weight_shapes(model), Kernels(tile_lists=True)),
+        adapters_of(transformer),
+    )
+    if costs.density is not None:
+        costs = replace(costs, density=lambda tokens: 1.0)
     # Without an adapter, every weight has a gradient.
     is_full = adapters is NO_ADAPTERS
     routes = [route for technique in techniques for route in technique.routes]
 
     @lru_cache(REMEMBERED)
-    def flops(tokens: int, text_tokens: int) -> float:
+    def flops(tokens: int, text_tokens: int) -> Work:
         # One row: only the number of tokens is counted.
         load = costs.routed(BatchShape(samples=1, frames=1, height=1, width=tokens, text=text_tokens), routes)
-        return (costs.forward(load, adapters) + costs.backward(load, adapters, full=is_full)).total
+        return costs.forward(load, adapters) + costs.backward(load, adapters, full=is_full)
 
     return flops
 

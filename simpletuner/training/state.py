@@ -18,15 +18,17 @@ from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig, OptimizerConfig, RunConfig
 from simpletuner.distributed.world import World
 from simpletuner.memory.offload.streamer import Streamer
-from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.models.adapter import FamilyAdapter, TileCounts
+from simpletuner.models.cost import Work
 from simpletuner.models.lora_keys import Targets
 from simpletuner.techniques.base import HiddenStates, Technique
 from simpletuner.training.optimizers import sampling_weights
 from simpletuner.training.release import GradientRelease
 from simpletuner.training.trained import Trained
 
-# FLOPs of training on one sample, without recomputation, from its numbers of tokens and text tokens.
-SampleFlops = Callable[[int, int], float]
+# FLOPs of training on one sample, without recomputation, from its numbers of tokens and text tokens; those of
+# block-sparse attention as if it visited all tiles.
+SampleFlops = Callable[[int, int], Work]
 
 
 @dataclass
@@ -116,6 +118,7 @@ class Assembly:
         scaler: keeps small float16 gradients from underflowing; disabled in other precisions.
         streamer: copies weights to the device during a step; None if all of them stay there.
         sample_flops: FLOPs of a sample; None if they are not counted.
+        take_tiles: see `BlockLayout`.
         release: updates weights during the backward pass; None if they are updated together after it.
         world: the processes that train together.
         is_sharded: whether each process holds a part of every weight only, so that they compute everything together.
@@ -136,6 +139,7 @@ class Assembly:
     wrapped_modules: list[nn.Module] = field(default_factory=list)
     streamer: Streamer | None = None
     sample_flops: SampleFlops | None = None
+    take_tiles: Callable[[], TileCounts] = dict
     release: GradientRelease | None = None
     world: World = field(default_factory=World)
     is_sharded: bool = False

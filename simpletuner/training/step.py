@@ -57,9 +57,13 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     guard.equalise_samples((model | modules).values(), losses.counts)
     # Clipped apart: the gradient of a technique's module must not shrink that of the model.
     measured = [guard.gradient_size(parameters.values(), settings.optimizer) for parameters in (model, modules)]
+    tiles = assembly.take_tiles()
     # Without released gradients, the step's only wait for the device.
-    mine, numbers = losses.on_host([size for sizes in measured for size in sizes.values()])
+    mine, numbers = losses.on_host(
+        [*(size for sizes in measured for size in sizes.values()), *(visited for visited, _ in tiles.values())]
+    )
     size, module_size = ({name: next(numbers) for name in sizes} for sizes in measured)
+    meter.visit({tokens: (next(numbers), pairs) for tokens, (_, pairs) in tiles.items()})
     if assembly.release is not None:
         size = assembly.release.read_size(losses.names)
     sizes = (*size.values(), *module_size.values())

@@ -214,8 +214,7 @@ class FullModel:
             folder = self.sharers.on_main(lambda: building.enter_context(build_folder(final)))
             self.sharers.on_main(lambda: copy_parts(publication, folder))
             with nullcontext() if ema is None else ema.applied():
-                for draft in self._files(FOLDER):
-                    self.sharers.on_main(partial(draft.write_into, folder))
+                self._write(folder)
                 self.verify(folder / FOLDER)
             self.sharers.on_main(lambda: write_json(folder / NOTE_FILE, dict(publication.note)))
         return f"Saved {final}; it loads with from_pretrained."
@@ -235,6 +234,10 @@ class FullModel:
                     wrong.add(name)
         if found := self.sharers.broadcast(sorted(wrong)):
             raise RuntimeError(f"{folder}: {shorten(found)} is not what was trained")
+
+    def _write(self, folder: Path) -> None:
+        for draft in self._files(FOLDER):
+            self.sharers.on_main(partial(draft.write_into, folder))
 
     def _files(self, name: str) -> Iterator[Draft]:
         """What diffusers' `save_pretrained` writes into a folder of that name, gathered one file at a time."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.config.schema import EvaluationConfig
-from simpletuner.data.context import ProgressBar
+from simpletuner.data.entries import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.json_files import json_kind, read_json
-from simpletuner.config.load import raise_if_fatal
+from simpletuner.config.lora import check_listed
 from simpletuner.config.schema import RunConfig, ValidationConfig
-from simpletuner.config.validation_adapters import check_listed
-from simpletuner.config.values import Size
-from simpletuner.errors import Problem
+from simpletuner.config.values import Size, json_kind, read_json
+from simpletuner.errors import Problem, Problems, Reading, result_of
 from simpletuner.models.lora_keys import (
     COMFYUI_MAGNITUDE,
     MAGNITUDE,
@@ -56,7 +54,7 @@ class ValidationPrompt:
     adapter_strength: float | None = None
 
 
-def collect_prompts(config: ValidationConfig, problems: list[Problem]) -> list[ValidationPrompt]:
+def collect_prompts(config: ValidationConfig) -> Reading[list[ValidationPrompt]]:
     """All prompts of the run, with unique names: the empty one if it is asked for or the only one, libraries, then the
     primary one."""
     if config.validation_disable:
@@ -64,7 +62,7 @@ def collect_prompts(config: ValidationConfig, problems: list[Problem]) -> list[V
     built_in = BUILT_IN if config.validation_prompt_library else {}
     library: list[tuple[str, str, float | None]] = [(nickname, prompt, None) for nickname, prompt in built_in.items()]
     if config.user_prompt_library:
-        library += read_library(Path(config.user_prompt_library).expanduser(), problems)
+        library += yield from read_library(Path(config.user_prompt_library).expanduser())
     taken = {UNCONDITIONAL, PRIMARY}  # reserved: a library's prompt of that name is renamed
     named = [ValidationPrompt(unique(file_safe(entry[0]), taken), *entry) for entry in library]
     primary = [ValidationPrompt(PRIMARY, PRIMARY, config.validation_prompt)] if config.validation_prompt else []
@@ -75,32 +73,30 @@ def collect_prompts(config: ValidationConfig, problems: list[Problem]) -> list[V
     return prompts if omitted else [ValidationPrompt(UNCONDITIONAL, UNCONDITIONAL, ""), *prompts]
 
 
-def read_library(path: Path, problems: list[Problem]) -> list[tuple[str, str, float | None]]:
+def read_library(path: Path) -> Reading[list[tuple[str, str, float | None]]]:
     """Nicknames, prompts and adapter strengths of a library file.
 
     A prompt may also be written as `{"prompt": ..., "adapter_strength": ...}`.
     """
     key = "user_prompt_library"
     if not path.is_file():
-        problems.append(Problem(key, f"the file {str(path)!r} does not exist."))
+        yield Problem(key, f"the file {str(path)!r} does not exist.")
         return []
-    known = len(problems)
-    content = read_json(path, problems)
+    problems = Problems()
+    content = problems.take(read_json(path))
+    yield from problems
     if not isinstance(content, dict):
-        if not any(problem.fatal for problem in problems[known:]):
-            message = f"{path} must hold one object of nickname to prompt, not {json_kind(content)}."
-            problems.append(Problem(key, message))
+        if not problems.are_fatal:
+            yield Problem(key, f"{path} must hold one object of nickname to prompt, not {json_kind(content)}.")
         return []
     prompts = []
     for nickname, value in content.items():
         entry: dict[str, Any] = value if isinstance(value, dict) else {"prompt": value}
         prompt, strength = entry.get("prompt"), entry.get("adapter_strength")
         if not isinstance(prompt, str) or not prompt.strip():
-            problems.append(Problem(key, f"{path}: the prompt {nickname!r} is empty or not text."))
+            yield Problem(key, f"{path}: the prompt {nickname!r} is empty or not text.")
         elif strength is not None and not (isinstance(strength, int | float) and 0 < strength < math.inf):
-            problems.append(
-                Problem(key, f"{path}: adapter_strength {strength!r} of {nickname!r} is not a number above 0.")
-            )
+            yield Problem(key, f"{path}: adapter_strength {strength!r} of {nickname!r} is not a number above 0.")
         else:
             prompts.append((nickname, prompt, strength))
     return prompts
@@ -113,7 +109,7 @@ def file_safe(name: str) -> str:
     return whole.encode()[:LONGEST_NAME].decode(errors="ignore").strip("._") or "prompt"  # cut between characters
 
 
-def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool, problems: list[Problem]) -> list[Size]:
+def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool) -> Reading[list[Size]]:
     """Round the sizes of `validation_resolution` to multiples that the model can render, with a warning.
 
     A side under 128 px is an error, since usually megapixels are meant; `lenient` (`i_know_what_i_am_doing`) allows it.
@@ -124,15 +120,15 @@ def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool, problem
         shown = str(width) if width == height else f"{width}x{height}"
         if min(width, height) < SMALLEST_SIDE and not lenient:
             message = f"{shown!r} is smaller than {SMALLEST_SIDE} px; sizes are pixels, not megapixels."
-            problems.append(Problem(key, f"{message} (i_know_what_i_am_doing allows it.)"))
+            yield Problem(key, f"{message} (i_know_what_i_am_doing allows it.)")
             continue
         multiple = spec.size_multiple
         snapped = max(multiple, round(width / multiple) * multiple), max(multiple, round(height / multiple) * multiple)
         if snapped != (width, height):
             message = f"{shown} is not a multiple of {multiple} px; {snapped[0]}x{snapped[1]} is rendered."
-            problems.append(Problem(key, message, fatal=False))
+            yield Problem(key, message, fatal=False)
         if max(snapped) > spec.largest_side:
-            problems.append(Problem(key, f"{shown} is larger than {spec.largest_side} px, the model's limit."))
+            yield Problem(key, f"{shown} is larger than {spec.largest_side} px, the model's limit.")
         fitting.append(snapped)
     return fitting
 
@@ -193,7 +189,7 @@ def check_adapters(
     files = dict.fromkeys(path for run in adapter_runs(config) for path, _ in run.loras)
     for path in files:
         yield from check_lora_file(ADAPTER_PATH, path, modules, family)
-        if any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in read_shapes(ADAPTER_PATH, path, [])):
+        if any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in result_of(read_shapes(ADAPTER_PATH, path))):
             message = "is a DoRA, which scales the base model's weights and cannot be added to one in training."
             yield Problem(ADAPTER_PATH, f"{str(path)!r} {message} `simpletuner sample` renders with it.")
     if files and config.validation.validation_torch_compile:
@@ -214,5 +210,5 @@ def fetched_runs(config: RunConfig, family: str, source: ModelSource) -> list[Ad
     """
     runs = adapter_runs(config, fetch=True)
     # Files of the hub could not be checked in the plan: they were not on this machine.
-    raise_if_fatal(list(check_adapters(config, family, source, ())))
+    Problems(check_adapters(config, family, source, ())).raise_if_fatal()
     return runs

@@ -26,7 +26,7 @@ from simpletuner.atomic import open_atomically
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.schema import OffloadConfig, RunConfig
 from simpletuner.config.values import Size
-from simpletuner.data.context import ProgressBar
+from simpletuner.data.entries import ProgressBar
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.distributed.sharing import Keep, share_work

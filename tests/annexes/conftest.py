@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from simpletuner.annexes.remote.collect import collect
-from simpletuner.data.context import DataContext
+from simpletuner.data.entries import DataContext
 from tests.data.conftest import context as local_context
 
 __all__ = ["local_context"]

@@ -15,6 +15,7 @@ from simpletuner.budget.device import Device, rates_of
 from simpletuner.budget.workload import Bucket, Parts, Workload, kernels_on
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
+from simpletuner.errors import Problems
 from simpletuner.models.cost import Kernels, VaeLoad
 from simpletuner.models.kandinsky5.cost import video_vae_decode
 from simpletuner.models.registry import FAMILIES
@@ -32,8 +33,8 @@ LEANEST = {
 
 def config(family: str, **settings: Any) -> RunConfig:
     values = {"model_type": "lora", "model_family": family, "speed": "reference", **settings}
-    problems: list[Any] = []
-    found = resolve([Layer("config.json", list(values.items()))], problems)
+    problems = Problems()
+    found = problems.take(resolve([Layer("config.json", list(values.items()))]))
     assert not problems, problems
     return found
 
@@ -53,10 +54,11 @@ def budget(
 
 @cache
 def parts(family: str, flavour: str) -> Parts:
-    """Those of a published checkpoint, which remember what was computed of them."""
+    """Those of a published checkpoint on a GPU, which remember what was computed of them."""
     spec = FAMILIES[family]
     cost, targets = spec.cost, list(spec.lora_targets)
-    return Parts(spec, cost.of_flavour(flavour), targets, {}, cost.vae_parameters, cost.text_parameters, ())
+    transformer = cost.of_flavour(flavour, Kernels(tile_lists=True))
+    return Parts(spec, transformer, targets, {}, cost.vae_parameters, cost.text_parameters, ())
 
 
 def complaint(*arguments: Any, **settings: Any) -> str:

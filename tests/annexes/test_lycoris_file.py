@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from simpletuner.annexes.adapters.kinds import check_lycoris, read_lycoris
+from simpletuner.errors import Problems, result_of
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.models.spec import FamilySpec
@@ -39,8 +40,8 @@ SANA_SHAPES: dict[str, tuple[int, ...]] = {
 def complaints(folder: Path, content: Any, spec: FamilySpec = KANDINSKY5_IMAGE, quantised: bool = False) -> str:
     path = folder / "lycoris.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    found: list[Any] = []
-    file = read_lycoris(str(path), spec, found)
+    found = Problems()
+    file = found.take(read_lycoris(str(path), spec))
     shapes = SHAPES if spec is KANDINSKY5_IMAGE else SANA_SHAPES
     found += [] if file is None else check_lycoris(file, shapes, quantised=quantised)
     return "\n".join(str(each) for each in found if each.fatal)
@@ -48,7 +49,7 @@ def complaints(folder: Path, content: Any, spec: FamilySpec = KANDINSKY5_IMAGE, 
 
 def chosen(folder: Path, content: Any, spec: FamilySpec = KANDINSKY5_IMAGE) -> dict[str, Any]:
     assert complaints(folder, content, spec) == ""
-    file = read_lycoris(str(folder / "lycoris.json"), spec, [])
+    file = result_of(read_lycoris(str(folder / "lycoris.json"), spec))
     assert file is not None
     return file.layers(SHAPES if spec is KANDINSKY5_IMAGE else SANA_SHAPES)
 
@@ -126,8 +127,8 @@ def test_what_is_refused(tmp_path: Path, change: dict[str, Any], told: str) -> N
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "no JSON object" in complaints(tmp_path, [1])
     assert "not valid JSON" in complaints(tmp_path, "{")
-    found: list[Any] = []
-    assert read_lycoris(None, KANDINSKY5_IMAGE, found) is None
+    found = Problems()
+    assert found.take(read_lycoris(None, KANDINSKY5_IMAGE)) is None
     assert "is required" in str(found[0])
 
 

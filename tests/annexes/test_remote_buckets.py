@@ -13,7 +13,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from simpletuner.annexes.remote.collect import collect_cached
-from simpletuner.data.context import DataContext
+from simpletuner.data.entries import DataContext
 from tests.annexes.web import picture
 from tests.data.test_build import build, fatal
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from simpletuner.annexes.remote import hub, store
-from simpletuner.data.context import DataContext
+from simpletuner.data.entries import DataContext
 from simpletuner.data.media import decode
 from tests.annexes.web import Site, picture, serve
 from tests.data.test_build import build, fatal

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from simpletuner.config.datasets import read_datasets
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems
 
 BUCKET = {"id": "s3", "type": "aws", "aws_bucket_name": "b"}
 
@@ -17,8 +17,8 @@ BUCKET = {"id": "s3", "type": "aws", "aws_bucket_name": "b"}
 def read(folder: Path, entry: dict[str, Any]) -> tuple[Any, list[Problem]]:
     path = folder / "datasets.json"
     path.write_text(json.dumps([entry]))
-    problems: list[Problem] = []
-    (config,) = read_datasets(path, problems, placeholders={"model_family": "f", "output_dir": "out"})
+    problems = Problems()
+    (config,) = problems.take(read_datasets(path, placeholders={"model_family": "f", "output_dir": "out"}))
     return config, problems
 
 

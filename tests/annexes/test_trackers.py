@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from simpletuner.annexes.trackers import GuardedTracker, TrackedRun, open_trackers
+from simpletuner.config.publishing import check_trackers, has_wandb_login
 from simpletuner.config.schema import TrackingConfig
-from simpletuner.config.trackers import check_trackers, has_wandb_login
 from simpletuner.reporting.events import MediaRendered, PhaseEnded, PhaseStarted, StateChanged, StepReport
 from simpletuner.reporting.metrics import MediaRecord
 
@@ -62,10 +62,10 @@ def test_a_missing_login_is_a_warning_and_no_prompt(tmp_path: Path, caplog: pyte
     assert "training goes on without it" in caplog.text
 
 
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("simpletuner.config.trackers.find_spec", lambda name: None)
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("simpletuner.config.publishing.find_spec", lambda name: None)
     [problem] = check_trackers(TrackingConfig(report_to="tensorboard"))
-    assert "simpletuner[tensorboard]" in problem.message
+    assert "pip install 'tensorboard>=" in problem.message
     assert list(open_trackers("all", run_in(tmp_path))) == []
 
 

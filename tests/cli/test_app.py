@@ -14,7 +14,9 @@ import pytest
 from simpletuner.cli import app
 from simpletuner.cli.app import main
 from simpletuner.cli.help import settings_help
+from simpletuner.config.datasets import dataset_options
 from simpletuner.config.schema import all_options
+from simpletuner.config.sections import EVERYDAY_WORDS
 from simpletuner.errors import DiskFullError, Interrupted, NonFiniteError, UserError
 
 Capture = pytest.CaptureFixture[str]
@@ -82,6 +84,27 @@ def test_help_of_a_key_has_choices_default_and_what_a_family_sets(capsys: Captur
     assert "sanavideo 6.0" in capsys.readouterr().out
     assert main(["help", "checkpointing_steps"]) == 0
     assert "checkpoint_step_interval" in capsys.readouterr().out, "another spelling of a key"
+
+
+@pytest.mark.parametrize("words", ["vram", "OOM", "flicker", "blurry", "too strong", "forgets"])
+def test_help_understands_everyday_words(words: str, capsys: Capture) -> None:
+    assert main(["help", *words.split()]) == 0
+    (keys,) = [keys for known, keys in EVERYDAY_WORDS.items() if words.lower() in known]
+    shown = [line.lstrip("-") for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert tuple(dict.fromkeys(shown))[: len(keys)] == keys
+
+
+def test_everyday_words_name_keys_that_exist() -> None:
+    known = {*all_options(), *dataset_options()}
+    assert not [key for keys in EVERYDAY_WORDS.values() for key in keys if key not in known]
+
+
+def test_help_knows_the_keys_of_datasets(capsys: Capture) -> None:
+    assert main(["help", "num_frames"]) == 0
+    assert "video.num_frames  (Dataset file)" in capsys.readouterr().out
+    assert main(["help", "resolution"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("(Dataset defaults)") < shown.index("(Dataset file)"), "a key of both places"
 
 
 def test_help_searches(capsys: Capture) -> None:

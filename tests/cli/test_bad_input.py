@@ -56,15 +56,28 @@ def test_nothing_is_written_when_something_is_wrong(workspace: Workspace, capsys
 def test_invalid_json(workspace: Workspace, capsys: Capture) -> None:
     workspace.path("config/config.json").write_text('{\n "seed": 1\n "x": 2}')
     assert complaint(workspace, capsys) == (
-        "config/config.json: is not valid JSON: Expecting ',' delimiter at line 3, column 2."
+        "config/config.json: is not valid JSON: a comma or a closing bracket is missing (line 3, column 2)."
     )
+
+
+def test_values_that_belong_elsewhere(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_config(model_type="lokr", model_flavour="t2v-lite-sft-5s", caption_strategy="txt")
+    kind, caption, flavour = complaints(workspace, capsys)
+    assert kind.startswith("model_type: 'lokr' is a kind of LoRA: set model_type lora, and the kind as lora_type.")
+    assert "Did you mean 'textfile'?" in caption
+    assert "'t2v-lite-sft-5s' belongs to kandinsky5-video; kandinsky5-image has: t2i-lite-sft" in flavour
+
+
+def test_a_list_where_a_word_belongs(workspace: Workspace, capsys: Capture) -> None:
+    workspace.write_config(model_type=["lora"])
+    assert complaint(workspace, capsys).startswith("model_type: ['lora'] is not one of: lora, full.")
 
 
 def test_invalid_json_of_datasets(workspace: Workspace, capsys: Capture) -> None:
     workspace.path(DATASET_FILE).write_text("[{,1]")
     problem = complaint(workspace, capsys)
     assert problem.startswith(f"{DATASET_FILE}: is not valid JSON: ")
-    assert "at line 1, column 3" in problem
+    assert "(line 1, column 3)" in problem
 
 
 def test_the_same_key_twice(workspace: Workspace, capsys: Capture) -> None:

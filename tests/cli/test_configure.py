@@ -13,10 +13,11 @@ import pexpect
 import pytest
 from typer.testing import CliRunner
 
-from simpletuner.annexes.wizard.config_file import example_datasets
 from simpletuner.annexes.wizard.questions import QUESTIONS
+from simpletuner.annexes.wizard.session import example_datasets
 from simpletuner.cli.app import app, main
 from simpletuner.config.schema import GROUPS, all_options
+from simpletuner.config.sections import SECTIONS
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import Task
 from tests.processes import PATIENCE
@@ -107,8 +108,9 @@ def test_questions_come_in_order(configure: Configure) -> None:
     order = [question.key for question in QUESTIONS]
     asked = [key for key in person.asked if key in order]
     assert asked == [key for key in order if key in asked]
-    assert asked[:4] == ["output_dir", "model_family", "model_flavour", "model_type"]
-    assert asked[-1] == "data_backend_config"
+    assert asked[:4] == ["model_family", "model_flavour", "model_type", "output_dir"]
+    steps = [question.section for question in QUESTIONS]
+    assert steps == sorted(steps, key=SECTIONS.index), "a step of the wizard is a section of the page"
 
 
 def test_every_question_is_about_a_key_and_no_two_read_alike() -> None:
@@ -437,7 +439,7 @@ def test_toml_is_not_written(configure: Configure, capsys: pytest.CaptureFixture
 
 def test_answers_through_click_s_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["configure"], input="output/cat\n" + "\n" * 60)
+    result = CliRunner().invoke(app, ["configure"], input="\n\n\noutput/cat\n" + "\n" * 60)
     assert result.exit_code == 0, result.output
     assert written()["output_dir"] == "output/cat"
     assert "Next steps" in result.output
@@ -470,8 +472,6 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pexpect.spawn:
 
 
 def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -> None:
-    terminal.expect("Output folder")
-    terminal.sendline("output/कुत्ता")
     terminal.expect(r"Model \[kandinsky5-image\]")
     terminal.sendline("?")
     terminal.expect("The model family")
@@ -482,6 +482,10 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -
     terminal.expect("Did you mean 't2i-lite-pretrain'")
     terminal.expect(r"Version of the model \[t2i-lite-pretrain\]")
     terminal.sendline("")
+    terminal.expect("What to train")
+    terminal.sendline("")
+    terminal.expect("Output folder")
+    terminal.sendline("output/कुत्ता")
     prompt = re.compile(r"(?<!\x1b)\[[^]\r\n]*\]: ")
     terminal.expect(prompt)
     while LAST not in terminal.before:
@@ -501,10 +505,10 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -
 def test_leaving_in_the_middle_keeps_the_answers(
     terminal: pexpect.spawn, tmp_path: Path, key: str, code: int, words: str
 ) -> None:
-    terminal.expect("Output folder")
-    terminal.sendline("output/cat")
+    terminal.expect(r"Model \[kandinsky5-image\]")
+    terminal.sendline("")
     terminal.expect(
-        r"Model \[kandinsky5-image\]: "
+        r"Version of the model \[[^]]*\]: "
     )  # all of it: before the prompt is whole, the line is not edited yet
     # A signal that comes just before readline waits is seen with the next key only.
     while terminal.sendcontrol(key) and terminal.expect(
@@ -520,7 +524,7 @@ def test_leaving_in_the_middle_keeps_the_answers(
 
 def test_kept_answers_are_gone_on_with(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(prompt: str) -> str:
-        if prompt.strip().startswith("What to train"):
+        if prompt.strip().startswith("Seed of the run"):
             raise KeyboardInterrupt
         return "output/cat" if "Output folder" in prompt else ""
 
@@ -529,7 +533,7 @@ def test_kept_answers_are_gone_on_with(configure: Configure, monkeypatch: pytest
     assert main(["configure"]) == 130
     assert not FILE.exists()
     _, person = configure()
-    assert person.asked[:2] == ["kept", "model_type"]
+    assert person.asked[:2] == ["kept", "seed"]
     assert written()["output_dir"] == "output/cat"
     assert [path.name for path in FILE.parent.iterdir()] == ["config.json"]
 
@@ -587,8 +591,9 @@ def test_every_flavour_is_listed_with_what_it_is_for(configure: Configure, capsy
 
 
 def test_back_returns_to_the_question_before(configure: Configure) -> None:
-    _, person = configure(output_dir=["back", "wrong", "right"], model_family=["back", ""])
-    assert person.asked[:5] == ["output_dir", "output_dir", "model_family", "output_dir", "model_family"]
+    _, person = configure(model_family=["back"], output_dir=["wrong", "right"], seed=["back", ""])
+    assert person.asked[:2] == ["model_family", "model_family"]
+    assert person.asked[4:8] == ["output_dir", "seed", "output_dir", "seed"]
     assert written()["output_dir"] == "right"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.sources import EXTRA_ARGUMENTS, Arguments, parse_arguments
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems
 
 
 @pytest.fixture(autouse=True)
@@ -15,9 +15,8 @@ def _no_extra_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parse(*tokens: str) -> Arguments:
-    problems: list[Problem] = []
-    arguments = parse_arguments(tokens, problems)
-    assert problems == []
+    arguments = parse_arguments(tokens)
+    assert arguments.problems == []
     return arguments
 
 
@@ -53,14 +52,12 @@ def test_what_chooses_the_config_is_no_setting() -> None:
 
 @pytest.mark.parametrize("token", ["foo", "=5", "--", "--=5", "-x"])
 def test_what_is_no_setting_is_told(token: str) -> None:
-    problems: list[Problem] = []
-    parse_arguments([token], problems)
+    problems = parse_arguments([token]).problems
     assert [str(each) for each in problems] == [f"{token}: is not a setting; write key=value, --key value or --flag."]
 
 
 def test_a_selector_needs_a_name() -> None:
-    problems: list[Problem] = []
-    parse_arguments(["--env"], problems)
+    problems = parse_arguments(["--env"]).problems
     assert [str(each) for each in problems] == ["--env: needs a value after it."]
 
 
@@ -71,9 +68,9 @@ def test_more_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("tokens", [["tread_config=null"], ["--tread-config", "null"], ["--tread_config="]])
 def test_null_takes_back_what_the_file_says(tokens: list[str]) -> None:
-    problems: list[Problem] = []
+    problems = Problems()
     file = Layer(
         "config.json", [("model_type", "lora"), ("model_family", "sanavideo"), ("tread_config", {"routes": []})]
     )
-    config = resolve([file, parse(*tokens).layer()], problems)
+    config = problems.take(resolve([file, parse(*tokens).layer()]))
     assert (config.tread.tread_config, problems) == (None, [])

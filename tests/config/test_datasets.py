@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from simpletuner.config.datasets import DatasetConfig, read_datasets
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems
 
 PICTURES: dict[str, Any] = {"id": "pictures", "instance_data_dir": "datasets/pictures"}
 TEXT: dict[str, Any] = {"id": "text", "dataset_type": "text_embeds", "cache_dir": "cache"}
@@ -19,8 +19,8 @@ PLACEHOLDERS = {"model_family": "kandinsky5-image", "output_dir": "out"}
 def read(tmp_path: Path, *entries: Any) -> tuple[list[DatasetConfig], list[str]]:
     path = tmp_path / "data.json"
     path.write_text(json.dumps(entries))
-    problems: list[Problem] = []
-    found = read_datasets(path, problems, placeholders=PLACEHOLDERS)
+    problems = Problems()
+    found = problems.take(read_datasets(path, placeholders=PLACEHOLDERS))
     return found, [str(each) for each in problems]
 
 
@@ -120,28 +120,28 @@ def test_keys_that_are_only_accepted(tmp_path: Path) -> None:
         ("[]", "holds no datasets."),
         ("null", "must hold a JSON list of datasets, not null."),
         ('[{"id": "a", "disabled": true}, {"id": "b", "disable": "Yes"}]', "all datasets are disabled."),
-        ('[{"id": "a"}', "is not valid JSON: Expecting ',' delimiter at line 1, column 13."),
+        ('[{"id": "a"}', "is not valid JSON: it ends too early (line 1, column 13)."),
     ],
 )
 def test_a_file_without_datasets(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "data.json"
     path.write_text(text)
-    problems: list[Problem] = []
-    assert read_datasets(path, problems, placeholders=PLACEHOLDERS) == []
+    problems = Problems()
+    assert problems.take(read_datasets(path, placeholders=PLACEHOLDERS)) == []
     assert [str(each) for each in problems] == [f"{path}: {complaint}"]
 
 
 def test_a_file_that_is_missing(tmp_path: Path) -> None:
-    problems: list[Problem] = []
-    read_datasets(tmp_path / "none.json", problems, placeholders=PLACEHOLDERS)
+    problems = Problems()
+    problems.take(read_datasets(tmp_path / "none.json", placeholders=PLACEHOLDERS))
     assert "does not exist" in problems[0].message
 
 
 def test_a_key_twice_in_one_entry(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text('[{"id": "a", "--repeats": 1, "repeats": 2}, {"id": "b", "crop": true, "crop": false}]')
-    problems: list[Problem] = []
-    read_datasets(path, problems, placeholders=PLACEHOLDERS)
+    problems = Problems()
+    problems.take(read_datasets(path, placeholders=PLACEHOLDERS))
     told = "\n".join(map(str, problems))
     assert "repeats: is given twice: --repeats=1 and repeats=2." in told
     assert "contains 'crop' twice: True and False." in told

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.validation.prompts import read_library
 from tests.complaints import complaints, warnings
@@ -134,8 +134,8 @@ def test_the_line_with_a_comma_too_many_is_accepted(workspace: Workspace, capsys
 
 
 def test_nicknames_of_the_sana_guide() -> None:
-    problems: list[Problem] = []
-    library = read_library(GUIDES / SANA / "user_prompt_library.json", problems)
+    problems = Problems()
+    library = problems.take(read_library(GUIDES / SANA / "user_prompt_library.json"))
     assert problems == []
     assert len(library) == 15
     assert library[0][0] == "anime_<token>"

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.json_files import read_json, same_value
-from simpletuner.errors import Problem
+from simpletuner.config.values import read_json, same_value
+from simpletuner.errors import Problem, Problems
 
 
 def read(path: Path, text: str | bytes) -> tuple[Any, list[Problem]]:
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    problems: list[Problem] = []
-    return read_json(path, problems), problems
+    problems = Problems()
+    return problems.take(read_json(path)), problems
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,21 @@ def test_what_is_not_json_is_told_with_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     found, (problem,) = read(path, '{\n  "a": 1\n  "b": 2\n}')
     assert found is None
-    assert str(problem) == f"{path}: is not valid JSON: Expecting ',' delimiter at line 3, column 3."
+    assert str(problem) == f"{path}: is not valid JSON: a comma or a closing bracket is missing (line 3, column 3)."
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "at line 1, column 1"),
+        ("", "it ends too early (line 1, column 1)"),
+        ('{"a": 1 // half', "comments are not allowed (line 1, column 9)"),
+        ('{"a": True}', "true, false and null are written in small letters"),
+        ("{'a': 1}", "keys and texts need double quotes"),
+        (r'{"a": "C:\data"}', "a backslash is written twice; in paths, / does as well"),
+        ('{"a": "x\ny"}', "a text must end on the line on which it begins"),
+        ("{a: 1}", "a key in double quotes is missing"),
+        ('{"a" 1}', "a colon is missing"),
+        ('{"a": }', "a value is missing"),
         (b'{"a": "\xff"}', "is not UTF-8 text (byte 7)"),
         (b'\xff\xfe{\x00"\x00', "is not UTF-8 text"),
         ("[" * 100_000, "nested"),
@@ -64,8 +72,8 @@ def test_what_nothing_could_work_with_is_refused(tmp_path: Path, text: str | byt
 
 
 def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
-    problems: list[Problem] = []
-    assert read_json(tmp_path, problems) is None
+    problems = Problems()
+    assert problems.take(read_json(tmp_path)) is None
     assert "cannot be read" in problems[0].message
 
 

@@ -8,16 +8,16 @@ import pytest
 
 from simpletuner.config.load import Layer, read_json_layer, resolve
 from simpletuner.config.schema import FAMILY_DEFAULT, RunConfig
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems, result_of
 
 BASE = [("model_type", "lora"), ("model_family", "kandinsky5-image")]
 
 
 def load(*values: tuple[str, object], last_wins: bool = False) -> tuple[RunConfig, list[str]]:
     """The config of one layer, and its problems as text; warnings begin with `warning: `."""
-    problems: list[Problem] = []
+    problems = Problems()
     layer = Layer("config.json", [*BASE, *values], last_wins=last_wins)
-    config = resolve([layer], problems)
+    config = problems.take(resolve([layer]))
     return config, [str(each) if each.fatal else f"warning: {each}" for each in problems]
 
 
@@ -46,8 +46,8 @@ def test_the_stronger_layer_wins_and_is_remembered() -> None:
         Layer("config.json", [("lora_rank", 32), ("train_batch_size", 2)]),
         Layer("command line", [("--train-batch-size", "3")], last_wins=True),
     ]
-    problems: list[Problem] = []
-    config = resolve(layers, problems)
+    problems = Problems()
+    config = problems.take(resolve(layers))
     assert problems == []
     assert (config.lora.lora_rank, config.run.seed, config.schedule.train_batch_size) == (32, 1, 3)
     keys = ("validation_guidance", "seed", "lora_rank", "train_batch_size", "lora_alpha")
@@ -63,7 +63,7 @@ def test_unset_on_the_command_line_takes_back_what_the_file_says() -> None:
         Layer("config.json", [*BASE, ("validation_guidance", 3), ("validation_prompt", "x")]),
         Layer("command line", [("validation_guidance", ""), ("validation_prompt", "")], last_wins=True),
     ]
-    config = resolve(layers, [])
+    config = result_of(resolve(layers))
     assert (config.validation.validation_guidance, config.validation.validation_prompt) == (5.0, None)
     assert config.origins["validation_guidance"] == FAMILY_DEFAULT
 
@@ -119,8 +119,8 @@ def test_every_problem_is_told_at_once() -> None:
 
 
 def test_what_is_required_is_explained() -> None:
-    problems: list[Problem] = []
-    resolve([Layer("config.json", [])], problems)
+    problems = Problems()
+    problems.take(resolve([Layer("config.json", [])]))
     assert [each.where for each in problems] == ["model_type", "model_family"]
     assert all(each.message.startswith("is required. ") for each in problems)
 
@@ -128,8 +128,8 @@ def test_what_is_required_is_explained() -> None:
 def test_a_config_with_metadata_is_unwrapped(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"_metadata": {"name": "x"}, "config": {"seed": 1}}')
-    problems: list[Problem] = []
-    layer = read_json_layer(path, problems)
+    problems = Problems()
+    layer = problems.take(read_json_layer(path))
     assert layer is not None
     assert (list(layer.values), problems) == ([("seed", 1)], [])
 
@@ -138,6 +138,6 @@ def test_a_config_with_metadata_is_unwrapped(tmp_path: Path) -> None:
 def test_a_config_must_be_an_object(tmp_path: Path, text: str, kind: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
-    problems: list[Problem] = []
-    assert read_json_layer(path, problems) is None
+    problems = Problems()
+    assert problems.take(read_json_layer(path)) is None
     assert problems[0].message == f"must hold one JSON object, not {kind}."

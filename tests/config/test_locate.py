@@ -18,7 +18,7 @@ from simpletuner.config.sources import (
     expand_shell,
     locate,
 )
-from simpletuner.errors import ConfigError, Problem
+from simpletuner.errors import ConfigError, Problem, Problems, result_of
 
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 CHOOSERS = (
@@ -52,15 +52,15 @@ def put(path: str, **values: object) -> None:
 
 def seed(**selectors: str) -> object:
     """The seed of the configuration that was found: the tests tell files apart by it."""
-    problems: list[Problem] = []
-    found = locate(selectors, problems)
+    problems = Problems()
+    found = problems.take(locate(selectors))
     assert problems == []
-    return resolve(found.layers, []).run.seed
+    return result_of(resolve(found.layers)).run.seed
 
 
 def refusal(**selectors: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        locate(selectors, [])
+        result_of(locate(selectors))
     return str(caught.value)
 
 
@@ -77,9 +77,7 @@ def test_the_usual_places_in_their_order() -> None:
 
 def test_no_config_names_what_was_tried_and_the_way_out() -> None:
     told = refusal()
-    for path in ("config.json", "config/config.json", "config/config.toml", "config/config.env"):
-        assert path in told
-    assert "simpletuner configure" in told
+    assert "tried config.json, config/config.json. Write one with `simpletuner configure`." in told
 
 
 def test_a_name_means_a_folder_below_config() -> None:
@@ -117,7 +115,7 @@ def test_a_file_may_be_named_with_or_without_its_ending(monkeypatch: pytest.Monk
         monkeypatch.setenv("CONFIG_PATH", path)
         assert seed() == 9
     monkeypatch.setenv("CONFIG_PATH", "here/nothing")
-    assert "here/nothing.json" in refusal()
+    assert "tried here/nothing." in refusal()
 
 
 def test_the_form_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +131,7 @@ def test_the_form_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_packaged_example_by_its_two_names() -> None:
     for selectors in ({"example": "demo"}, {"env": "examples/demo"}):
-        found = locate(selectors, [])
+        found = result_of(locate(selectors))
         model = dict(found.layers[-1].values)["pretrained_model_name_or_path"]
         assert Path(str(model)) == example_file("demo").parent / "checkpoint", "paths lead into the package"
 
@@ -148,14 +146,14 @@ def test_an_unknown_example_is_told_with_the_names() -> None:
 
 
 def test_two_choices_at_once() -> None:
-    problems: list[Problem] = []
-    locate({"example": "demo", "env": "mine"}, problems)
+    problems = Problems()
+    problems.take(locate({"example": "demo", "env": "mine"}))
     assert [str(each) for each in problems] == ["example: and env both choose a configuration; give one of them."]
 
 
 def test_problems_found_before_are_not_lost() -> None:
     with pytest.raises(ConfigError) as caught:
-        locate({"env": "nowhere"}, [Problem("foo", "is not a setting")])
+        Problems([Problem("foo", "is not a setting")]).take(locate({"env": "nowhere"}))
     assert [each.where for each in caught.value.problems] == ["foo", "config"]
 
 
@@ -165,7 +163,7 @@ def test_config_env_is_weaker_than_the_file_beside_it() -> None:
         "# for train.sh\nexport SEED=2\nLORA_RANK='8'  # small\nVALIDATION_PROMPT='a cat'\n"
         "VALIDATION_PROMPT+=' asleep'\nPATH=/bin\nMIXED_PRECISION=no\n"
     )
-    config = resolve(locate({}, []).layers, [])
+    config = result_of(resolve(result_of(locate({})).layers))
     assert (config.run.seed, config.lora.lora_rank, config.precision.mixed_precision) == (1, 8, "no")
     assert config.validation.validation_prompt == "a cat asleep"
     assert config.origins["lora_rank"] == "config/config.env"
@@ -178,8 +176,8 @@ def test_config_env_is_read_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch)
         "WORK=$BASE/run\nOUTPUT_DIR=\"${WORK}/out\"\nCACHE_DIR='$HOME'\nTRACKER_RUN_NAME=a\\ b#c # a comment\n"
         'VALIDATION_PROMPT="it\'s \\"red\\""\nthis is junk\nTHREADS=$(nproc)\nset -a\n'
     )
-    problems: list[Problem] = []
-    config = resolve(locate({}, problems).layers, problems)
+    problems = Problems()
+    config = problems.take(resolve(problems.take(locate({})).layers))
     assert (config.run.output_dir, config.run.cache_dir) == ("/data/my pictures/run/out", "$HOME")
     assert (config.tracking.tracker_run_name, config.validation.validation_prompt) == ("a b#c", 'it\'s "red"')
     assert [problem.message for problem in problems if problem.fatal] == []
@@ -208,8 +206,8 @@ def test_between_double_quotes_other_marks_are_text(written: str, value: str) ->
 def test_what_config_env_cannot_say(line: str, words: str) -> None:
     put("config/config.json", **REQUIRED)
     Path("config/config.env").write_text(line + "\n")
-    problems: list[Problem] = []
-    resolve(locate({}, problems).layers, problems)
+    problems = Problems()
+    problems.take(resolve(problems.take(locate({})).layers))
     assert [words in problem.message for problem in problems if problem.fatal] == [True]
 
 
@@ -218,22 +216,22 @@ def test_config_env_may_add_to_the_command_line(monkeypatch: pytest.MonkeyPatch)
     Path("config/config.env").write_text(
         "TRAINER_EXTRA_ARGS='--use_ema --seed=2'\nTRAINER_EXTRA_ARGS+=' lora_rank=4'\n"
     )
-    assert locate({}, []).extra_arguments == "--use_ema --seed=2 lora_rank=4"
+    assert result_of(locate({})).extra_arguments == "--use_ema --seed=2 lora_rank=4"
     monkeypatch.setenv("TRAINER_EXTRA_ARGS", "--use_ema")
-    assert locate({}, []).extra_arguments == "", "train.sh has put it into the environment"
+    assert result_of(locate({})).extra_arguments == "", "train.sh has put it into the environment"
 
 
 def test_launch_variables_are_weaker_than_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
     put("config/config.json", seed=1)
     monkeypatch.setenv("MIXED_PRECISION", "fp16")
     monkeypatch.setenv("TRAINING_NUM_PROCESSES", "two")
-    problems: list[Problem] = []
-    config = resolve(locate({}, []).layers, problems)
+    problems = Problems()
+    config = problems.take(resolve(result_of(locate({})).layers))
     assert config.precision.mixed_precision == "fp16"
     assert "num_processes: 'two' is not a whole number. (environment)" in map(str, problems)
     put("config/config.json", **REQUIRED, mixed_precision="no", num_processes=1)
     problems.clear()
-    assert resolve(locate({}, []).layers, problems).precision.mixed_precision == "no"
+    assert problems.take(resolve(result_of(locate({})).layers)).precision.mixed_precision == "no"
     assert problems == []
 
 
@@ -256,8 +254,8 @@ def test_a_file_that_cannot_be_read_is_all_there_is_to_say(name: str, content: b
 
 
 def test_the_dataset_file_lies_beside_the_config(here: Path) -> None:
-    problems: list[Problem] = []
-    assert dataset_file(None, Path("config"), problems) == Path("config/multidatabackend.json")
+    problems = Problems()
+    assert problems.take(dataset_file(None, Path("config"))) == Path("config/multidatabackend.json")
     assert [each.fatal for each in problems] == [False]
-    assert dataset_file("config/examples/demo/multidatabackend.json", Path("config"), []).is_file()
-    assert dataset_file("mine.json", Path("config"), []) == Path("mine.json")
+    assert result_of(dataset_file("config/examples/demo/multidatabackend.json", Path("config"))).is_file()
+    assert result_of(dataset_file("mine.json", Path("config"))) == Path("mine.json")

@@ -11,7 +11,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.load import Layer, build_group, resolve
 from simpletuner.config.option import LARGEST_NUMBER
 from simpletuner.config.schema import all_options
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems
 
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 OPTIONS = all_options()
@@ -26,8 +26,8 @@ NUMBERS = {
 
 def read(key: str, value: Any) -> tuple[Any, list[Problem]]:
     """What a config with this one setting holds, and the problems of it."""
-    problems: list[Problem] = []
-    config = resolve([Layer("config.json", list({**REQUIRED, key: value}.items()))], problems)
+    problems = Problems()
+    config = problems.take(resolve([Layer("config.json", list({**REQUIRED, key: value}.items()))]))
     return config.flat()[key], problems
 
 
@@ -101,8 +101,8 @@ def test_a_typo_that_would_render_for_days(key: str) -> None:
 
 @pytest.mark.parametrize("key", ["probability", "slider_strength", "timestep_sampling_offset", "start_step"])
 def test_a_weight_of_a_dataset_that_would_overflow(key: str) -> None:
-    problems: list[Problem] = []
-    build_group(DatasetConfig, {"id": "a", key: 10**12}, problems)
+    problems = Problems()
+    problems.take(build_group(DatasetConfig, {"id": "a", key: 10**12}))
     assert [problem.where for problem in problems] == [key]
 
 
@@ -172,6 +172,6 @@ def test_a_run_has_bounds() -> None:
     for key, value in (("max_train_steps", 10**18), ("max_train_steps", "1e18")):
         (problem,) = read(key, value)[1]
         assert "is out of range; it must be ≤ 1e+09." in problem.message
-    problems: list[Problem] = []
-    build_group(DatasetConfig, {"id": "a", "repeats": 100_000}, problems)
+    problems = Problems()
+    problems.take(build_group(DatasetConfig, {"id": "a", "repeats": 100_000}))
     assert [problem.where for problem in problems] == ["repeats"]

@@ -13,7 +13,7 @@ from simpletuner.cli.app import main
 from simpletuner.config.load import read_json_layer, resolve
 from simpletuner.config.schema import all_options
 from simpletuner.data.captions import read_filters
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems
 from simpletuner.validation.prompts import read_library
 from tests.workspace import Workspace
 
@@ -40,19 +40,19 @@ def test_the_files_that_the_guides_and_the_docs_name_are_there() -> None:
 
 
 def test_every_key_of_the_config_is_known_and_in_the_order_of_the_schema() -> None:
-    problems: list[Problem] = []
-    layer = read_json_layer(SHIPPED / "config.json.example", problems)
+    problems = Problems()
+    layer = problems.take(read_json_layer(SHIPPED / "config.json.example"))
     assert layer is not None
     keys = [key for key, _ in layer.values]
     assert keys == [key for key in all_options() if key in keys]
-    resolve([layer], problems)
+    problems.take(resolve([layer]))
     assert problems == []
 
 
 def test_the_prompt_library_and_the_filter_list_load() -> None:
-    problems: list[Problem] = []
-    assert len(read_library(SHIPPED / "user_prompt_library.json.example", problems)) == 4
-    edit = read_filters(str(SHIPPED / "caption_filter_list.txt.example"), "caption_filter_list", problems)
+    problems = Problems()
+    assert len(problems.take(read_library(SHIPPED / "user_prompt_library.json.example"))) == 4
+    edit = problems.take(read_filters(str(SHIPPED / "caption_filter_list.txt.example"), "caption_filter_list"))
     assert problems == []
     assert edit is not None
     assert list(edit("a Watermarked picture , lorem ipsum in colour")) == ["a picture, in color"]

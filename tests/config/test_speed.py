@@ -10,6 +10,7 @@ import pytest
 from simpletuner.config import speed
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
+from simpletuner.errors import result_of
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.sanavideo.spec import SANA_VIDEO
 from simpletuner.plan.checks import check_config
@@ -19,7 +20,7 @@ REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 
 
 def make(**settings: Any) -> RunConfig:
-    config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], [])
+    config = result_of(resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))]))
     assert config is not None
     return config
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.layersync import LayerSyncConfig, check_layersync
+from simpletuner.config.alignment import LayerSyncConfig, check_layersync
 from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
 from simpletuner.config.tread import Route
 from tests.plan.test_checks import problems

@@ -9,14 +9,14 @@ import pytest
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import option_names
 from simpletuner.config.upstream import INSTEAD, NEUTRAL
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems
 
 REQUIRED = [("model_type", "lora"), ("model_family", "kandinsky5-image")]
 
 
 def told(key: str, value: Any) -> Problem:
-    problems: list[Problem] = []
-    resolve([Layer("config.json", [*REQUIRED, (key, value)])], problems)
+    problems = Problems()
+    problems.take(resolve([Layer("config.json", [*REQUIRED, (key, value)])]))
     (problem,) = problems
     return problem
 

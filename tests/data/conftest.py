@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner.config.schema import DatasetDefaults
-from simpletuner.data.context import DataContext
+from simpletuner.data.entries import DataContext
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 
 

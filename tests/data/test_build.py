@@ -16,10 +16,10 @@ from PIL import Image, ImageFile
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data.build import build_datasets
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset, ledger_rows
 from simpletuner.data.discovery import INDEX_NAME
-from simpletuner.errors import Problem
+from simpletuner.data.entries import DataContext
+from simpletuner.errors import Problem, Problems
 from simpletuner.models.spec import Task
 from tests import pictures
 
@@ -42,7 +42,7 @@ def build(context: DataContext, *entries: dict[str, Any], **changes: Any) -> tup
     defaults = {key: value for key, value in changes.items() if key in DatasetDefaults.model_fields}
     others = {key: value for key, value in changes.items() if key not in defaults}
     context = replace(context, defaults=context.defaults.model_copy(update=defaults), **others)
-    problems: list[Problem] = []
+    problems = Problems()
     configs = [DatasetConfig(**{"id": f"set{number}", **entry}) for number, entry in enumerate(entries)]
     return build_datasets(configs, context, problems), problems
 

@@ -18,7 +18,7 @@ from simpletuner.data.captions import (
     shuffle_edit,
 )
 from simpletuner.data.files import LeftOutError
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems, result_of
 
 
 def captions(
@@ -114,8 +114,8 @@ def test_shuffling_is_off_unless_asked_for() -> None:
 
 
 def filtered(caption: str, entries: Any) -> str:
-    problems: list[Problem] = []
-    edit = read_filters(entries, "text.caption_filter_list", problems)
+    problems = Problems()
+    edit = problems.take(read_filters(entries, "text.caption_filter_list"))
     assert not problems, problems
     assert edit is not None
     return edit(caption)[0]
@@ -135,13 +135,13 @@ def test_filters_take_texts_expressions_and_replacements(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("value", [["s/(/x/"], [r"s/a/\1/"], [1], {"a": 1}, "nowhere.txt"])
 def test_filters_that_cannot_be_read_are_problems(value: Any) -> None:
-    problems: list[Problem] = []
-    read_filters(value, "text.caption_filter_list", problems)
+    problems = Problems()
+    problems.take(read_filters(value, "text.caption_filter_list"))
     assert [problem.where for problem in problems] == ["text.caption_filter_list"]
 
 
 def test_a_caption_that_is_filtered_away_is_reported(tmp_path: Path) -> None:
-    edit = read_filters(["house"], "", [])
+    edit = result_of(read_filters(["house"], ""))
     source = CaptionSource(
         DatasetConfig(id="a", caption_strategy="filename"), tmp_path, {}, {}, (edit,) if edit else ()
     )
@@ -166,27 +166,29 @@ def table(tmp_path: Path) -> ParquetConfig:
 
 
 def test_tables_name_pictures_by_path_or_name(table: ParquetConfig) -> None:
-    problems: list[Problem] = []
-    rows = read_caption_table(table, "set", problems)
+    problems = Problems()
+    rows = problems.take(read_caption_table(table, "set"))
     matched, unused = match_rows(rows, ["sub/a.png", "deep/b.jpg", "é.png", "other.png"])
     assert matched == {"sub/a.png": ("from a path",), "deep/b.jpg": ("from the fallback",), "é.png": ("accent",)}
     assert (unused, problems) == (["gone.png"], [])
 
 
 def test_a_list_column_holds_alternatives(table: ParquetConfig) -> None:
-    rows = read_caption_table(table.model_copy(update={"caption_column": "many"}), "set", [])
+    rows = result_of(read_caption_table(table.model_copy(update={"caption_column": "many"}), "set"))
     assert list(rows.values())[:2] == [("one", "two"), ("from the fallback",)]
 
 
 def test_names_without_extension_mean_png(table: ParquetConfig) -> None:
-    rows = read_caption_table(table.model_copy(update={"identifier_includes_extension": False}), "set", [])
+    rows = result_of(read_caption_table(table.model_copy(update={"identifier_includes_extension": False}), "set"))
     assert "b.jpg.png" in rows
 
 
 def test_a_missing_column_names_those_that_are_there(table: ParquetConfig) -> None:
-    problems: list[Problem] = []
+    problems = Problems()
     assert (
-        read_caption_table(table.model_copy(update={"caption_column": "texts", "width_column": "w"}), "set", problems)
+        problems.take(
+            read_caption_table(table.model_copy(update={"caption_column": "texts", "width_column": "w"}), "set")
+        )
         == {}
     )
     assert [problem.where for problem in problems] == ["set.parquet.caption_column", "set.parquet.width_column"]
@@ -197,12 +199,12 @@ def test_a_missing_column_names_those_that_are_there(table: ParquetConfig) -> No
 def test_a_missing_table_or_package_is_a_problem(
     table: ParquetConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problems: list[Problem] = []
-    read_caption_table(table.model_copy(update={"path": str(tmp_path / "no.parquet")}), "set", problems)
+    problems = Problems()
+    problems.take(read_caption_table(table.model_copy(update={"path": str(tmp_path / "no.parquet")}), "set"))
     (tmp_path / "bad.parquet").write_text("no table")
-    read_caption_table(table.model_copy(update={"path": str(tmp_path / "bad.parquet")}), "set", problems)
+    problems.take(read_caption_table(table.model_copy(update={"path": str(tmp_path / "bad.parquet")}), "set"))
     assert [problem.where for problem in problems] == ["set.parquet.path"] * 2
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    read_caption_table(table, "set", problems)
-    assert "simpletuner[parquet]" in problems[-1].message
+    problems.take(read_caption_table(table, "set"))
+    assert "pip install 'pyarrow>=" in problems[-1].message

@@ -15,11 +15,11 @@ from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data import discovery
 from simpletuner.data.build import build_datasets
 from simpletuner.data.clips import ClipFacts, ClipRules, build_clip_rules, fitting_frames
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
+from simpletuner.data.entries import DataContext
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.sample import Sample
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
 from tests import pictures
 from tests.clips import BROKEN, write_clip, write_plain
@@ -35,16 +35,16 @@ def context(tmp_path: Path) -> DataContext:
 def rules_of(
     context: DataContext, video: dict[str, Any], dataset_type: str = "video"
 ) -> tuple[ClipRules | None, list[Problem]]:
-    problems: list[Problem] = []
+    problems = Problems()
     config = DatasetConfig(id="films", dataset_type=dataset_type, video=VideoConfig(**video))
-    return build_clip_rules(config, context, problems), problems
+    return problems.take(build_clip_rules(config, context)), problems
 
 
 def build(
     context: DataContext, root: Path, video: dict[str, Any] | None = None, **more: Any
 ) -> tuple[Dataset, list[Problem]]:
     """The first dataset of one entry."""
-    problems: list[Problem] = []
+    problems = Problems()
     entry = {"id": "films", "dataset_type": "video", "instance_data_dir": str(root), "caption_strategy": "filename"}
     datasets = build_datasets([DatasetConfig(**{**entry, **more}, video=VideoConfig(**video or {}))], context, problems)
     return datasets[0], problems
@@ -310,8 +310,8 @@ def test_both_names_of_the_rate(second: object, fatal: int, tmp_path: Path) -> N
     file = tmp_path / "datasets.json"
     value = f'"{second}"' if isinstance(second, str) else second
     file.write_text(f'[{{"id": "films", "video": {{"frame_rate": 24, "framerate": {value}}}}}]')
-    problems: list[Problem] = []
-    (entry,) = read_datasets(file, problems, placeholders={})
+    problems = Problems()
+    (entry,) = problems.take(read_datasets(file, placeholders={}))
     assert entry.video.frame_rate == 24 or fatal
     assert len([problem for problem in problems if problem.fatal]) == fatal
     assert not fatal or "given twice" in str(problems[0])

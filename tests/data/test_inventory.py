@@ -16,9 +16,10 @@ from PIL import Image
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data import captions, discovery
 from simpletuner.data.build import build_datasets
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.discovery import INDEX_NAME, load_index
+from simpletuner.data.entries import DataContext
+from simpletuner.errors import Problems
 
 Change = Callable[[Path, random.Random], None]
 
@@ -55,7 +56,7 @@ def paint(path: Path, number: int) -> None:
 
 def build(context: DataContext, root: Path, **more: Any) -> Dataset:
     entry = {"id": "photos", "instance_data_dir": str(root), "caption_strategy": "textfile", **more}
-    (dataset,) = build_datasets([DatasetConfig(**entry)], context, [])
+    (dataset,) = build_datasets([DatasetConfig(**entry)], context, Problems())
     return dataset
 
 

@@ -17,12 +17,12 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data import masks
 from simpletuner.data.build import build_datasets
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
+from simpletuner.data.entries import DataContext
 from simpletuner.data.masks import latent_mask
 from simpletuner.data.media import decode, fit
 from simpletuner.data.sample import Sample
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
 from simpletuner.models.spec import Task
 from tests.clips import write_clip
@@ -71,7 +71,7 @@ def build(
         | {"conditioning_type": kind, "source_dataset_id": "files"},
         *more,
     ]
-    problems: list[Problem] = []
+    problems = Problems()
     datasets = build_datasets([DatasetConfig(**entry) for entry in entries], context, problems)
     return datasets, problems
 
@@ -139,7 +139,7 @@ def test_a_picture_may_have_a_source_and_a_mask(tmp_path: Path) -> None:
     context = DataContext(DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "i2i", caches, caches / "text")
     own = {"id": "files", "instance_data_dir": str(tmp_path / "files"), "conditioning_data": ["before", "masks"]}
     mask = {"id": "masks", "instance_data_dir": str(tmp_path / "masks"), "conditioning_type": "mask"}
-    problems: list[Problem] = []
+    problems = Problems()
     files, *_ = build_datasets([DatasetConfig(**each) for each in (own, before, mask)], context, problems)
     assert not [problem for problem in problems if problem.fatal]
     (sample,) = files.samples

@@ -9,9 +9,9 @@ import pytest
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import DatasetDefaults
 from simpletuner.data.build import build_datasets
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset, without_damaged
-from simpletuner.errors import Problem
+from simpletuner.data.entries import DataContext
+from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.spec import Task
 from tests import pictures
@@ -47,7 +47,7 @@ def build(
         | {"conditioning_type": "reference_strict", **partner},
         *more,
     ]
-    problems: list[Problem] = []
+    problems = Problems()
     datasets = build_datasets([DatasetConfig(**entry) for entry in entries], context, problems)
     return datasets, problems
 

@@ -23,7 +23,7 @@ from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.caching import fill
 from simpletuner.caching.catalogue import Share
 from simpletuner.caching.read import BatchReader, CacheStore
-from simpletuner.config.sources import parse_settings
+from simpletuner.config.sources import parse_arguments
 from simpletuner.data.files import MediaError
 from simpletuner.distributed.joining import connect
 from simpletuner.distributed.launching import shared_events
@@ -70,7 +70,7 @@ class Process:
         self.events = shared_events(events, world, 10, ExitStack())
 
     def fill(self) -> CacheFiller:
-        plan, _ = ready_plan(*parse_settings([]))
+        plan, _ = ready_plan(parse_arguments([]))
         filler = prepare_caches(Encoding(plan, build_adapter(plan), CPU, self.events), 1, world=self.world)
         filler.follow(2)
         return filler
@@ -247,7 +247,7 @@ class Machines(World):
 def test_text_encoders_that_stream_are_on_a_machine_once(filled: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(filled.folder)
     shutil.rmtree("cache")
-    plan, budget = ready_plan(*parse_settings(["group_offload_text_encoder=true"]))
+    plan, budget = ready_plan(parse_arguments(["group_offload_text_encoder=true"]))
     assert budget.listing is not None
     adapter, events = build_adapter(plan), EventStream()
     worlds = [Machines(rank, 4, rank % 2, 2) for rank in range(4)]

@@ -20,7 +20,7 @@ from simpletuner.config.datasets import DatasetConfig, VideoConfig, read_dataset
 from simpletuner.config.load import Layer, read_json_layer, resolve
 from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.data.buckets import PixelGrid
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.checks import check_config, check_flavour
 from simpletuner.validation.prompts import read_library
@@ -65,21 +65,23 @@ def test_json_block_loads(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "block.json"
     path.write_text(text, encoding="utf-8")
     content = json.loads(text)
-    problems: list[Problem] = []
+    problems = Problems()
     if isinstance(content, list):
-        entries = read_datasets(path, problems, placeholders={"model_family": "kandinsky5-image", "output_dir": "out"})
+        entries = problems.take(
+            read_datasets(path, placeholders={"model_family": "kandinsky5-image", "output_dir": "out"})
+        )
         assert len(entries) == len([entry for entry in content if not entry.get("disabled")])
     elif content.keys() & all_options().keys():
-        layer = read_json_layer(path, problems)
+        layer = problems.take(read_json_layer(path))
         assert layer is not None
-        config = resolve([Layer("required", list(REQUIRED.items())), layer], problems)
+        config = problems.take(resolve([Layer("required", list(REQUIRED.items())), layer]))
         problems += [*check_config(config), *check_settings(config)]
     elif "algo" in content:
-        file = read_lycoris(str(path), FAMILIES["kandinsky5-image"], problems)
+        file = problems.take(read_lycoris(str(path), FAMILIES["kandinsky5-image"]))
         assert file is not None
         problems += check_lycoris(file, {}, quantised=False)
     else:
-        assert [name for name, _, _ in read_library(path, problems)] == list(content)
+        assert [name for name, _, _ in problems.take(read_library(path))] == list(content)
     assert problems == []
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
+from simpletuner.errors import Problems
 from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.loading import load_processor
@@ -32,8 +33,8 @@ def make_config(checkpoint: Path, task: str = "t2i", **settings: Any) -> RunConf
         "pretrained_model_name_or_path": str(checkpoint),
         **settings,
     }
-    problems: list[Any] = []
-    config = resolve([Layer("test", list(values.items()))], problems)
+    problems = Problems()
+    config = problems.take(resolve([Layer("test", list(values.items()))]))
     assert config is not None, problems
     return config
 

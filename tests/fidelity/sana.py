@@ -14,6 +14,7 @@ from PIL.Image import Image
 
 from simpletuner.config.load import Layer, resolve, with_family
 from simpletuner.config.schema import RunConfig
+from simpletuner.errors import Problems
 from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO
 from simpletuner.models.sanavideo.video import SanaVideoAdapter
@@ -35,9 +36,9 @@ def make_sana_config(checkpoint: Path, **settings: Any) -> RunConfig:
     """The config of a run on a tiny checkpoint."""
     values = {"model_type": "lora", "model_family": "sanavideo", "pretrained_model_name_or_path": str(checkpoint)}
     values["model_flavour"] = flavour_of(checkpoint)
-    problems: list[Any] = []
+    problems = Problems()
     layers = with_family([Layer("test", list((values | settings).items()))], SANA_VIDEO.defaults, SANA_VIDEO.fixed)
-    config = resolve(layers, problems)
+    config = problems.take(resolve(layers))
     assert not [problem for problem in problems if problem.fatal], problems
     return config
 

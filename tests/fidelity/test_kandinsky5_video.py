@@ -17,6 +17,7 @@ from simpletuner.config.schema import FlowConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.seeds import Place
+from simpletuner.errors import Problems
 from simpletuner.models.adapter import CheckpointSetup, PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.loading import load_processor
@@ -46,8 +47,8 @@ def make_video_adapter(
     flavour = KANDINSKY5_VIDEO.flavour(FLAVOURS[task])
     values = {"model_type": "lora", "model_family": "kandinsky5-video", "model_flavour": flavour.name}
     values |= {"pretrained_model_name_or_path": str(checkpoint), **settings}
-    problems: list[Any] = []
-    config = resolve([Layer("test", list(values.items()))], problems)
+    problems = Problems()
+    config = problems.take(resolve([Layer("test", list(values.items()))]))
     assert config is not None, problems
     source = ModelSource.from_config(KANDINSKY5_VIDEO, flavour, config)
     return Kandinsky5VideoAdapter(CheckpointSetup.of(config, flavour, source, size))

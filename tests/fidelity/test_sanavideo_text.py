@@ -14,6 +14,7 @@ from diffusers import SanaImageToVideoPipeline
 from simpletuner.config.load import Layer, resolve
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import make_noisy
+from simpletuner.errors import Problems
 from simpletuner.models.adapter import TextRequest
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.spec import SANA_VIDEO, text_fingerprint, with_motion_score
@@ -119,9 +120,9 @@ def test_values_of_the_instruction_key(tmp_path: Path) -> None:
     assert read(False) == read("off") == []
     assert read(str(tmp_path / "lines.txt")) == ["one", "two: "]
     for wrong in ("nowhere.txt", 7, [1], {"a": "b"}):
-        problems: list[Any] = []
+        problems = Problems()
         layer = Layer("f", [("model_type", "lora"), ("model_family", "sanavideo"), (key, wrong)])
-        assert resolve([layer], problems).family.of(SanaOptions).sana_complex_human_instruction is True
+        assert problems.take(resolve([layer])).family.of(SanaOptions).sana_complex_human_instruction is True
         assert [problem.where for problem in problems] == [key], wrong
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems
 from simpletuner.models.kandinsky5.spec import ALL_LINEAR, KANDINSKY5_IMAGE
 from simpletuner.models.lora_keys import check_targets, linear_modules, matching_modules, resolve_targets
 from simpletuner.models.source import tensor_shapes
@@ -22,8 +22,8 @@ def modules(t2i_checkpoint: Path) -> dict[str, tuple[int, int]]:
 
 
 def resolve(value: Any) -> tuple[Any, list[str]]:
-    problems: list[Problem] = []
-    return resolve_targets(value, KANDINSKY5_IMAGE, problems), [str(each) for each in problems]
+    problems = Problems()
+    return problems.take(resolve_targets(value, KANDINSKY5_IMAGE)), [str(each) for each in problems]
 
 
 def test_the_forms_of_a_selection(tmp_path: Path) -> None:

@@ -6,11 +6,14 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +23,7 @@ from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.nabla import TileAttention, tile_mask
 from simpletuner.speed.compile import settle_compiler
 from tests.closeness import MODEL, assert_close
+from tests.meter import saved_bytes
 
 CPU = torch.device("cpu")
 HEAD_DIM = 16
@@ -113,6 +117,33 @@ def test_only_the_coarse_map_is_sorted(blocks: Callable[[Tensor], BlockMask]) ->
         one, other = getattr(mask, name), getattr(expected, name)
         assert torch.equal(one, other), name
         assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+
+
+def differentiable_flex(monkeypatch: pytest.MonkeyPatch, blocks: Callable[[Tensor], BlockMask]) -> nabla.Attend:
+    """Flex attention by its definition: torch only refuses its gradients on a CPU. It ignores full blocks, so that
+    `tile_blocks` make it dense."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(flex, "_validate_device", lambda *inputs: None)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    return nabla.compiled(blocks, {}, {})
+
+
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+def test_the_backward_pass_makes_the_lists_again(
+    blocks: Callable[[Tensor], BlockMask], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit-equal gradients, and one byte is saved for each pair of tiles, through the surrounding hooks."""
+    attend = differentiable_flex(monkeypatch, blocks)
+    inputs, tiles = draw(6)
+    inputs = [each.requires_grad_() for each in inputs]
+    with saved_bytes(inputs) as meter:
+        out = attend(*inputs, tiles)
+    assert meter.bytes == out.nbytes + out.nbytes // HEAD_DIM + tiles.nbytes, "result, log-sum-exp and tiles"
+    with monkeypatch.context() as unhooked:
+        unhooked.setattr(nabla, "RebuiltLists", lambda *given: nullcontext())
+        other = attend(*inputs, tiles)
+    found, expected = ([each, *torch.autograd.grad(each.sum(), inputs)] for each in (out, other))
+    assert all(map(torch.equal, found, expected))
 
 
 def test_tiles_are_those_of_their_ranks() -> None:

@@ -100,13 +100,13 @@ def test_both_branches_of_guidance_in_one_batch(tmp_path: Path, i2i_checkpoint: 
     adapter: Any = (make_adapter if kind in ("t2i", "i2i") else make_video_adapter)(checkpoint, kind)
     seen = source if task == "i2i" else None
     texts = [TextRequest("a red ball", seen), TextRequest("blurry, cropped, ugly: all that is not wanted", seen)]
-    embeds = adapter.load_text_encoder(CPU, torch.float32).encode(texts)
+    embeds, negative = adapter.load_text_encoder(CPU, torch.float32).encode(texts)
     transformer = adapter.load_transformer(torch.float32).eval()
     stock = adapter.load_preview_pipeline(transformer, CPU, None)
     sizes: list[int] = []
     transformer.visual_transformer_blocks[0].register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    shape = (128, 128) if task == "nabla" else (96, 64)
-    preview = PreviewRequest(*embeds, *shape, 3, 4.0, 5, source=source, num_frames=1 if kind[-1] == "i" else 17)
+    (width, height), frames = ((128, 128) if task == "nabla" else (96, 64)), 1 if kind[-1] == "i" else 17
+    preview = PreviewRequest(embeds, negative, width, height, 3, 4.0, 5, source=source, num_frames=frames)
     alone = stock.render(preview)
     together = stock.render(replace(preview, batched=True))
     assert sizes == [1] * 6 + [2] * 3

@@ -11,13 +11,13 @@ import pytest
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.config.load import Layer, resolve, with_family
 from simpletuner.config.schema import RunConfig
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.sanavideo.spec import SANA_VIDEO, SIZES_480, TRAINING_SIGMAS
 from simpletuner.models.source import ModelSource
+from simpletuner.plan.build import settle_task
 from simpletuner.plan.checks import check_weights
-from simpletuner.plan.settings import settle_task
 
 FLAVOUR = SANA_VIDEO.flavours[0]
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}
@@ -25,10 +25,10 @@ ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}
 
 def settle(**settings: Any) -> tuple[RunConfig, dict[str, Problem]]:
     """The config of a run and what is said about it, by key."""
-    problems: list[Problem] = []
+    problems = Problems()
     values = {"model_type": "lora", "model_family": "sanavideo", **settings}
     layers = with_family([Layer("config.json", list(values.items()))], SANA_VIDEO.defaults, SANA_VIDEO.fixed)
-    config = resolve(layers, problems)
+    config = problems.take(resolve(layers))
     problems += SANA_VIDEO.checks.settings(config, FLAVOUR)
     return config, {problem.where: problem for problem in problems}
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from simpletuner.config.load import Layer, resolve
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, result_of
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.source import (
     ModelSource,
@@ -30,7 +30,7 @@ BASE = "pretrained_model_name_or_path"
 
 def source(**keys: str) -> ModelSource:
     values = {"model_type": "lora", "model_family": "kandinsky5-image", **keys}
-    config = resolve([Layer("test", list(values.items()))], [])
+    config = result_of(resolve([Layer("test", list(values.items()))]))
     return ModelSource.from_config(KANDINSKY5_IMAGE, KANDINSKY5_IMAGE.flavour(None), config)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from simpletuner.config.load import Layer, resolve, with_family
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems, result_of
 from simpletuner.models.registry import FAMILIES
+from simpletuner.plan.build import find_family
 from simpletuner.plan.checks import check_config, check_flavour, check_total
 from simpletuner.plan.resume import decide_seed
-from simpletuner.plan.settings import find_family
 from simpletuner.training.manifest import Checkpoint, Identity, Manifest
 from tests.complaints import family_complaints
 
@@ -21,7 +21,7 @@ REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 
 def problems(**settings: Any) -> tuple[list[str], list[str]]:
     """Errors and warnings of a config with these settings."""
-    config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], [])
+    config = result_of(resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))]))
     found = check_config(config)
     return [str(each) for each in found if each.fatal], [str(each) for each in found if not each.fatal]
 
@@ -110,7 +110,7 @@ def test_what_would_start_after_the_end(switch: dict[str, Any], key: str) -> Non
     for settings, total, expected in (
         ({**switch, key: 10}, 10, [key]), ({**switch, key: 9}, 10, []), ({key: 10, "validation_disable": True}, 10, [])
     ):  # fmt: skip
-        config = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], [])
+        config = result_of(resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))]))
         found = list(check_total(config, total))
         assert [each.where for each in found if not each.fatal] == expected
 
@@ -135,7 +135,7 @@ def test_placeholders_of_scripts(key: str, command: str, told: str) -> None:
 
 @pytest.mark.parametrize(("warmup", "total", "warned"), [(10, 10, True), (11, 10, True), (9, 10, False), (0, 0, False)])
 def test_a_warm_up_as_long_as_the_run(warmup: int, total: int, warned: bool) -> None:
-    config = resolve([Layer("config.json", list({**REQUIRED, "lr_warmup_steps": warmup}.items()))], [])
+    config = result_of(resolve([Layer("config.json", list({**REQUIRED, "lr_warmup_steps": warmup}.items()))]))
     found = list(check_total(config, total))
     assert bool(found) == warned
     assert not any(each.fatal for each in found)
@@ -146,7 +146,7 @@ def test_a_warm_up_as_long_as_the_run(warmup: int, total: int, warned: bool) -> 
 )
 def test_convolutions_that_no_vae_can_carry_over_time_are_refused(family: str, fatal: list[bool]) -> None:
     settings = {"model_type": "lora", "model_family": family, "vae_enable_temporal_roll": True}
-    config = resolve([Layer("config.json", list(settings.items()))], [])
+    config = result_of(resolve([Layer("config.json", list(settings.items()))]))
     found = [each for each in family_complaints(config, FAMILIES[family]) if each.where == "vae_enable_temporal_roll"]
     assert [each.fatal for each in found] == fatal
 
@@ -175,12 +175,12 @@ def test_a_seed_that_was_drawn_is_kept_when_the_run_goes_on(
 )
 def test_distilled_flavours_are_previewed_as_they_sample(flavour: str, repository: str, steps: int) -> None:
     values = {"model_type": "lora", "model_family": "kandinsky5-video", "model_flavour": flavour}
-    layer, problems = Layer("test", list(values.items())), list[Problem]()
-    spec = find_family([layer], problems)
+    layer, problems = Layer("test", list(values.items())), Problems()
+    spec = problems.take(find_family([layer]))
     assert spec is not None
     chosen = spec.flavour(flavour)
     assert chosen.repository == f"kandinskylab/Kandinsky-5.0-{repository}-Diffusers"
-    config = resolve(with_family([layer], spec.defaults, spec.fixed), problems)
+    config = problems.take(resolve(with_family([layer], spec.defaults, spec.fixed)))
     preview = config.validation
     assert (preview.validation_guidance, preview.validation_num_inference_steps) == (1.0, steps)
     (warning,) = check_flavour(config, spec, chosen)

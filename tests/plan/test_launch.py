@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from simpletuner.config.load import Layer, resolve
+from simpletuner.errors import result_of
 from simpletuner.plan.checks import check_config
 from simpletuner.plan.environment import may_shard
 
@@ -26,7 +27,7 @@ EXCLUDED: list[tuple[dict[str, Any], str]] = [
 
 def config(**settings: Any) -> Any:
     values = {"model_type": "lora", "model_family": "kandinsky5-video", **settings}
-    return resolve([Layer("config.json", list(values.items()))], [])
+    return result_of(resolve([Layer("config.json", list(values.items()))]))
 
 
 def told(**settings: Any) -> tuple[list[str], list[str]]:

@@ -17,7 +17,7 @@ from simpletuner.config.precision import (
     transformer_dtype,
 )
 from simpletuner.config.schema import PrecisionConfig, all_options
-from simpletuner.config.sources import parse_settings
+from simpletuner.config.sources import parse_arguments
 from simpletuner.plan.build import make_plan
 from simpletuner.plan.entries import make_catalogue
 from simpletuner.run.train import prepare_machine
@@ -25,7 +25,7 @@ from tests.complaints import complaint, complaints, warnings
 from tests.workspace import Workspace
 
 KEYS = ("base_model_precision", "text_encoder_1_precision", "text_encoder_2_precision")
-PACKAGES = [("int8-torchao", "torchao", "torchao"), ("nf4-bnb", "bitsandbytes", "cuda")]
+PACKAGES = [("int8-torchao", "torchao>=0.18,<0.19"), ("nf4-bnb", "bitsandbytes>=0.46,<0.51")]
 
 
 def without(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
@@ -61,19 +61,19 @@ def test_what_cannot_be_had(
     assert problem.endswith(f"; the nearest supported value is {instead}.")
 
 
-@pytest.mark.parametrize(("name", "module", "extra"), PACKAGES)
+@pytest.mark.parametrize(("name", "requirement"), PACKAGES)
 def test_an_absent_package_is_told_last(
     workspace: Workspace,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    module: str,
-    extra: str,
+    requirement: str,
 ) -> None:
+    module = requirement.split(">")[0]
     without(monkeypatch, module)
     workspace.write_config(base_model_precision=name, model_flavour="t2i-light", lora_rank=0)
     *others, last = complaints(workspace, capsys)
-    install = f"pip install 'simpletuner[{extra}]'"
+    install = f"pip install '{requirement}'"
     assert last == f"base_model_precision: '{name}' needs the package {module}, which is not installed: {install}"
     assert len(others) == 2
 
@@ -178,7 +178,7 @@ def test_full_float32_of_a_gpu_is_part_of_the_latents_keys(
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with workspace.inside():
-        catalogue = make_catalogue(make_plan(*parse_settings([f"vae_dtype={dtype}"])))
+        catalogue = make_catalogue(make_plan(parse_arguments([f"vae_dtype={dtype}"])))
     assert catalogue is not None
     assert catalogue.encoders.vae.tf32 is expected
     assert catalogue.encoders.text.tf32 is None
@@ -193,7 +193,7 @@ def test_nothing_changes_torchs_settings_beside_training(
     places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [each.allow_tf32 for each in places]
     with workspace.inside():
-        plan = make_plan(*parse_settings(["vae_dtype=fp32", f"vae_cache_ondemand={not ahead}".lower()]))
+        plan = make_plan(parse_arguments(["vae_dtype=fp32", f"vae_cache_ondemand={not ahead}".lower()]))
     prepare_machine(plan)
     found = [each.allow_tf32 for each in places]
     for each, was in zip(places, before, strict=True):

@@ -12,7 +12,7 @@ from simpletuner.cli.help import explain_key
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.option import Option, When, unless, when
 from simpletuner.config.schema import RunConfig, all_options
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems
 from simpletuner.plan.checks import check_config, exclusions, unmet
 from simpletuner.plan.draft import Draft
 
@@ -29,8 +29,8 @@ ERROR_SAYS_MORE = "quantized_matmul"  # where the key is on without effect
 
 
 def config(settings: dict[str, Any]) -> RunConfig:
-    problems: list[Problem] = []
-    made = resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))], problems)
+    problems = Problems()
+    made = problems.take(resolve([Layer("config.json", list({**REQUIRED, **settings}.items()))]))
     assert problems == []
     return made
 

@@ -10,7 +10,7 @@ import pytest
 
 from simpletuner.config.load import build_group
 from simpletuner.config.tread import Route, TreadConfig, check_routes
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems
 from tests.complaints import complaints
 from tests.workspace import Workspace
 
@@ -19,8 +19,8 @@ GOOD = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}
 
 def told(value: Any, blocks: int | None = 32) -> list[str]:
     """The problems of a `tread_config`."""
-    problems: list[Problem] = []
-    routes = build_group(TreadConfig, {"tread_config": value}, problems).routes
+    problems = Problems()
+    routes = problems.take(build_group(TreadConfig, {"tread_config": value})).routes
     return [str(each) for each in [*problems, *check_routes(routes, blocks)]]
 
 

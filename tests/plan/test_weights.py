@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from simpletuner.config.load import Layer, resolve
-from simpletuner.errors import Problem, UserError
+from simpletuner.errors import Problems, UserError
 from simpletuner.models.loading import told_plainly
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.models.registry import FAMILIES
@@ -48,9 +48,9 @@ def edit_config(folder: Path, file: str = "config.json", /, **values: Any) -> No
 
 def plan_of(folder: Path, family: str) -> str:
     """The problems of a checkpoint, as the plan finds them."""
-    spec, problems = FAMILIES[family], list[Problem]()
+    spec, problems = FAMILIES[family], Problems()
     values = {"model_type": "lora", "model_family": family, "pretrained_model_name_or_path": str(folder)}
-    config = resolve([Layer("test", list(values.items()))], problems)
+    config = problems.take(resolve([Layer("test", list(values.items()))]))
     source = ModelSource.from_config(spec, spec.flavours[0], config)
     return "\n".join(map(str, source.problems() or check_parts(spec, spec.flavours[0], source)))
 

@@ -171,7 +171,7 @@ def test_settings_are_hidden_by_name_and_by_content() -> None:
 
 def test_reporting_imports_without_torch() -> None:
     names = "environment events html log metrics pace payloads progress terminal"
-    modules = ["simpletuner.config.trackers", *(f"simpletuner.reporting.{name}" for name in names.split())]
+    modules = ["simpletuner.config.publishing", *(f"simpletuner.reporting.{name}" for name in names.split())]
     code = (
         "import importlib, sys\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"

@@ -24,7 +24,7 @@ from simpletuner.annexes.publishing.report import (
 from simpletuner.config.load import Layer, resolve
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import LedgerEntry
-from simpletuner.errors import Problem
+from simpletuner.errors import Problems, result_of
 from simpletuner.reporting import html
 from simpletuner.reporting.environment import describe_environment
 from simpletuner.reporting.html import (
@@ -132,7 +132,9 @@ def test_the_page_shows_every_part_and_asks_nobody_for_anything(tmp_path: Path) 
 def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
     record = replace(picture(tmp_path, 0), short_name=NASTY, prompt=NASTY)
     gone = replace(record, step=40, path=NASTY)
-    config = resolve([Layer("f", [("model_family", NASTY), ("model_type", "lora"), ("validation_prompt", NASTY)])], [])
+    config = result_of(
+        resolve([Layer("f", [("model_family", NASTY), ("model_type", "lora"), ("validation_prompt", NASTY)])])
+    )
     assert config is not None
     page = render(
         data_of(
@@ -323,10 +325,10 @@ def test_charts_follow_what_was_recorded(tmp_path: Path) -> None:
 
 
 def test_settings_know_what_changed_and_hide_secrets() -> None:
-    problems: list[Problem] = []
+    problems = Problems()
     hook = {"webhook_type": "raw", "callback_url": "https://example.org/geheim"}
     values = [("model_family", "kandinsky5-image"), ("model_type", "lora"), ("webhook_config", hook)]
-    config = resolve([Layer("family default", [("validation_guidance", 5.0)]), Layer("my.json", values)], problems)
+    config = problems.take(resolve([Layer("family default", [("validation_guidance", 5.0)]), Layer("my.json", values)]))
     assert config is not None
     settings = {setting["key"]: setting for setting in settings_of(config)}
     assert settings["model_type"]["changed"]

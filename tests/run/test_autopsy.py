@@ -16,7 +16,7 @@ from simpletuner.annexes import replay
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.caching.fill import write_entry
 from simpletuner.caching.read import CacheStore
-from simpletuner.config.sources import parse_settings
+from simpletuner.config.sources import parse_arguments
 from simpletuner.reporting.events import EventStream
 from simpletuner.run.session import Session
 from simpletuner.training import step
@@ -66,7 +66,7 @@ def poison(workspace: Workspace, name: str) -> Path:
     """Write numbers that overflow into the cached latents of a picture; returns the folder of the cache."""
     assert workspace.run("cache", "fill") == 0
     with workspace.inside():
-        listing = weigh_plan(*parse_settings([]))[1].listing
+        listing = weigh_plan(parse_arguments([]))[1].listing
         assert listing is not None
         (entry,) = [each for each in listing.latents if each.sample.name == name]
         latents = CacheStore(entry.folder).read(entry.key.digest())["latents"]

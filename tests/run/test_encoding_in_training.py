@@ -13,7 +13,7 @@ import pytest
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.budget.budget import Budget
 from simpletuner.caching import fill
-from simpletuner.config.sources import parse_settings
+from simpletuner.config.sources import parse_arguments
 from simpletuner.data import files
 from tests.run.test_resume import STEPS, assert_same_run
 from tests.validation.test_eval_loss import EVAL
@@ -55,7 +55,7 @@ def latents(workspace: Workspace) -> set[str]:
 
 def budget_of(workspace: Workspace, *settings: str) -> Budget:
     with workspace.inside():
-        return weigh_plan(*parse_settings(list(settings)))[1]
+        return weigh_plan(parse_arguments(list(settings)))[1]
 
 
 @pytest.mark.parametrize("key", KEYS)

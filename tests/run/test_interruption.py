@@ -21,7 +21,7 @@ import pytest
 
 from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.cli.train import open_companions
-from simpletuner.config.sources import parse_settings
+from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.requests import make_request
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
@@ -86,7 +86,7 @@ def in_phase(kind: str, done: int = 0) -> Callable[[Event], bool]:
 def train(workspace: Workspace, *subscribers: Callable[[Event], None]) -> None:
     events = EventStream(*subscribers)
     with workspace.inside():
-        plan, budget = ready_plan(*parse_settings([]))
+        plan, budget = ready_plan(parse_arguments([]))
         run_plan(plan, budget, events, open_companions(plan, (), events, World()))
 
 
@@ -286,7 +286,7 @@ def die_at(moment: str) -> None:
     trigger = Trigger(MOMENTS[moment], lambda: os._exit(9))
     # After the record: what was published before the kill is what the record has.
     events = EventStream()
-    plan, budget = ready_plan(*parse_settings([]))
+    plan, budget = ready_plan(parse_arguments([]))
     subscribe = events.subscribe
 
     def last(subscriber: Callable[[Event], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,16 @@ def test_block_sparse_checkpoints_ask_for_tiles(tmp_path: Path, capsys: pytest.C
     checkpoint = make_checkpoint(tmp_path / "nabla", "t2v", nabla=True)
     workspace = make_workspace(tmp_path / "run", checkpoint, "t2v-lite-sft-10s")
     workspace.write_datasets([{**CLIPS, "resolution": 128, "crop": True, "crop_style": "center"}, DATASETS[1]])
+    on_a_gpu = ("--dry-run", "plan_device_memory_gb=80")
+    assert workspace.train(*on_a_gpu) == 0
+    assert "attention visits of all tiles 25% at 128x128@5 (assumed)" in capsys.readouterr().out
     assert workspace.train("max_train_steps=1") == 0
+    # Measured, recorded, and known to the next plan.
+    (density,) = json.loads(workspace.path("output/attention_density.json").read_text()).values()
+    assert workspace.metrics()[0]["attention_density"] == density
+    assert f", attention density {density:.0%}".replace("%", " %") in capsys.readouterr().out
+    assert workspace.train(*on_a_gpu) == 0
+    assert f"{density:.0%} at 128x128@5 (measured)" in capsys.readouterr().out
     workspace.write_datasets([{**CLIPS, "aspect_bucket_alignment": "16"}, DATASETS[1]])
     assert workspace.train("--dry-run", "output_dir=other") == 2
     assert "128" in capsys.readouterr().err

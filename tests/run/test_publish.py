@@ -15,7 +15,7 @@ from torch import Tensor
 from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.annexes.publishing.report import published_result
 from simpletuner.config.schema import EmaConfig
-from simpletuner.config.sources import parse_settings
+from simpletuner.config.sources import parse_arguments
 from simpletuner.errors import NonFiniteError
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import FAMILIES
@@ -78,7 +78,7 @@ def test_nothing_that_is_not_finite_is_published(
     name = next(iter(weights))
     weights[name].data.view(-1)[0] = float("nan")
     with workspace.inside():
-        plan, _ = ready_plan(*parse_settings([]))
+        plan, _ = ready_plan(parse_arguments([]))
         with pytest.raises(NonFiniteError, match=f"not saved: .*{re.escape(name)}"):
             publish_result(plan, assembly, ema, {}, lambda: make_batch(t2i_checkpoint, ["a star"]))
     assert not list(tmp_path.rglob(LORA_FILE))
@@ -89,7 +89,7 @@ def test_only_the_result_of_the_last_step_is_reported(tmp_path: Path, t2i_checkp
     workspace = Workspace.create(tmp_path, t2i_checkpoint)
     lora = lora_of(make_assembly(t2i_checkpoint))
     with workspace.inside():
-        plan, _ = ready_plan(*parse_settings([]))
+        plan, _ = ready_plan(parse_arguments([]))
         assert published_result(plan, 4) is None
         lora.write(plan.output_dir, note={STEP_NOTE: "2"})
         assert published_result(plan, 4) is None, "a stale file is no result"
@@ -109,7 +109,7 @@ def test_a_pipeline_that_was_not_written_as_trained_is_not_published(
 
     def flawed(folder: Path) -> None:
         write(folder)
-        spoil(next(folder.glob("*.safetensors")))
+        spoil(next(folder.glob("transformer/*.safetensors")))
 
     monkeypatch.setattr(full, "_write", flawed)
     with pytest.raises(RuntimeError, match="is not what was trained"):

@@ -6,8 +6,9 @@ from pathlib import Path
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import CachingConfig, DatasetDefaults
 from simpletuner.data.build import build_datasets
-from simpletuner.data.context import DataContext
 from simpletuner.data.dataset import Dataset
+from simpletuner.data.entries import DataContext
+from simpletuner.errors import Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.run.quarantine import quarantine
 from tests import pictures
@@ -24,7 +25,7 @@ def make_dataset(root: Path, **switches: bool) -> Dataset:
     folders, caching = (root / "../l", root / "../t"), CachingConfig(**switches)
     context = DataContext(DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "t2i", *folders, caching=caching)
     config = DatasetConfig(id="set", instance_data_dir=str(root), minimum_image_size=32, caption_strategy="filename")
-    (dataset,) = build_datasets([config], context, [])
+    (dataset,) = build_datasets([config], context, Problems())
     return dataset
 
 
@@ -77,7 +78,7 @@ def test_the_next_start_does_not_miss_them(tmp_path: Path) -> None:
     dataset.save_index()
     quarantine([dataset], tmp_path / "out")
     context = DataContext(DatasetDefaults(resolution=64), KANDINSKY5_IMAGE, "t2i", tmp_path / "l", tmp_path / "t")
-    (again,) = build_datasets([dataset.config], context, [])
+    (again,) = build_datasets([dataset.config], context, Problems())
     assert "gone" not in again.counts()
 
 

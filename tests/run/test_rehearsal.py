@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.cli.train import open_companions
-from simpletuner.config.sources import parse_settings
+from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from simpletuner.reporting.events import EventStream, Notice
@@ -37,7 +37,7 @@ def run(workspace: Workspace, *, rehearsed: bool | None) -> list[str]:
     lines: list[str] = []
     events = EventStream(lambda event: lines.append(event.text) if isinstance(event, Notice) else None)
     with workspace.inside():
-        plan, budget = ready_plan(*parse_settings([]))
+        plan, budget = ready_plan(parse_arguments([]))
         run_plan(plan, budget, events, open_companions(plan, (), events, World()), rehearsed=rehearsed)
     return lines
 

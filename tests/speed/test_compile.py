@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,12 +18,16 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.utils import run_and_get_code
 
+from benchmarks.models import cost_of
 from simpletuner.config.speed import has_compiler
 from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.adapter import PreviewRequest
-from simpletuner.models.kandinsky5 import attention, fast
+from simpletuner.models.kandinsky5 import attention, fast, nabla
+from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.kandinsky5.fast import store_in_bf16
 from simpletuner.speed.compile import Case, CheckedForward, CompiledPiece, settle_compiler
 from simpletuner.speed.recomputation import checkpointed
@@ -32,6 +37,7 @@ from simpletuner.training.state import Assembly
 from simpletuner.training.step import micro_loss, noisy_batch
 from simpletuner.validation.runner import quiet
 from tests.fidelity import test_sanavideo_training as sana
+from tests.models.test_cost import KANDINSKY_TARGETS, adapters_of, block_inputs, kandinsky_inputs, with_lora
 from tests.speed import test_speed as speed
 from tests.speed.test_speed import loss_and_gradients
 from tests.tiny import WIDTH, build_kandinsky, make_checkpoint
@@ -126,6 +132,35 @@ def test_blocks_with_sparse_attention_are_compiled_but_for_it(tmp_path: Path, mo
     batch = speed.make_batch(checkpoint, "nabla")
     assert_close(loss_and_gradients(compiled, batch), loss_and_gradients(eager, batch), 1e-3)
     assert graphs() == 3
+
+
+# A call of a generated kernel, or of one of torch's, in the code that inductor writes.
+LAUNCH = re.compile(r"^    .*\b(?:cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.MULTILINE)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="inductor needs a C compiler")
+def test_a_block_with_sparse_attention_launches_what_a_dense_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels and products of a block with a LoRA, forward and backward, apart from the self-attention."""
+    # Kernels are called, but not compiled, which takes most of the time.
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *given, **named: lambda *arguments: None)
+    counts = []
+    for sparse in (False, True):
+        model: Any = build_kandinsky(nabla=sparse)
+        inputs = kandinsky_inputs(1, 32, 6, torch.float32)
+        if sparse:
+            nabla.install(model)
+            latents = tuple(inputs["hidden_states"].shape)
+            inputs["sparse_params"] = nabla.sparse_params(latents, dict(model.config), torch.device("cpu"))
+        model = with_lora(model, adapters_of(cost_of(VIDEO_COST, model), KANDINSKY_TARGETS, 2))
+        pieces = fast.install(model, attention.install(model)).pieces
+        for name in ("before_attention", "after_attention"):
+            pieces[name] = CompiledPiece(pieces[name], torch.compile(pieces[name], fullgraph=True))
+        block = model.visual_transformer_blocks[1]
+        visual, text, *rest = block_inputs(model, inputs, block)
+        visual, text = (each.detach().requires_grad_() for each in (visual, text))
+        _, codes = run_and_get_code(lambda: block(visual, text, *rest).sum().backward())  # noqa: B023 - called at once
+        counts.append(sum(len(LAUNCH.findall(code)) for code in codes))
+    assert 60 < counts[0] == counts[1] <= 105 - 2, "two more for the self-attention"
 
 
 def test_every_size_may_be_a_symbol(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,8 +306,8 @@ def test_previews_share_graphs_and_training_keeps_its_own(
 
     def pictures(assembly: Assembly, *sizes: int) -> list[Tensor]:
         pipeline = assembly.adapter.load_preview_pipeline(assembly.transformer, CPU, None)
-        texts = [make_batch(t2i_checkpoint, [caption]).embeds[0] for caption in ("a red square", "blurry")]
-        requests = [PreviewRequest(*texts, side, side, 2, 5.0, 7, batched=batched) for side in sizes]
+        one, other = (make_batch(t2i_checkpoint, [caption]).embeds[0] for caption in ("a red square", "blurry"))
+        requests = [PreviewRequest(one, other, side, side, 2, 5.0, 7, batched=batched) for side in sizes]
         with quiet(assembly):
             return [torch.tensor(np.array(pipeline.render(request)[0]), dtype=torch.float) for request in requests]
 

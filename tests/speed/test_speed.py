@@ -17,6 +17,7 @@ from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import ConfigError
 from simpletuner.models.adapter import FamilyAdapter, TextRequest
 from simpletuner.models.blocks import KernelChoices
+from simpletuner.models.kandinsky5 import nabla
 from simpletuner.speed import attention
 from simpletuner.speed.attention import MeasuredChoice, kernel_chooser
 from simpletuner.speed.recomputation import LeftToRecomputation, Recomputed
@@ -27,6 +28,7 @@ from simpletuner.training.step import micro_loss, noisy_batch, run_micro_step
 from tests.closeness import ROTATION, distance
 from tests.fidelity import family
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
+from tests.models.test_nabla import differentiable_flex
 from tests.tiny import make_checkpoint
 from tests.workspace import Workspace
 
@@ -135,22 +137,59 @@ def test_kept_attention_is_not_computed_again(
     assert counted.calls == 2 * (1 + 2) + 2 * calls * (1 + again)
 
 
-@pytest.mark.parametrize("case", ["t2i", "nabla"])
-def test_keeping_costs_one_tensor_per_block(checkpoints: dict[str, Path], case: str) -> None:
-    batch = make_batch(checkpoints[case], case)
-    kept = []
+@pytest.fixture
+def flex(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Block-sparse attention as on a GPU; the queries of each call."""
+    attend, queries = differentiable_flex(monkeypatch, nabla.paired_blocks), list[int]()
+
+    def counted(query: Tensor, *others: Tensor) -> Tensor:
+        queries.append(query.shape[1])
+        return attend(query, *others)
+
+    monkeypatch.setattr(nabla, "choose_attend", lambda *given: counted)
+    return queries
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_flex_attention_is_kept_as_any_other(checkpoints: dict[str, Path], flex: list[int], keep: bool) -> None:
+    """A call for each of two blocks, again in the backward pass where nothing is kept, with gradients of equal bits."""
+    batch, found = make_batch(checkpoints["nabla"], "nabla"), []
+    for settings in ({"speed_keep_attention": keep}, {"gradient_checkpointing": False}):
+        found.append(loss_and_gradients(make_assembly(checkpoints["nabla"], "nabla", **settings), batch))
+    assert flex == [512] * ((2 if keep else 4) + 2)
+    assert_equal(*found)
+
+
+BLOCKS, WIDTH, HEADS, TILES = 2, 32, 2, 8  # of the tiny models, and of a clip
+
+
+def test_keeping_costs_one_tensor_per_block(checkpoints: dict[str, Path]) -> None:
+    """For each token the result and its logarithms."""
+    assert bytes_of_keeping(checkpoints["t2i"], "t2i") == BLOCKS * 2 * 16 * (WIDTH + HEADS) * 4
+
+
+def test_keeping_sparse_attention_costs_no_lists(checkpoints: dict[str, Path], flex: list[int]) -> None:
+    """As dense attention, and a byte for each pair of tiles and head."""
+    dense = BLOCKS * 64 * TILES * (WIDTH + HEADS) * 4
+    assert bytes_of_keeping(checkpoints["nabla"], "nabla") == dense + BLOCKS * HEADS * TILES**2
+
+
+def test_keeping_sparse_attention_costs_masks_on_a_cpu(checkpoints: dict[str, Path]) -> None:
+    """The result in parts, too, and as float32 what each tile of queries sees."""
+    numbers = 2 * WIDTH + HEADS + TILES * HEADS
+    assert bytes_of_keeping(checkpoints["nabla"], "nabla") == BLOCKS * 64 * TILES * numbers * 4
+
+
+def bytes_of_keeping(checkpoint: Path, case: str) -> int:
+    """What a forward pass keeps more if it keeps the result of attention."""
+    batch, kept = make_batch(checkpoint, case), []
     for keep in (False, True):
-        assembly = make_assembly(checkpoints[case], case, speed_keep_attention=keep)
+        assembly = make_assembly(checkpoint, case, speed_keep_attention=keep)
         before = live_bytes()
         loss = micro_loss(assembly, noisy_batch(assembly, batch, 0, 0), Losses())
         kept.append(live_bytes() - before)
         del loss
-    blocks, width, heads = 2, 32, 2
-    samples, tokens, tiles = (1, 512, 8) if case == "nabla" else (2, 16, 0)
-    numbers = width + heads  # of a token: the result and its logarithms
-    if tiles:  # on a CPU: the result in parts, too, and as float32 what each tile of queries sees
-        numbers += width + tiles * heads
-    assert kept[1] - kept[0] == blocks * samples * tokens * numbers * 4
+    return kept[1] - kept[0]
 
 
 def live_bytes() -> int:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.crepa import CrepaConfig
+from simpletuner.config.alignment import CrepaConfig
 from simpletuner.config.tread import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import make_noisy

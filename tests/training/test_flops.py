@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import SHAPES, hollow_transformer, lora_targets
 from benchmarks.variants import Variant
 from simpletuner.config.tread import Route
+from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.registry import FAMILIES
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import step
 from simpletuner.training.losses import Losses
-from simpletuner.training.meter import adapters_of, batch_flops, count_flops
+from simpletuner.training.meter import adapters_of, batch_work, count_flops
+from tests.speed import test_speed as speed
+from tests.tiny import make_checkpoint
+from tests.training.test_step import Batches
 
 
 @pytest.mark.parametrize(
@@ -39,8 +45,8 @@ def test_a_meter_counts_the_same(size: str, routes: list[Route]) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as meter:
         step.run_micro_step(assembly, batch, 0, 0, Losses())
     told = assembly.sample_flops(SHAPES[size].tokens, SHAPES[size].caption)
-    assert told == pytest.approx(meter.get_total_flops(), rel=1e-6)
-    assert batch_flops(assembly, batch) == told
+    assert told.total == pytest.approx(meter.get_total_flops(), rel=1e-6)
+    assert batch_work(assembly, batch) == told
 
 
 @pytest.mark.parametrize(("size", "teraflops"), [("lite", 563), ("image", 106), ("pro", 9417), ("sana", 246)])
@@ -54,7 +60,7 @@ def test_real_models(size: str, teraflops: float) -> None:
         model.add_adapter(LoraConfig(r=16, target_modules=targets))
     flops = count_flops(model, FAMILIES[SHAPES[size].family].cost, [])
     assert flops is not None
-    assert flops(SHAPES[size].tokens, SHAPES[size].caption) / 1e12 == pytest.approx(teraflops, rel=0.03)
+    assert flops(SHAPES[size].tokens, SHAPES[size].caption).total / 1e12 == pytest.approx(teraflops, rel=0.03)
     assert adapters_of(model).rank == 16
 
 
@@ -64,3 +70,30 @@ def test_tokens_that_pass_by_are_not_counted() -> None:
     assert told[0.0] is not None
     assert told[0.5] is not None
     assert told[0.5] < 0.7 * told[0.0]
+
+
+def test_tiles_that_block_sparse_attention_skips_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those of passes with gradients count, over all blocks and micro-steps, in the step's one transfer."""
+    checkpoint, tiles, chosen = make_checkpoint(tmp_path, "t2v", nabla=True), nabla.tile_mask, list[Tensor]()
+
+    def choose(*given: Any) -> Tensor:
+        chosen.append(tiles(*given))
+        return chosen[-1]
+
+    monkeypatch.setattr(nabla, "tile_mask", choose)
+    assembly = speed.make_assembly(checkpoint, "nabla", gradient_accumulation_steps=2)
+    batch = speed.make_batch(checkpoint, "nabla")
+    step.predict_now(assembly, step.noisy_batch(assembly, batch, 0, 0))
+    chosen.clear()
+    report = step.optimizer_step(assembly, Batches(batch, batch), 0)
+    assert len(chosen) == 2 * 2
+    density = torch.stack(chosen).float().mean().item()
+    assert 0.1 < density < 0.99
+    assert report.densities == {512: pytest.approx(density)}
+    assert report.row["attention_density"] == round(density, 4)
+    work = batch_work(assembly, batch).times(2)
+    blocks, width = 2, 32
+    assert work.sparse == 2 * 3 * blocks * 4 * 512**2 * width
+    assert report.flops == pytest.approx(work.total - (1 - density) * work.sparse)

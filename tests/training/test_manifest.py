@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems
 from simpletuner.training.manifest import (
     FILE_NAME,
     Identity,
@@ -37,8 +37,8 @@ def make(output: Path, name: str, content: bytes = b"weights") -> Path:
 
 
 def select(wanted: str, output: Path) -> tuple[str | None, list[Problem]]:
-    problems: list[Problem] = []
-    found = select_checkpoint(wanted, output, problems)
+    problems = Problems()
+    found = problems.take(select_checkpoint(wanted, output))
     return found.path.name if found else None, problems
 
 

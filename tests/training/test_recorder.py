@@ -11,6 +11,7 @@ import pytest
 
 from simpletuner.distributed.requests import Request, expect_requests, make_request
 from simpletuner.distributed.world import World
+from simpletuner.models.cost import Work
 from simpletuner.reporting.events import Event, EventStream, Notice, StateChanged, StepReport
 from simpletuner.reporting.pace import ENOUGH, RECENT, SlowSteps
 from simpletuner.reporting.payloads import RunRecord
@@ -63,9 +64,9 @@ def test_a_step_says_what_it_waited_for_and_what_it_computed(assembly: Assembly,
     assert (plain.shapes, plain.passes) == (((4, 16, 1, 4, 4),) * 2, 2)
     asked = []
 
-    def cost(tokens: int, text_tokens: int) -> float:
+    def cost(tokens: int, text_tokens: int) -> Work:
         asked.append((tokens, text_tokens))
-        return 1000.0 * tokens + text_tokens
+        return Work(1000.0 * tokens, text_tokens)
 
     streamer: Any = Streamer()
     assembly.streamer, assembly.sample_flops = streamer, cost

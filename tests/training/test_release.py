@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.optimizers import OPTIMIZERS, check_release
 from simpletuner.config.schema import EmaConfig, OptimizerConfig
-from simpletuner.errors import NonFiniteError
+from simpletuner.errors import NonFiniteError, Problems
 from simpletuner.run.rehearsal import rehearse_micro_step, unchanged
 from simpletuner.training import step
 from simpletuner.training.ema import Ema
@@ -250,8 +250,8 @@ def test_random_rounding_depends_on_seed_step_and_weight_alone(name: str) -> Non
 def test_what_needs_all_gradients_is_refused(settings: dict[str, Any], told: str) -> None:
     values = {"model_type": "full", "model_family": "kandinsky5-image", **RELEASED}
     for more, messages in (({}, []), (settings, [told])):
-        problems: list[Any] = []
-        config = resolve([Layer("config.json", list({**values, **more}.items()))], problems)
+        problems = Problems()
+        config = problems.take(resolve([Layer("config.json", list({**values, **more}.items()))]))
         found = [*map(str, check_release(config))]
         assert len(found) == len(messages), problems
         assert all(re.search(message, problem) for message, problem in zip(messages, found, strict=True))

@@ -11,6 +11,7 @@ import pytest
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.optimizers import peak_learning_rate
 from simpletuner.config.schema import OptimizerConfig
+from simpletuner.errors import result_of
 from simpletuner.training.optimizers import learning_rate_at
 
 SCHEDULERS = get_args(OptimizerConfig.model_fields["lr_scheduler"].annotation)
@@ -87,4 +88,4 @@ def test_schedule_free_keeps_the_rate_behind_the_warmup() -> None:
 def test_scaling_by_the_samples_of_a_step(key: str, rate: float) -> None:
     step = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "num_processes": 4, key: 1}
     values = {"model_type": "lora", "model_family": "sanavideo", "learning_rate": 1e-4, **step}
-    assert peak_learning_rate(resolve([Layer("config.json", list(values.items()))], [])) == pytest.approx(rate)
+    assert peak_learning_rate(result_of(resolve([Layer("config.json", list(values.items()))]))) == pytest.approx(rate)

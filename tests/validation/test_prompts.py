@@ -10,15 +10,15 @@ import pytest
 
 from simpletuner.config.load import build_group
 from simpletuner.config.schema import ValidationConfig
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.validation.prompts import BUILT_IN, collect_prompts, file_safe, fit_sizes
 
 
 def collect(**settings: Any) -> tuple[list[tuple[str, str]], list[str]]:
     """Short names and prompts, and the problems."""
-    problems: list[Problem] = []
-    prompts = collect_prompts(ValidationConfig(**settings), problems)
+    problems = Problems()
+    prompts = problems.take(collect_prompts(ValidationConfig(**settings)))
     return [(each.short_name, each.prompt) for each in prompts], [str(each) for each in problems]
 
 
@@ -29,10 +29,10 @@ def library(folder: Path, content: Any) -> str:
 
 
 def sizes(value: str, *, lenient: bool = False) -> tuple[list[tuple[int, int]], list[Problem]]:
-    problems: list[Problem] = []
-    config = build_group(ValidationConfig, {"validation_resolution": value}, problems)
+    problems = Problems()
+    config = problems.take(build_group(ValidationConfig, {"validation_resolution": value}))
     wanted = config.validation_resolution or ()
-    return fit_sizes(wanted, KANDINSKY5_IMAGE, lenient=lenient, problems=problems), problems
+    return problems.take(fit_sizes(wanted, KANDINSKY5_IMAGE, lenient=lenient)), problems
 
 
 def test_without_prompts_only_the_unconditional_sample() -> None:

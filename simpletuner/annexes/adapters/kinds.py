@@ -17,15 +17,16 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.json_files import read_json
 from simpletuner.config.lora import LoraConfig
-from simpletuner.config.option import LYCORIS, check_installed
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.config.option import Package, check_installed
+from simpletuner.config.values import read_json
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean, result_of
 from simpletuner.models.adapter_kinds import AdapterKind, Shapes
 from simpletuner.models.cost import Shape
 from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
 
+LYCORIS = Package("lycoris", "lycoris-lora>=4.1,<5")
 KEY = "lycoris_config"
 CONFIG_FILE = "lycoris_config.json"
 ALGOS = ("lora", "locon", "loha", "lokr")
@@ -113,15 +114,15 @@ class LycorisFile:
         return {**alias, "bypass_mode": not settings["dora_wd"], **settings}
 
 
-def read_lycoris(path: str | None, spec: FamilySpec, problems: list[Problem]) -> LycorisFile | None:
-    """The settings file, or None with the reason added to the problems."""
+def read_lycoris(path: str | None, spec: FamilySpec) -> Reading[LycorisFile | None]:
+    """The settings file, or None after a problem."""
     if path is None:
-        problems.append(Problem(KEY, "is required by lora_type lycoris."))
+        yield Problem(KEY, "is required by lora_type lycoris.")
         return None
-    content = read_json(Path(path).expanduser(), problems)
+    content = yield from read_json(Path(path).expanduser())
     wrong = _malformed(content)
     if wrong and content is not None:  # otherwise read_json has reported the reason
-        problems.append(Problem(KEY, f"{path!r}: {wrong}."))
+        yield Problem(KEY, f"{path!r}: {wrong}.")
     return None if wrong else LycorisFile(content, spec)
 
 
@@ -238,7 +239,7 @@ def loha(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes)
 
 def lycoris(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes) -> dict[str, int]:
     """Trained numbers of each layer that the settings file chooses."""
-    file = read_lycoris(config.lycoris_config, spec, [])
+    file = result_of(read_lycoris(config.lycoris_config, spec))
     layers = file.layers(shapes) if file else {}
     return {name: _lycoris_numbers(shapes[name], settings) for name, settings in layers.items()}
 
@@ -292,26 +293,30 @@ def factorise(width: int, factor: int) -> Pair:
     return small, width // small
 
 
-def lycoris_layers(
-    config: LoraConfig, spec: FamilySpec, shapes: Shapes, problems: list[Problem], quantised: bool
-) -> list[str]:
+def lycoris_layers(config: LoraConfig, spec: FamilySpec, shapes: Shapes, quantised: bool) -> Reading[list[str]]:
     """The layers that the settings file selects; empty, with a problem, if it is invalid.
 
     Args:
         shapes: empty if the transformer is not on this machine.
         quantised: the base model is.
     """
-    faults = list(check_installed(LYCORIS, "lora_type", "lycoris"))
-    file = read_lycoris(config.lycoris_config, spec, faults)
+    faults = Problems(check_installed(LYCORIS, "lora_type", "lycoris"))
+    file = faults.take(read_lycoris(config.lycoris_config, spec))
     if file is not None:
         faults += check_lycoris(file, shapes, quantised=quantised)
-    problems.extend(faults)
-    return [] if file is None or any(fault.fatal for fault in faults) else list(file.layers(shapes))
+    yield from faults
+    return [] if file is None or faults.are_fatal else list(file.layers(shapes))
 
 
 by_peft = partial(AdapterKind, "simpletuner.annexes.adapters.converted:add_product")
 KINDS = {
     "lokr": by_peft(lokr, takes_any_rank=True),
     "loha": by_peft(loha),
-    "lycoris": AdapterKind("simpletuner.annexes.adapters.lycoris:add_lycoris", lycoris, lycoris_layers),
+    "lycoris": AdapterKind(
+        "simpletuner.annexes.adapters.lycoris:add_lycoris",
+        lycoris,
+        lycoris_layers,
+        settings_file=KEY,
+        no_slider="needs lora_type standard, lokr or loha, not lycoris",
+    ),
 }

@@ -24,7 +24,7 @@ from simpletuner.annexes.adapters.kinds import CONFIG_FILE, LycorisFile, read_ly
 from simpletuner.atomic import write_json
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
-from simpletuner.errors import ConfigError, Problem
+from simpletuner.errors import ConfigError, Problems
 from simpletuner.models.lora_keys import Targets, weights_of
 from simpletuner.models.spec import FamilySpec
 from simpletuner.training.lora_files import write_weights
@@ -83,8 +83,8 @@ def add_lycoris(
     Raises:
         ConfigError: the file cannot be read.
     """
-    problems: list[Problem] = []
-    file = read_lycoris(config.lycoris_config, spec, problems)
+    problems = Problems()
+    file = problems.take(read_lycoris(config.lycoris_config, spec))
     if file is None:
         raise ConfigError(problems)
     logging.getLogger("LyCORIS").setLevel(logging.ERROR)

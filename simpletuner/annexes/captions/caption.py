@@ -17,13 +17,12 @@ from simpletuner.annexes.captions.captioner import Description, DescriptionReque
 from simpletuner.annexes.captions.wording import ENCODER, LENGTHS, Wording, check_captioner
 from simpletuner.atomic import write_atomically
 from simpletuner.caching.fill import ShrinkingEncoder
-from simpletuner.config.load import raise_if_fatal
 from simpletuner.config.precision import quantisation, text_encoder_dtype
 from simpletuner.config.schema import RunConfig
 from simpletuner.data.dataset import DatasetFile
 from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.files import MediaError
-from simpletuner.errors import UserError
+from simpletuner.errors import Problems, UserError
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.source import Part
 from simpletuner.plan.build import Plan
@@ -96,7 +95,7 @@ def open_captioner(survey: Plan, events: EventStream) -> QwenCaptioner:
     absent = [source[role] for role in ENCODER if source[role].local_folder() is None]
     if absent:
         download(absent, events)
-        raise_if_fatal([*check_captioner(spec, source)])
+        Problems(check_captioner(spec, source)).raise_if_fatal()
     device = make_accelerator().device
     with events.phase("Loading the text encoder"):
         captioner: type[QwenCaptioner] = resolve_name(spec.words.captioner or "")

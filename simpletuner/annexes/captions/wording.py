@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from simpletuner.config.load import raise_if_fatal
 from simpletuner.data.captions import control_token
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.dataset import Dataset, DatasetFile
 from simpletuner.data.discovery import is_readable, pair_key, scan
 from simpletuner.data.media import PICTURE_SUFFIXES
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import Problem, Problems, did_you_mean
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
@@ -81,12 +80,12 @@ def check_captions(survey: Plan, wording: Wording, wanted: str | None) -> None:
     Raises:
         ConfigError: the checkpoint has no captioner, there is no such dataset, or the trigger is not one.
     """
-    problems = [*wording.problems(), *check_captioner(survey.spec, survey.source)]
+    problems = Problems([*wording.problems(), *check_captioner(survey.spec, survey.source)])
     ids = [each.id for each in _described(survey.datasets)]
     if wanted is not None and wanted not in ids:
         message = f"{wanted!r} is not a local dataset of the configuration ({', '.join(ids)})."
         problems.append(Problem("--dataset", message + did_you_mean(wanted, ids)))
-    raise_if_fatal(problems)
+    problems.raise_if_fatal()
 
 
 def check_captioner(spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:

@@ -13,13 +13,12 @@ from simpletuner.budget import device as devices
 from simpletuner.budget.budget import PREVIEWS, Budget, make_budget, remaining_seconds
 from simpletuner.budget.device import NCCL_BUFFERS, compute_capability, count_gpus, find_device, this_cpu, with_measured
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
-from simpletuner.config.json_files import check_unset
-from simpletuner.config.load import raise_if_fatal
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.schema import BY_SIZE
 from simpletuner.config.sources import Arguments
+from simpletuner.config.values import check_unset
 from simpletuner.distributed.world import launched
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Reading
 from simpletuner.models.cost import VaeLoad
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing
@@ -33,16 +32,16 @@ FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those o
 DAY = 86400.0
 
 
-def ready_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:
+def ready_plan(arguments: Arguments) -> tuple[Plan, Budget]:
     """The plan and its budget; with `offload: auto` the plan has the chosen settings.
 
     Raises:
         ConfigError: with all problems at once, including a run that does not fit.
     """
-    plan, budget = weigh_plan(arguments, problems)
+    problems, (plan, budget) = arguments.problems, weigh_plan(arguments)
     problems.extend(check_devices(plan.config.launch.local_processes))
     problems.extend(check_unset([*plan.config.publish, *plan.config.webhooks], fatal=True))
-    raise_if_fatal(problems)
+    problems.raise_if_fatal()
     return plan, budget
 
 
@@ -56,19 +55,19 @@ def check_devices(processes: int) -> Iterator[Problem]:
         yield Problem("num_processes", message)
 
 
-def weigh_plan(arguments: Arguments, problems: list[Problem]) -> tuple[Plan, Budget]:
-    """Like `ready_plan`, but a run that does not fit is only added to `problems`.
+def weigh_plan(arguments: Arguments) -> tuple[Plan, Budget]:
+    """Like `ready_plan`, but a run that does not fit is only added to the problems of the arguments.
 
     Raises:
         ConfigError: other problems prevent a plan.
     """
-    plan, budget = weigh(make_plan(arguments, problems), problems)
+    plan, budget = arguments.problems.take(weigh(make_plan(arguments)))
     slow = list(check_gpu(plan, budget))
-    problems.extend(slow)
+    arguments.problems.extend(slow)
     return replace(plan, warnings=[*slow, *plan.warnings]), budget
 
 
-def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
+def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
     """The same for a plan that is there already."""
     device = find_device(plan.config.offload.plan_device_memory_gb, plan.output_dir)
     if plan.config.launch.num_processes > 1:
@@ -88,7 +87,7 @@ def weigh(plan: Plan, problems: list[Problem]) -> tuple[Plan, Budget]:
     # Of another machine's GPU it is unknown which products it has.
     if multiplied(plan.config.precision) and plan.config.offload.plan_device_memory_gb is None:
         judged += check_capability(plan.config.precision, compute_capability())
-    problems.extend(judged)
+    yield from judged
     return replace(plan, warnings=[*plan.warnings, *(problem for problem in judged if not problem.fatal)]), budget
 
 

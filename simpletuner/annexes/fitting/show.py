@@ -189,6 +189,7 @@ def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
         yield "  memory is that of one device, and on the host of all processes of a machine"
     yield from _phase_lines(budget)
     yield from _bucket_lines(budget)
+    yield from _density_lines(budget)
     yield from _time_lines(plan, budget)
     yield from _way_lines(budget)
     added = budget.model.added(budget.steps[0].load)  # which the estimates above include
@@ -232,6 +233,16 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
         yield f"  {bucket.label:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
     if len(buckets) > SHOWN_BUCKETS:
         yield f"  and {len(buckets) - SHOWN_BUCKETS} smaller buckets"
+
+
+def _density_lines(budget: Budget) -> Iterator[str]:
+    """How many tiles block-sparse attention visits in the largest buckets, which the TFLOP and the time include."""
+    density, known = budget.parts.transformer.density, budget.parts.densities
+    if density is not None:
+        buckets = list(zip(budget.workload.buckets, (step.load.tokens for step in budget.steps), strict=True))
+        shares = (f"{density(tokens):.0%} at {bucket.label} ({'measured' if tokens in known else 'assumed'})"
+                  for bucket, tokens in buckets[:SHOWN_BUCKETS])  # fmt: skip
+        yield f"  block-sparse attention visits of all tiles {', '.join(shares)}"
 
 
 def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
@@ -340,6 +351,7 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
                 "share": bucket.share,
                 "tokens": step.load.samples * step.load.tokens,
                 "flops": step.cost.executed.total,
+                **_density(budget, step.load.tokens),
                 "memory": step.memory.total,
                 "seconds": step.cost.seconds,
             }
@@ -359,6 +371,14 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
         ],
         "offload_auto": list(budget.decisions),
     }
+
+
+def _density(budget: Budget, tokens: int) -> dict[str, Any]:
+    """The share of the tiles that block-sparse attention visits; nothing for dense attention."""
+    density = budget.parts.transformer.density
+    if density is None:
+        return {}
+    return {"attention_density": density(tokens), "attention_density_measured": tokens in budget.parts.densities}
 
 
 def _dataset(dataset: Dataset) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from simpletuner.config.load import canonical
 from simpletuner.config.schema import all_options
 from simpletuner.config.sources import DATASET_FILE, ENV_VARIABLES, example_names, read_config_file
 from simpletuner.distributed.requests import Request, make_request
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, result_of
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
@@ -231,7 +231,7 @@ def output_dir_of(file: Path) -> str:
     Raises:
         ConfigError: it cannot be read.
     """
-    given = canonical(read_config_file(file, []), []).get("output_dir")
+    given = result_of(canonical(result_of(read_config_file(file)))).get("output_dir")
     return str(given or all_options()["output_dir"].default)
 
 

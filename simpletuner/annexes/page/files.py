@@ -31,8 +31,7 @@ from starlette.responses import JSONResponse, Response
 from simpletuner.annexes.page.project import EXAMPLE, Project, Refusal, problems_json, project_of, wanted
 from simpletuner.atomic import write_json
 from simpletuner.config.datasets import parse_datasets, read_datasets
-from simpletuner.config.json_files import read_json
-from simpletuner.config.load import raise_if_fatal, read_json_layer, unwrapped
+from simpletuner.config.load import read_json_layer, unwrapped
 from simpletuner.config.schema import main_name
 from simpletuner.config.sources import (
     DATASET_FILE,
@@ -44,10 +43,11 @@ from simpletuner.config.sources import (
     read_env_file,
     read_env_layer,
 )
+from simpletuner.config.values import read_json
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.media import PICTURE_SUFFIXES
-from simpletuner.errors import ConfigError, Problem
+from simpletuner.errors import ConfigError, Problem, Problems, result_of
 from simpletuner.plan.draft import Draft, Judgement
 from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact
 
@@ -103,7 +103,8 @@ class Configuration:
     def datasets(self) -> Path:
         """The dataset file, wherever it is and whether or not it exists."""
         given = self.values.get("data_backend_config")
-        return self.project.folder / dataset_file(given if isinstance(given, str) else None, self.file.parent, [])
+        file = result_of(dataset_file(given if isinstance(given, str) else None, self.file.parent))
+        return self.project.folder / file
 
     @property
     def saved_entries(self) -> Any:
@@ -126,17 +127,17 @@ class Configuration:
         values, outside = self.project.without_outside(self.values)
         if self.environment.is_file():
             # A config.env sets options as well, and commands that use this config read it.
-            extra = read_env_file(self.environment, []).get(EXTRA_ARGUMENTS, "")
-            beside = [*read_env_layer(self.environment, []).values, *parse_arguments([], [], extra).settings]
+            extra = result_of(read_env_file(self.environment)).get(EXTRA_ARGUMENTS, "")
+            beside = [*result_of(read_env_layer(self.environment)).values, *parse_arguments([], extra).settings]
             outside += self.project.without_outside(dict(beside))[1]
-        judgement, problems = Draft(self.file).judge(values), list[Problem]()
+        judgement, problems = Draft(self.file).judge(values), Problems()
         names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
         if self.entries is not None:
-            datasets = parse_datasets(self.entries, Path(DATASET_FILE), problems, names)
+            datasets = problems.take(parse_datasets(self.entries, Path(DATASET_FILE), names))
         elif [*self.project.check_path("data_backend_config", str(self.datasets))]:
             datasets = []
         else:
-            datasets = read_datasets(self.datasets, [], placeholders=names)
+            datasets = result_of(read_datasets(self.datasets, placeholders=names))
         return judgement, [*outside, *self.project.check_dataset_paths(datasets)], problems
 
     def write(self, folder: Path) -> list[str]:
@@ -234,9 +235,9 @@ def read(path: Path) -> Any:
     Raises:
         ConfigError: it is not readable, or would lose something when written again.
     """
-    problems: list[Problem] = []
-    content = read_json(path, problems)
-    raise_if_fatal(problems)
+    problems = Problems()
+    content = problems.take(read_json(path))
+    problems.raise_if_fatal()
     return content
 
 
@@ -274,9 +275,9 @@ def config_json(saved: Configuration) -> dict[str, Any]:
 
 def datasets_json(saved: Configuration) -> dict[str, Any]:
     """A dataset file as the page reads it; a problem's key begins with `FILE: ID`."""
-    path, problems = saved.project.inside(saved.datasets, packaged=True), list[Problem]()
+    path, problems = saved.project.inside(saved.datasets, packaged=True), Problems()
     names = {key: str(saved.values.get(key)) for key in ("model_family", "output_dir")}
-    read_datasets(path, problems, placeholders=names)
+    problems.take(read_datasets(path, placeholders=names))
     entries = masked(read(path)) if path.is_file() else []
     return {"path": shown(saved.project, path), "entries": entries, "problems": problems_json(problems)}
 
@@ -287,9 +288,9 @@ def settings_in(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it holds none.
     """
-    problems: list[Problem] = []
-    layer = read_json_layer(path, problems) if path.is_file() else None
-    raise_if_fatal(problems)
+    problems = Problems()
+    layer = problems.take(read_json_layer(path)) if path.is_file() else None
+    problems.raise_if_fatal()
     return dict(layer.values) if layer else {}
 
 

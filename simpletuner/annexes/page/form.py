@@ -14,8 +14,8 @@ from simpletuner.annexes.page.project import Refusal, project_of
 from simpletuner.budget.device import ask_driver, host_memory
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.config.option import Group, Option, describe
-from simpletuner.config.schema import all_options, sections
-from simpletuner.config.sections import DATASETS, SECTIONS, TABS
+from simpletuner.config.schema import all_options
+from simpletuner.config.sections import DATASETS, EVERYDAY_WORDS, SECTIONS, TABS, section_of
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.spec import FamilySpec
 from simpletuner.redaction import SECRET_NAME
@@ -125,14 +125,11 @@ def tabs() -> list[dict[str, Any]]:
 def fields(family: str | None = None) -> tuple[Field, ...]:
     """Every option, in the order of the page, with the defaults of a family."""
     spec = FAMILIES[family] if family else None
-    grouped, options, shown = sections(), all_options(), list[Field]()
-    # A section may claim single keys of a group, which are not shown again under the group.
-    moved = {key for section in SECTIONS for key in section.keys}
-    for section in SECTIONS:
-        shown += [_field(options[key], spec, section.id, "") for key in section.keys]
-        for group in section.groups:
-            shown += [_field(each, spec, section.id, group) for each in grouped[group] if each.name not in moved]
-    return tuple(shown)
+    placed = ((all_options()[key], section) for key, section in section_of().items())
+    return tuple(
+        _field(option, spec, section.id, "" if option.name in section.keys else option.section)
+        for option, section in placed
+    )
 
 
 @functools.cache
@@ -164,6 +161,7 @@ def _field(option: Option, spec: FamilySpec | None, section: str, group: str) ->
         "requires": option.relations["Requires"],
         "secret": option.may_hold_secret or bool(SECRET_NAME.search(option.name)),
         "aliases": option.aliases,
+        "words": " ".join(words for words, keys in EVERYDAY_WORDS.items() if option.name in keys),
         "common": option.common,
     }
 

@@ -19,13 +19,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from simpletuner.config.datasets import PATH_KEYS, DatasetConfig
-from simpletuner.config.json_files import json_kind, parse_json
 from simpletuner.config.load import Layer, canonical
 from simpletuner.config.option import JSON_OR_FILE
 from simpletuner.config.schema import all_options
 from simpletuner.config.sources import EXAMPLES, example_names, resolve_alias
-from simpletuner.config.values import parse_path
-from simpletuner.errors import ConfigError, Problem
+from simpletuner.config.values import json_kind, parse_json, parse_path
+from simpletuner.errors import ConfigError, Problem, result_of
 from simpletuner.redaction import redact
 from simpletuner.reporting.html import POLICY
 
@@ -136,7 +135,7 @@ class Project:
         """The settings whose paths the page may touch, and a problem for every path that it may not."""
         kept, problems = dict[str, Any](), list[Problem]()
         for key, value in values.items():
-            known = canonical(Layer("", [(key, value)]), []).items()
+            known = result_of(canonical(Layer("", [(key, value)]))).items()
             outside = [each for name, path in known if name in path_keys() for each in self.check_path(name, path)]
             problems += outside
             kept |= {} if outside else {key: value}

@@ -20,9 +20,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from simpletuner.config.json_files import read_json
+from simpletuner.config.values import read_json
 from simpletuner.distributed.requests import FOLDER as REQUESTS
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, result_of
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE, Columns, parse_row
@@ -303,7 +303,7 @@ class Run:
     def started(self) -> Mapping[str, Any]:
         """What the page started last: `config`, `settings`, and `after`, the last event before; else empty."""
         path = self.folder / STARTED_FILE
-        return (read_json(path, [], dict) if path.is_file() else None) or {}
+        return (result_of(read_json(path, dict)) if path.is_file() else None) or {}
 
     @property
     def config(self) -> str:

@@ -6,30 +6,30 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.annexes.publishing.uploads import Hub, Uploads, prepared_destinations
-from simpletuner.config.json_files import check_unset, read_json
-from simpletuner.config.load import build_group, canonical, raise_if_fatal
+from simpletuner.config.load import build_group, canonical
 from simpletuner.config.publishing import PUBLISHING_CONFIG, PublishConfig, check_publishing, without_hidden
 from simpletuner.config.sources import Arguments, read_config_file
+from simpletuner.config.values import check_unset, read_json
 from simpletuner.distributed.requests import signals_as_interrupt
-from simpletuner.errors import Problem, SimpleTunerError, UserError
+from simpletuner.errors import Problem, Problems, Reading, SimpleTunerError, UserError, result_of
 from simpletuner.reporting.log import setup_logging
 from simpletuner.reporting.progress import shown_events
 from simpletuner.run.lock import lock_output
 from simpletuner.training.manifest import find_checkpoints
 
 
-def publish_again(output_dir: Path, arguments: Arguments, problems: list[Problem]) -> None:
+def publish_again(output_dir: Path, arguments: Arguments) -> None:
     """Upload what a run has published, or the rest of it.
 
     Raises:
         UserError: there is no run, or a setting is wrong.
         SimpleTunerError: not everything was uploaded.
     """
-    settings, recorded = recorded_settings(output_dir, arguments, problems)
+    settings, recorded = recorded_settings(output_dir, arguments)
     setup_logging()
     # The lock keeps a run from replacing files that are being uploaded.
     with lock_output(output_dir), signals_as_interrupt(), shown_events() as events:
-        for problem in problems:
+        for problem in arguments.problems:
             events.say(str(problem), warning=True)
         places = prepared_destinations(settings, recorded["tracker_project_name"], output_dir, events)
         uploads = Uploads(settings, output_dir, recorded["tracker_run_name"], places, events)
@@ -38,44 +38,43 @@ def publish_again(output_dir: Path, arguments: Arguments, problems: list[Problem
         raise SimpleTunerError("Not everything was uploaded; the same command tries again.")
 
 
-def recorded_settings(
-    output_dir: Path, arguments: Arguments, problems: list[Problem]
-) -> tuple[PublishConfig, dict[str, Any]]:
-    """How to publish, and all recorded settings of the run; what deserves a warning is added to the problems.
+def recorded_settings(output_dir: Path, arguments: Arguments) -> tuple[PublishConfig, dict[str, Any]]:
+    """How to publish, and all recorded settings of the run; warnings join those of the arguments.
 
     Raises:
         UserError: there is no run, or a setting is wrong.
     """
     whole = find_checkpoints(output_dir)[0]
-    recorded = read_json(whole[-1].path / "config.json", []) if whole else None
+    recorded = result_of(read_json(whole[-1].path / "config.json")) if whole else None
     if not isinstance(recorded, dict):
         raise UserError(f"{str(output_dir)!r} is not the output folder of a run: it has no checkpoint.")
-    given, keys = canonical(arguments.layer(), problems), PublishConfig.model_fields.keys()
+    problems = arguments.problems
+    given, keys = problems.take(canonical(arguments.layer())), PublishConfig.model_fields.keys()
     for key in sorted(given.keys() - keys):
         problems.append(Problem(key, "has no effect: only settings of the section Publishing are used here."))
     # Settings are recorded without secrets, so the keys of a store come from the config file below.
     old = {key: without_hidden(recorded[key]) for key in keys & recorded.keys()}
     if PUBLISHING_CONFIG not in given and old.get(PUBLISHING_CONFIG) != recorded.get(PUBLISHING_CONFIG):
         origin = whole[-1].manifest.identity.origins.get(PUBLISHING_CONFIG, "")
-        old[PUBLISHING_CONFIG] = _stores_with_keys(origin, problems) or old[PUBLISHING_CONFIG]
-    settings = build_group(PublishConfig, {**old, **given}, problems)
+        old[PUBLISHING_CONFIG] = problems.take(_stores_with_keys(origin)) or old[PUBLISHING_CONFIG]
+    settings = problems.take(build_group(PublishConfig, {**old, **given}))
     # Whoever calls this command wants an upload, whatever `push_to_hub` was in training.
     if not settings.stores or "hub_model_id" in given:
         settings = settings.model_copy(update={"push_to_hub": True})
     problems.extend(check_unset(settings, fatal=True))
     problems.extend(each for each in check_publishing(settings, recorded["tracker_project_name"]) if each.fatal)
-    raise_if_fatal(problems)
+    problems.raise_if_fatal()
     return settings, recorded
 
 
-def _stores_with_keys(origin: str, problems: list[Problem]) -> Any:
+def _stores_with_keys(origin: str) -> Reading[Any]:
     """`publishing_config` as it stands in the config file of the run, with the keys that are recorded nowhere else."""
-    of_file: list[Problem] = []
-    values = canonical(read_config_file(Path(origin), of_file), of_file) if Path(origin).is_file() else {}
-    problems.extend(each for each in of_file if each.where == PUBLISHING_CONFIG)
+    of_file = Problems()
+    values = of_file.take(canonical(of_file.take(read_config_file(Path(origin))))) if Path(origin).is_file() else {}
+    yield from (each for each in of_file if each.where == PUBLISHING_CONFIG)
     stores = values.get(PUBLISHING_CONFIG)
     if stores is None:
         nowhere = f", and {origin!r} does not hold them" if origin else ""
         message = f"its keys are not recorded{nowhere}; give them again: --{PUBLISHING_CONFIG}=stores.json."
-        problems.append(Problem(PUBLISHING_CONFIG, message, fatal=False))
+        yield Problem(PUBLISHING_CONFIG, message, fatal=False)
     return stores

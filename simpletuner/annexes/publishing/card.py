@@ -24,9 +24,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image, ImageDraw, ImageFont
 
 from simpletuner.atomic import build_folder, write_json
-from simpletuner.config.json_files import read_json
 from simpletuner.config.optimizers import learning_rate, optimizer_name
 from simpletuner.config.precision import transformer_dtype
+from simpletuner.config.values import read_json
+from simpletuner.errors import result_of
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.usage import Usage
@@ -89,7 +90,7 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
 
 def read_notes(folder: Path) -> dict[str, Any]:
     """What a card notes about itself: repository, step and summary; empty if there is no card."""
-    content = read_json(folder / SETTINGS_FILE, []) if (folder / SETTINGS_FILE).is_file() else None
+    content = result_of(read_json(folder / SETTINGS_FILE)) if (folder / SETTINGS_FILE).is_file() else None
     return dict(content["_metadata"]) if isinstance(content, dict) else {}
 
 

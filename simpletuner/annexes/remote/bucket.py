@@ -9,15 +9,16 @@ from typing import Any
 
 from simpletuner.annexes.remote.store import CHUNK, DownloadError, Item, Offer, Store, UnfetchedError
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.config.option import BOTO3, check_installed
+from simpletuner.config.option import check_installed
+from simpletuner.config.publishing import BOTO3
 from simpletuner.data.discovery import classify, name_problem
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, Problems
 from simpletuner.s3 import S3Login
 
 LONGEST_NAME = 255  # bytes of a file's name
 
 
-def list_bucket(config: DatasetConfig, store: Store, problems: list[Problem]) -> Offer:
+def list_bucket(config: DatasetConfig, store: Store, problems: Problems) -> Offer:
     """The pictures or clips below a prefix, and their caption files.
 
     Raises:

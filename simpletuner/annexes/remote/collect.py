@@ -14,12 +14,12 @@ from simpletuner.annexes.remote.store import Offer, Store, UnfetchedError
 from simpletuner.annexes.remote.table import list_table
 from simpletuner.annexes.remote.web import PRIVATE
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.data.context import DataContext
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
-from simpletuner.errors import Problem, UserError
+from simpletuner.data.entries import DataContext
+from simpletuner.errors import Problem, Problems, UserError
 from simpletuner.reporting.progress import shown_events
 
-LISTERS: Mapping[str, Callable[[DatasetConfig, Store, list[Problem]], Offer]] = {
+LISTERS: Mapping[str, Callable[[DatasetConfig, Store, Problems], Offer]] = {
     "csv": list_table,
     "aws": list_bucket,
     "huggingface": list_rows,
@@ -28,7 +28,7 @@ RETRY = "; --retry-failed tries again"
 
 
 def collect(
-    entries: Sequence[DatasetConfig], context: DataContext, problems: list[Problem], *, fetches: bool = True
+    entries: Sequence[DatasetConfig], context: DataContext, problems: Problems, *, fetches: bool = True
 ) -> dict[str, Scan]:
     """What each remote entry consists of, by id, after downloading what is missing.
 
@@ -52,7 +52,7 @@ def collect(
             offers[entry.id] = store, LISTERS[entry.type](entry, store, problems)
         except UserError as error:
             problems.append(Problem(entry.id, str(error)))
-    if any(problem.fatal for problem in problems):
+    if problems.are_fatal:
         return {}
     return {name: _download(name, *offer, problems) for name, offer in offers.items()}
 
@@ -61,7 +61,7 @@ def collect(
 collect_cached = partial(collect, fetches=False)
 
 
-def _download(dataset: str, store: Store, offer: Offer, problems: list[Problem]) -> Scan:
+def _download(dataset: str, store: Store, offer: Offer, problems: Problems) -> Scan:
     """What is there, as if a folder had been listed, and why the rest is not."""
     missing = store.missing(offer.items)
     if missing and not store.fetches:

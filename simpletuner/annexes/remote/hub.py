@@ -27,9 +27,9 @@ from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter
 from simpletuner.data.captions import check_columns, first_texts, texts_in
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import decode
-from simpletuner.errors import Problem, UserError
+from simpletuner.errors import Problems, UserError
 
-DATASETS = Package("datasets", "datasets", "hub-datasets")
+DATASETS = Package("datasets", "datasets>=4,<6")
 SAVED = "rows.json"
 
 
@@ -51,7 +51,7 @@ class Rows:
 _ROWS = TypeAdapter(Rows)
 
 
-def list_rows(config: DatasetConfig, store: Store, problems: list[Problem]) -> Offer:
+def list_rows(config: DatasetConfig, store: Store, problems: Problems) -> Offer:
     """The rows that pass `filter_func`; the dataset is loaded only if something of it is missing here.
 
     Raises:
@@ -59,7 +59,7 @@ def list_rows(config: DatasetConfig, store: Store, problems: list[Problem]) -> O
         UnfetchedError: it is not here, and the hub may not be asked.
     """
     problems.extend(check_installed(DATASETS, f"{config.id}.type", "huggingface"))
-    if any(problem.fatal for problem in problems):
+    if problems.are_fatal:
         return Offer([])
     commit = _commit(config, asks=store.fetches)
     identity = _digest(commit, config.model_dump(include=set(HubKeys.model_fields), mode="json"))
@@ -154,7 +154,7 @@ def _media(config: DatasetConfig) -> tuple[str, str]:
     return ("video_column", config.video_column) if config.holds_clips else ("image_column", config.image_column)
 
 
-def _choose(table: Any, config: DatasetConfig, identity: str, problems: list[Problem]) -> Rows:
+def _choose(table: Any, config: DatasetConfig, identity: str, problems: Problems) -> Rows:
     """Captions and filters, without touching the media."""
     needed = _needed(config)
     # Without the media: going through rows would read every picture.
@@ -167,7 +167,7 @@ def _choose(table: Any, config: DatasetConfig, identity: str, problems: list[Pro
     captions, left_out = {}, {}
     # A table without columns has no rows either.
     rows: Iterable[dict[str, Any]] = facts if needed else ({} for _ in range(len(table)))
-    for number, row in enumerate(rows if not any(problem.fatal for problem in problems) else ()):
+    for number, row in enumerate(rows if not problems.are_fatal else ()):
         why = _why_not(row, config, config.filter_func) if config.filter_func else None
         if why is None:
             captions[number] = _captions(row, config)

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import open_atomically, sweep_files, write_atomically
 from simpletuner.data.clips import clip_suffix
-from simpletuner.data.context import ProgressBar
+from simpletuner.data.entries import ProgressBar
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import sniff
 from simpletuner.errors import UserError

@@ -15,13 +15,13 @@ from simpletuner.annexes.remote.web import read_url
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.captions import check_columns
 from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read
-from simpletuner.errors import Problem, shorten
+from simpletuner.errors import Problem, Problems, shorten
 
 WEB_PICTURE, WEB_CLIP = 10 << 20, 200 << 20  # bytes of one download
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # of two letters or more: C:\ is a path
 
 
-def list_table(config: DatasetConfig, store: Store, problems: list[Problem]) -> Offer:
+def list_table(config: DatasetConfig, store: Store, problems: Problems) -> Offer:
     """The rows of a table; of several with one address, the last."""
     table = read_table(config, problems)
     rows = {address: caption for address, caption in table if address}
@@ -37,7 +37,7 @@ def list_table(config: DatasetConfig, store: Store, problems: list[Problem]) -> 
     return Offer(items, {address: (caption,) if caption else () for address, caption in rows.items()})
 
 
-def read_table(config: DatasetConfig, problems: list[Problem]) -> list[tuple[str, str]]:
+def read_table(config: DatasetConfig, problems: Problems) -> list[tuple[str, str]]:
     """Address and caption of each row."""
     path, where = Path(config.csv_file or ""), f"{config.id}.csv_file"
     named = {"csv_url_column": config.csv_url_column, "csv_caption_column": config.csv_caption_column or ""}

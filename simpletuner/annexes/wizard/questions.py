@@ -1,7 +1,7 @@
 """The wizard's questions, in their order, with defaults and choices that depend on other answers or on this machine.
 
-All else about a setting comes from the option schema and the family: help, choices, defaults, limits, what it requires,
-and the section whose name is the heading.
+All else about a setting comes from the option schema and the family: help, choices, defaults, limits, what it requires.
+The steps are the sections of the web page (`config/sections.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from huggingface_hub import get_token
 
 from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.option import Option
+from simpletuner.config.publishing import PACKAGES, why_missing
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, all_options
-from simpletuner.config.trackers import PACKAGES, why_missing
+from simpletuner.config.sections import Section, section_of
 from simpletuner.errors import Problem, did_you_mean, nearest
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import TASKS, Flavour
@@ -59,6 +60,11 @@ class Question:
     @property
     def option(self) -> Option:
         return all_options()[self.key]
+
+    @property
+    def section(self) -> Section:
+        """The step that asks it: where the page shows the setting."""
+        return section_of()[self.key]
 
     def applies(self, draft: Draft) -> bool:
         """Whether to ask: the setting has an effect with the answers so far, and nothing excludes it."""
@@ -216,8 +222,8 @@ MODEL_TYPES = {
     "full": "the whole model; needs far more memory",
 }
 CHOOSERS = {"manual": "you, in the next questions", "auto": "the plan: the fastest settings that fit the card"}
+# In the order of the page's sections.
 QUESTIONS = (
-    Question("output_dir", "Output folder"),
     Question("model_family", "Model", names=lambda draft: {n: spec.title for n, spec in FAMILIES.items()}),
     Question(
         "model_flavour", "Version of the model", propose=lambda draft: draft.spec.flavours[0].name, names=flavours
@@ -228,13 +234,23 @@ QUESTIONS = (
         names=lambda draft: MODEL_TYPES,
         implied=lambda value: {"lora_rank": None} if value == "full" else {},
     ),
-    Question("lora_rank", "LoRA rank (higher learns more and takes more memory)"),
+    Question("output_dir", "Output folder"),
+    Question("seed", "Seed of the run (the same seed repeats it)", propose=lambda draft: 42),
     Question(
-        "lora_alpha",
-        "LoRA alpha (strength of the LoRA)",
-        propose=lambda draft: float(draft.config.lora.lora_rank),
-        follows=True,
+        "max_train_steps",
+        "Training steps (0: count epochs instead)",
+        # A file that counts epochs goes on counting them.
+        propose=lambda draft: 0 if draft.values.get("num_train_epochs") else STEPS,
+        implied=_other_length,
     ),
+    Question(
+        "num_train_epochs",
+        "Epochs (passes over the dataset)",
+        when=lambda draft: not draft.config.schedule.max_train_steps,
+        propose=lambda draft: 1,
+    ),
+    Question("train_batch_size", "Batch size"),
+    Question("gradient_accumulation_steps", "Gradient accumulation steps"),
     Question("plan_device_memory_gb", "GPU memory in GB, for the estimate at the end"),
     Question("offload", "Settings that save memory: who chooses them", names=lambda draft: CHOOSERS),
     Question(
@@ -252,38 +268,20 @@ QUESTIONS = (
         "Save memory by recomputing activations (gradient checkpointing, slower)?",
         when=_by_hand,
     ),
+    Question("lora_rank", "LoRA rank (higher learns more and takes more memory)"),
     Question(
-        "max_train_steps",
-        "Training steps (0: count epochs instead)",
-        # A file that counts epochs goes on counting them.
-        propose=lambda draft: 0 if draft.values.get("num_train_epochs") else STEPS,
-        implied=_other_length,
+        "lora_alpha",
+        "LoRA alpha (strength of the LoRA)",
+        propose=lambda draft: float(draft.config.lora.lora_rank),
+        follows=True,
     ),
-    Question(
-        "num_train_epochs",
-        "Epochs (passes over the dataset)",
-        when=lambda draft: not draft.config.schedule.max_train_steps,
-        propose=lambda draft: 1,
-    ),
-    Question("train_batch_size", "Batch size"),
-    Question("gradient_accumulation_steps", "Gradient accumulation steps"),
     Question("optimizer", "Optimizer", propose=_optimizer),
     Question(
         "learning_rate", "Learning rate", propose=lambda draft: DEFAULT_LEARNING_RATES[draft.config.model.model_type]
     ),
     Question("lr_scheduler", "Schedule of the learning rate"),
     Question("lr_warmup_steps", "Warm-up steps"),
-    Question("checkpoint_step_interval", "Save a checkpoint every N steps; N"),
-    Question("checkpoints_total_limit", "Checkpoints to keep (0: all)"),
-    Question("validation_prompt", "Prompt for previews"),
-    Question("user_prompt_library", "File with more prompts", propose=_prompt_library),
-    Question("validation_resolution", "Preview size, width x height", alternatives=nearest_sizes),
-    Question("validation_num_video_frames", "Preview length in frames", alternatives=nearest_lengths),
-    Question("framerate", "Frames per second"),
-    Question("validation_guidance", "Guidance scale (how closely previews follow the prompt)"),
-    Question("validation_num_inference_steps", "Sampling steps"),
-    Question("validation_step_interval", "Render previews every N training steps; N"),
-    Question("validation_seed", "Preview seed"),
+    Question("crepa_enabled", "CREPA (steadier video)?", when=lambda draft: draft.spec.media == "video"),
     Question(
         "flow_schedule_shift",
         "Flow shift (above 1 favours composition, below 1 detail)",
@@ -298,17 +296,26 @@ QUESTIONS = (
         is_open=True,
         meanings={"none": None, "quarter": _routes(0.25), "half": _routes(0.5)},
     ),
-    Question("crepa_enabled", "CREPA (steadier video)?", when=lambda draft: draft.spec.media == "video"),
     Question("use_ema", "Keep a running average of the weights (EMA)?"),
     Question("ema_validation", "Previews with EMA"),
-    Question("report_to", "Send curves to", names=usable_trackers, is_open=True),
-    Question("tracker_project_name", "Project name there", when=_is_tracked),
-    Question("tracker_run_name", "Run name there", when=_is_tracked),
+    Question("data_backend_config", "Dataset file", propose=lambda draft: draft.dataset_file),
+    Question("validation_prompt", "Prompt for previews"),
+    Question("user_prompt_library", "File with more prompts", propose=_prompt_library),
+    Question("validation_resolution", "Preview size, width x height", alternatives=nearest_sizes),
+    Question("validation_num_video_frames", "Preview length in frames", alternatives=nearest_lengths),
+    Question("framerate", "Frames per second"),
+    Question("validation_guidance", "Guidance scale (how closely previews follow the prompt)"),
+    Question("validation_num_inference_steps", "Sampling steps"),
+    Question("validation_step_interval", "Render previews every N training steps; N"),
+    Question("validation_seed", "Preview seed"),
     Question("push_to_hub", "Upload the result to the Hugging Face hub?", when=lambda draft: get_token() is not None),
     Question("hub_model_id", "Name on the hub"),
     Question("model_card_private", "Private?"),
-    Question("seed", "Seed of the run (the same seed repeats it)", propose=lambda draft: 42),
-    Question("data_backend_config", "Dataset file", propose=lambda draft: draft.dataset_file),
+    Question("report_to", "Send curves to", names=usable_trackers, is_open=True),
+    Question("tracker_project_name", "Project name there", when=_is_tracked),
+    Question("tracker_run_name", "Run name there", when=_is_tracked),
+    Question("checkpoint_step_interval", "Save a checkpoint every N steps; N"),
+    Question("checkpoints_total_limit", "Checkpoints to keep (0: all)"),
 )
 
 

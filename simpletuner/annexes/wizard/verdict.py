@@ -14,12 +14,12 @@ from PIL import Image
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.fitting.show import duration
 from simpletuner.annexes.remote.collect import collect_cached
-from simpletuner.annexes.wizard.config_file import example_datasets, render_config
+from simpletuner.annexes.wizard.session import example_datasets, render_config
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
 from simpletuner.config.sources import Arguments
 from simpletuner.config.values import Size
-from simpletuner.errors import ConfigError, Problem
+from simpletuner.errors import ConfigError, Problem, Problems
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
 from simpletuner.plan.draft import Draft
@@ -33,7 +33,7 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
 
     Without a dataset file, the plan is for one sample of the family's usual size.
     """
-    problems: list[Problem] = []
+    problems = Problems()
     has_data = Path(draft.dataset_file).expanduser().is_file()
     with TemporaryDirectory() as name, contextlib.suppress(ConfigError):
         folder = Path(name)
@@ -44,7 +44,7 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
         settings: list[tuple[str, object]] = [("data_backend_config", datasets)]
         if device_gigabytes is not None:
             settings.append(("plan_device_memory_gb", device_gigabytes))
-        plan, budget = weigh_plan(Arguments(settings, {"config_path": str(config)}, collect_cached), problems)
+        plan, budget = weigh_plan(Arguments(settings, {"config_path": str(config)}, collect_cached, problems))
         if budget.device.is_gpu:
             return list(verdict(plan, budget, problems, has_data=has_data)), problems
         # It would compare with this machine's RAM.

@@ -25,6 +25,8 @@ PACKAGE, TRANSFORMER_CLASS = "simpletuner.models.kandinsky5", "Kandinsky5Transfo
 QWEN_AND_CLIP = 8_292_166_656 + 123_060_480
 QWEN_HEAD, QWEN_VISION = 544_997_376, 676_550_144
 FLUX_VAE, HUNYUAN_VAE = 83_819_683, 246_478_803
+# Share of the pairs of tiles that NABLA visits: a guess for Pro at 768x512, 121 frames, until a run has measured it.
+ASSUMED_DENSITY = 0.25
 PROMPT_PIXELS = 56  # pixels per side of a prompt token: Qwen gets the picture at half size, in patches of 28
 
 # From the config.json of the published transformers.
@@ -58,13 +60,16 @@ def transformer_cost(
         if not is_sparse(settings):
             return TileBytes()
         pairs = float(batch.samples * heads * (batch.tokens // TILE) ** 2)
-        if kernels.tile_lists:  # four int32 lists; making them takes a sort and two scatters with int64 indices
-            return TileBytes(16 * pairs, 24 * pairs)
+        if kernels.tile_lists:
+            # Booleans, from which both passes make four int32 lists, by a sort and scatters with int64 indices.
+            return TileBytes(pairs, (16 + 24) * pairs)
         # A mask of a tile's queries for every key: booleans, and the numbers added to the scores.
         return TileBytes(TILE * size * pairs, TILE * 2 * pairs)
 
     unit = TILE if is_sparse(settings) else 1
-    return TransformerCost(read_cost_table(PACKAGE), shapes, head, unit, tile_bytes, kernels.compiled)
+    # Masks leave nothing out.
+    density = (lambda tokens: ASSUMED_DENSITY) if is_sparse(settings) and kernels.tile_lists else None
+    return TransformerCost(read_cost_table(PACKAGE), shapes, head, unit, tile_bytes, kernels.compiled, density)
 
 
 def _base_channels(settings: Mapping[str, object]) -> int:

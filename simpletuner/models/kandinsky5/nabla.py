@@ -12,16 +12,18 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.flex_attention import BlockMask, flex_attention, noop_mask
 from torch.nn.functional import pad
 
 from simpletuner.config.speed import is_installed
+from simpletuner.models.adapter import TileCounts
 from simpletuner.models.blocks import DEVICE_FAILURES, KERNELS, torch_attention
 from simpletuner.models.kandinsky5.attention import Kernel, replace_attention
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE
@@ -58,7 +60,7 @@ def tile_blocks(tiles: Tensor) -> BlockMask:
 def paired_blocks(tiles: Tensor) -> BlockMask:
     """Blocks of two by two tiles, the usual block size of the kernels; a mask covers partly visible blocks."""
     tokens, odd = tiles.shape[-1] * TILE, tiles.shape[-1] % 2
-    padded = pad(tiles, (0, odd, 0, odd))
+    padded = pad(tiles, (0, odd, 0, odd)) if odd else tiles
     fours = padded.unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2))  # B H n 2 n 2
     some, every = fours.any(-1).any(-2), fours.all(-1).all(-2)
 
@@ -68,6 +70,38 @@ def paired_blocks(tiles: Tensor) -> BlockMask:
     part = some & ~every
     lists = (*_lists(part), *_lists(every), *_lists(part.mT), *_lists(every.mT))
     return BlockMask((tokens, tokens), *lists, BLOCK_SIZE=(2 * TILE, 2 * TILE), mask_mod=is_on)
+
+
+class RebuiltLists(saved_tensors_hooks):
+    """Hooks that save the visible tiles, one byte each, for the lists of a block mask, which take sixteen; the backward
+    pass makes the lists again. All other tensors are saved as by the surrounding hooks.
+    """
+
+    def __init__(self, mask: BlockMask, blocks: Callable[[Tensor], BlockMask], tiles: Tensor) -> None:
+        places = {each.untyped_storage()._cdata: index for index, each in enumerate(lists_of(mask))}
+        # torch only calls the innermost hooks: of a checkpoint or a streamed block, these would be the outer ones.
+        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        keep, take = outer or (lambda tensor: tensor, lambda saved: saved)
+        kept, again = keep(tiles), dict[int, Tensor]()
+
+        def pack(tensor: Tensor) -> int | tuple[Any]:
+            index = places.get(tensor.untyped_storage()._cdata)
+            return (keep(tensor),) if index is None else index
+
+        def unpack(saved: int | tuple[Any]) -> Tensor:
+            if isinstance(saved, tuple):
+                tensor: Tensor = take(saved[0])
+                return tensor
+            if saved not in again:
+                again.update(enumerate(lists_of(blocks(take(kept)))))
+            # Not kept any longer: these hooks live as long as the graph.
+            return again.pop(saved)
+
+        super().__init__(pack, unpack)
+
+
+def lists_of(mask: BlockMask) -> list[Tensor]:
+    return [each for each in mask.as_tuple() if isinstance(each, Tensor)]
 
 
 @contextmanager
@@ -136,13 +170,15 @@ def compiled(blocks: Callable[[Tensor], BlockMask], kernel: dict[str, Any], comp
 
     def attend(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor) -> Tensor:
         heads_first = (x.transpose(1, 2) for x in (query, key, value))  # views: checkpointing recomputes what they show
+        mask = blocks(tiles)
         # Compile the backward pass with the forward pass: autograd's thread has separate compiler settings.
         with (
             V.set_choices_handler(dividing_choices()),
             config.patch(force_non_lazy_backward_lowering=True),
             shapes.patch(backed_size_oblivious=False),  # see `settle_compiler`; flex attention does not compile with it
+            RebuiltLists(mask, blocks, tiles) if torch.is_grad_enabled() else nullcontext(),
         ):
-            out: Tensor = run(*heads_first, block_mask=blocks(tiles), kernel_options=kernel or None)
+            out: Tensor = run(*heads_first, block_mask=mask, kernel_options=kernel or None)
         return out.transpose(1, 2)
 
     return attend
@@ -338,6 +374,7 @@ class TileAttention:
 
     def __init__(self) -> None:
         self._attend: Attend | None = None
+        self._visible: TileCounts = {}
 
     def settle(self, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> None:
         """Choose an implementation now, outside all blocks: compilation and checkpointing must not trace the test."""
@@ -349,9 +386,18 @@ class TileAttention:
             self.settle(query.device, query.dtype, query.shape[-1], query.shape[-2])
         with torch.no_grad():
             tiles = tile_mask(query, key, params["sta_mask"], params["P"])
+        if torch.is_grad_enabled():
+            # On the device: to look at the number would make the host wait.
+            visible, pairs = self._visible.get(query.shape[1], (0, 0))
+            self._visible[query.shape[1]] = visible + tiles.sum(), pairs + tiles.numel()
         attend: Any = self._attend
         out: Tensor = attend(query, key, value, tiles)
         return out
+
+    def take_counts(self) -> TileCounts:
+        """The tiles of the forward passes with gradients since the last call."""
+        counts, self._visible = self._visible, {}
+        return counts
 
     def kernel(self, params: dict[str, Any] | None) -> Kernel | None:
         """The attention of a step with these `sparse_params`; None without, where it is dense."""

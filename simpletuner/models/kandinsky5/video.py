@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
-from simpletuner.models.adapter import CheckpointSetup
+from simpletuner.models.adapter import BlockLayout, CheckpointSetup
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.image import Kandinsky5Adapter, SampledLatents, channels_last
 from simpletuner.models.kandinsky5.options import is_sparse, rope_scale_of_size
@@ -67,6 +68,10 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
         head_dim = sum(settings["axes_dims"])
         self._tiles.settle(latents.device, self.dtype, head_dim, settings["model_dim"] // head_dim)
         return nabla.sparse_params(tuple(latents.shape), settings, latents.device)
+
+    def block_layout(self, transformer: nn.Module) -> BlockLayout:
+        layout = super().block_layout(transformer)
+        return layout if self._tiles is None else replace(layout, take_tiles=self._tiles.take_counts)
 
     def condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, ...]:
         """Sixteen channels of zeros, and a mask that is 1 on a given first frame."""

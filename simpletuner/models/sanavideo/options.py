@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from simpletuner.config.json_files import read_json
 from simpletuner.config.option import Group, common, option
-from simpletuner.config.values import FALSE_WORDS, TRUE_WORDS, Number, PathText, parse_json_text
-from simpletuner.errors import Problem
+from simpletuner.config.values import FALSE_WORDS, TRUE_WORDS, Number, PathText, parse_json_text, read_json
+from simpletuner.errors import Problems
 
 
 def parse_instruction(value: object) -> object:
@@ -39,8 +38,8 @@ def _read_lines(path: Path) -> Any:
         raise ValueError("is neither true nor false nor a file")
     if path.suffix != ".json":
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    problems: list[Problem] = []
-    lines = read_json(path, problems)
+    problems = Problems()
+    lines = problems.take(read_json(path))
     for problem in problems:
         if problem.fatal:
             raise ValueError(problem.message.removesuffix("."))

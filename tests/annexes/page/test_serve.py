@@ -149,12 +149,6 @@ def test_bad_option_is_refused(options: list[str], words: str, capsys: pytest.Ca
     assert words in capsys.readouterr().err
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvicorn" else object())
-    assert main(["server"]) == 2
-    assert "pip install 'simpletuner[server]'" in capsys.readouterr().err
-
-
 STREAMS = """
 import asyncio, sys, time
 from starlette.responses import StreamingResponse

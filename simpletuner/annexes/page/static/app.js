@@ -42,7 +42,7 @@ function filter(query) {
   document.body.classList.toggle("searching", searching);
   let found = 0;
   for (const field of fields) {
-    const text = `${field.dataset.key} ${field.dataset.key.replaceAll("_", " ")} ${field.textContent} ${field.closest(".group")?.dataset.group ?? ""}`.toLowerCase();
+    const text = `${field.dataset.key} ${field.dataset.key.replaceAll("_", " ")} ${field.dataset.words} ${field.textContent} ${field.closest(".group")?.dataset.group ?? ""}`.toLowerCase();
     field.hidden = searching && !words.every((word) => text.includes(word));
     found += !field.hidden;
   }

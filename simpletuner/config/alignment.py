@@ -1,4 +1,5 @@
-"""CREPA: its keys, and the rules between them and others. Free of torch."""
+"""What aligns a block's hidden states, CREPA and LayerSync: their keys, and the rules between them and others. Free of
+torch."""
 
 from __future__ import annotations
 
@@ -90,8 +91,7 @@ class CrepaConfig(TechniqueGroup):
         label="Vision Encoder Size",
     )
     crepa_encoder_resize: Literal["aspect", "square"] = option(
-        "aspect",
-        "square: frames are stretched to a square; aspect: they keep their proportions, with no more patches.",
+        "aspect", "square: frames are stretched to a square; aspect: they keep their proportions, with no more patches."
     )
     crepa_encoder_frames_batch_size: Integer = option(-1, "Frames per batch of the encoder; -1 is a whole clip.", ge=-1)
     crepa_cache: Literal["auto", "disk", "off"] = option(
@@ -210,8 +210,64 @@ def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Ite
         return
     if teacher is None or teacher == student:
         unset = "is not set" if teacher is None else f"{teacher} is crepa_block_index, too"
-        message = f"{unset}: a block cannot be its own teacher; name a later one."
-        yield Problem("crepa_teacher_block_index", message)
+        yield Problem("crepa_teacher_block_index", f"{unset}: a block cannot be its own teacher; name a later one.")
     elif student is not None and teacher < student:
         message = f"{teacher} comes before crepa_block_index {student}; a teacher is a later block."
         yield Problem("crepa_teacher_block_index", message, fatal=False)
+
+
+# The authors' weights: for training from scratch, and in their LoRA for Wan, both in github.com/vita-epfl/LayerSync.
+DEFAULT_WEIGHTS = {"full": 0.2, "lora": 0.002}
+SWITCH, BLOCKS = "layersync_enabled", ("layersync_student_block", "layersync_teacher_block")
+
+
+class LayerSyncConfig(TechniqueGroup):
+    """LayerSync"""
+
+    requires = when(SWITCH)
+
+    layersync_enabled: Flag = common(
+        False, "Align a block with a deeper one; see docs/experimental/LAYERSYNC.md.", label="LayerSync"
+    )
+    layersync_student_block: Integer | None = common(None, "The aligned block, counted from 0.", ge=0)
+    layersync_teacher_block: Integer | None = common(None, "The deeper block to align with.", ge=0)
+    layersync_lambda: Number | None = option(
+        None, "Weight of the loss.", ge=0, default_note="0.002 for a LoRA, 0.2 for full", label="Weight"
+    )
+
+    def weight(self, model_type: str) -> float:
+        """The weight of the loss; 0 if LayerSync is off."""
+        chosen = DEFAULT_WEIGHTS[model_type] if self.layersync_lambda is None else self.layersync_lambda
+        return chosen if self.layersync_enabled else 0.0
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """The student and the teacher, as far as they are set, by their keys."""
+        return {key: block for key in BLOCKS if (block := getattr(self, key)) is not None}
+
+    def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
+        yield from check_layersync(self, routes, blocks)
+
+
+def check_layersync(config: LayerSyncConfig, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
+    """Two different blocks of the model whose tokens can be compared.
+
+    Args:
+        blocks: number of blocks; None if the checkpoint is not on this machine.
+    """
+    if not config.layersync_enabled:
+        return
+    given = config.blocks
+    for key in (key for key in BLOCKS if key not in given):
+        yield Problem(key, f"is required by {SWITCH}: a block of the transformer, counted from 0.")
+    yield from beyond_last(given, blocks)
+    if len(given) > len(set(given.values())):
+        yield Problem(BLOCKS[1], "is the student block, too; a block always equals itself, so choose a deeper one.")
+    elif len(given) == 2 and given[BLOCKS[0]] > given[BLOCKS[1]]:
+        message = f"{given[BLOCKS[1]]} comes before {BLOCKS[0]} {given[BLOCKS[0]]}; LayerSync aligns with a deeper one."
+        yield Problem(BLOCKS[1], message, fatal=False)
+    # One route drops the same tokens in both blocks, and a block without a route has them all.
+    touched = [route for route in routes if blocks is not None and route.among(blocks).holds(*given.values())]
+    if len(touched) > 1:
+        message = "and the student block are in two routes of tread_config, which keep different tokens; use one route."
+        yield Problem(BLOCKS[1], message)
