@@ -225,7 +225,8 @@ class Budget:
             # Three moments: the backward pass; the encoder before it; the average's update after it, without gradients.
             peak = max(peak, frozen + trained + teaching, frozen + idle + resident + on_device.updating)
             host = waiting + max(model.inputs_on_host_bytes(step.load), on_host.updating)
-            yield PhasePeak(f"training at {bucket.label}", peak + beside, host, trains=True, common=streamed)
+            peak += beside + self._kept_for_previews()
+            yield PhasePeak(f"training at {bucket.label}", peak, host, trains=True, common=streamed)
         if workload.previews:
             # Optimizer state stays on the device during previews; gradients do not.
             peak = idle + self._rendering() + parts.lora_bytes + on_device.waiting + beside
@@ -267,21 +268,36 @@ class Budget:
         decoding = self.parts.cost.vae_decode(self.parts.vae, clip) * BYTES[vae_dtype(self.config.precision, caching)]
         return self._teacher(bucket) + decoding
 
+    def _kept_for_previews(self) -> float:
+        """What previews leave on the device while training goes on: the VAE, and what decodes in the background."""
+        background = self.config.validation.validation_decode_in_background
+        if not self.workload.previews or not (background or self.config.caching.keep_vae_loaded):
+            return 0.0
+        return self.parts.encoder_bytes(self.config)[0] + (self._decoding() if background else 0.0)
+
     def _rendering(self) -> float:
         """Peak of sampling or decoding the largest preview, with the weights that are on the device at that time."""
-        parts, largest, how = self.parts, self.workload.previews[0], self.config.validation.validation_decoding
+        parts, largest = self.parts, self.workload.previews[0]
         vae, weights = parts.encoder_bytes(self.config)[0], self.model.frozen_bytes
         sampling = weights + self.model.sampling_bytes(parts.load(self._sampled(largest)))
-        tiled, tile = (True, TILE) if how == "tiles" else (self.config.caching.vae_enable_tiling, VaeLoad.tile)
-        shape = 1, largest.frames, largest.width, largest.height
-        picture = VaeLoad(*shape, tiled=tiled, strips=how != "whole", tile=tile)
-        # As the pipelines decode, whatever `vae_dtype` is for encoding.
-        size = BYTES["fp32" if parts.spec.defaults.get("vae_dtype") == "fp32" else self.model.dtype]
-        workspace = WORKSPACE if how == "whole" and largest.frames > 1 and parts.on_gpu else 0.0
-        decoding = vae + parts.cost.vae_decode(parts.vae, picture) * size * (1 + workspace)
+        decoding = vae + self._decoding()
         if self.config.offload.enable_model_cpu_offload:  # the VAE and the transformer take turns
             return max(sampling, decoding)
         return max(sampling + vae, decoding + weights)
+
+    def _decoding(self) -> float:
+        """Peak of decoding the largest preview, without the weights of the VAE."""
+        parts, largest, how = self.parts, self.workload.previews[0], self.config.validation.validation_decoding
+        tiled, tile = (True, TILE) if how == "tiles" else (self.config.caching.vae_enable_tiling, VaeLoad.tile)
+        shape = 1, largest.frames, largest.width, largest.height
+        picture = VaeLoad(*shape, tiled=tiled, strips=how != "whole", tile=tile)
+        workspace = WORKSPACE if how == "whole" and largest.frames > 1 and parts.on_gpu else 0.0
+        return parts.cost.vae_decode(parts.vae, picture) * BYTES[self.preview_dtype] * (1 + workspace)
+
+    @property
+    def preview_dtype(self) -> str:
+        """The dtype in which the VAE of previews decodes, whatever `vae_dtype` is for encoding."""
+        return "fp32" if self.parts.spec.defaults.get("vae_dtype") == "fp32" else self.model.dtype
 
 
 def make_budget(plan: Plan, device: Device) -> Budget:

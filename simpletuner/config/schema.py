@@ -368,7 +368,9 @@ class CachingConfig(Group):
     vae_enable_temporal_roll: Flag = option(
         False, "Carry convolution state from frame to frame: always on in Sana Video's VAE, unavailable in the others."
     )
-    keep_vae_loaded: Flag = option(False, "Keep the VAE on the device between validations.")
+    keep_vae_loaded: Flag | None = option(
+        None, "Keep the VAE on the device between validations.", default_note="true where memory allows"
+    )
     vae_cache_ondemand: Flag = common(
         False, "Encode and cache latents at their first use in training; the VAE stays on the device."
     )
@@ -539,6 +541,17 @@ class ValidationConfig(Group):
         "Compute both branches of guidance in previews as one batch, which only changes the rounding.",
         default_note="true where memory allows",
         requires=unless("validation_disable"),
+    )
+    validation_decode_in_background: Flag | None = option(
+        None,
+        "Decode sampled previews in a thread while training goes on.",
+        default_note="true on a GPU whose memory allows it",
+        requires=unless("validation_disable") & when(num_processes=1),
+        excludes=when(
+            "enable_model_cpu_offload",
+            "group_offload_vae",
+            because="the VAE and its weights would move while training computes",
+        ),
     )
     validation_torch_compile: Flag | None = option(
         None,

@@ -240,6 +240,9 @@ class PreviewPipeline(Protocol):
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture or clip of exactly the requested size; returns its frames in order."""
 
+    def sample(self, request: PreviewRequest) -> Callable[[], list[Image]]:
+        """Like `render`, but what is returned decodes, byte for byte the same, if the family can leave it for later."""
+
 
 @dataclass(frozen=True)
 class CheckpointSetup:

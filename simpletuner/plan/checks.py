@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # it checks by this module
 
 HIGHEST_USUAL_RATE = 0.1
 # Without effect on families of pictures.
+BACKGROUND_KEYS = ("validation_decode_in_background",)
 FRAME_KEYS = ("vae_enable_temporal_roll", "validation_num_video_frames", "framerate")
 RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")  # a rate of 1 is reasonable there
 
@@ -231,6 +232,7 @@ def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
             ("validation_batched_guidance",),
             f"the pipeline of {spec.title} always does so",
         ),
+        (spec.defaults.get("vae_dtype") != "fp32", BACKGROUND_KEYS, f"the VAE of {spec.title} decodes in float32"),
         (spec.text_encoders > 1, ("text_encoder_2_precision",), f"{spec.title} has one text encoder"),
         *((group is spec.options, group.model_fields, f"{spec.title} is not {group.__doc__}") for group in groups),
     ):

@@ -160,6 +160,7 @@ class CheckpointWriter(Callback):
 
     Attributes:
         thread: of one worker.
+        before: waits for what is to be on disk before the checkpoint: a run that continues from it does not repeat it.
         note: header entries of weight files for a state of the run.
         in_use: returns checkpoints that may not be removed now.
         in_background: host memory has room for a copy of all that is saved.
@@ -178,6 +179,7 @@ class CheckpointWriter(Callback):
     in_use: Callable[[], Collection[Path]] = tuple
     in_shards: bool = True
     in_background: bool = False
+    before: Callable[[], object] = lambda: None
     thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     saved_step: int | None = field(default=None, init=False)
     _completing: Future[CheckpointSaved] | None = field(default=None, init=False)
@@ -212,6 +214,7 @@ class CheckpointWriter(Callback):
         if self.saved_step == state.global_step or not (assembly.world.is_main or shared):
             return
         self._settle()
+        self.before()
         path = self.output_dir / f"checkpoint-{state.global_step}{'-rolling' if rolling else ''}"
         started, step = time.monotonic(), state.global_step
         # Not while others take part: if one fails, this one would wait for it forever.

@@ -21,11 +21,12 @@ from simpletuner.distributed.world import launched
 from simpletuner.errors import Problem, Reading
 from simpletuner.models.cost import VaeLoad
 from simpletuner.plan.build import Plan, make_plan
+from simpletuner.plan.checks import BACKGROUND_KEYS
 from simpletuner.plan.environment import existing
 
 # torch's `upsample_nearest3d` on CUDA refused more (pytorch #144855), and since then counts them in 32 unsigned bits.
 MOST_UPSAMPLED = 2**31
-# Guidance in one batch must never be what does not fit: estimates may be off by a tenth.
+# Faster previews must never be what does not fit: estimates may be off by a tenth.
 BATCHED, PREVIEW_ROOM = "validation_batched_guidance", 0.1
 FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
 FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
@@ -80,7 +81,7 @@ def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
         budget = make_budget(plan, device)
     if plan.config.offload.offload == "auto":
         plan, budget = _chosen(plan, budget)
-    budget = with_batched_guidance(budget)
+    budget = with_faster_previews(budget)
     plan = replace(plan, config=budget.config)
     judged = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
     judged += check_disk(plan, find_writings(plan, budget))
@@ -119,14 +120,31 @@ def with_strips(budget: Budget) -> Budget:
     return strips if only_so or any(check_decoding(budget)) else budget
 
 
-def with_batched_guidance(budget: Budget) -> Budget:
-    """Compute both branches of guidance at once where previews fit with room to spare, unless the user decided."""
-    is_open = budget.workload.previews and not budget.parts.cost.guided_together
-    if not is_open or budget.config.is_explicit(BATCHED) or budget.device.memory is None:
+def with_faster_previews(budget: Budget) -> Budget:
+    """With what makes previews faster and fits with room to spare, unless the user decided."""
+    if not budget.workload.previews or budget.device.memory is None:
         return budget
-    batched = replace(budget, config=budget.config.with_values({BATCHED: True}, BY_SIZE))
-    lacking = batched.shortages(headroom=PREVIEW_ROOM)
-    return budget if any(phase.name == PREVIEWS for phase, _ in lacking) else batched
+    for key in _faster_previews(budget):
+        faster = replace(budget, config=budget.config.with_values({key: True}, BY_SIZE))
+        lacking = any(each.trains or each.name == PREVIEWS for each, _ in faster.shortages(headroom=PREVIEW_ROOM))
+        if not lacking and not budget.config.is_explicit(key):
+            budget = faster
+    return budget
+
+
+def _faster_previews(budget: Budget) -> Iterator[str]:
+    """Settings that make previews faster if memory allows."""
+    config = budget.config
+    if not budget.parts.cost.guided_together:
+        yield BATCHED
+    if not budget.device.is_gpu or not budget.parts.trains:
+        return
+    moves = config.offload.enable_model_cpu_offload or config.offload.group_offload_vae
+    if not moves:
+        yield "keep_vae_loaded"
+    # In float32, decoding changes settings of the process.
+    if not moves and config.launch.num_processes == 1 and budget.preview_dtype != "fp32":
+        yield from BACKGROUND_KEYS
 
 
 def check_decoding(budget: Budget) -> Iterator[Problem]:

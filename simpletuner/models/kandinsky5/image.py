@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import diffusers
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
 
 
+VIDEO_TASKS = ("t2v", "i2v")
+
+
 class StockPipeline:
     """diffusers' own pipeline of the flavour, called with cached embeddings."""
 
@@ -60,7 +64,25 @@ class StockPipeline:
 
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture or clip of exactly the requested size and length."""
-        inputs = request.inputs(self.z_of)
+        frames = self._call(request, "pil")
+        return list(frames[0] if self.task in VIDEO_TASKS else frames[:1])
+
+    def sample(self, request: PreviewRequest) -> Callable[[], list[Image]]:
+        return partial(self._decode, self._call(request, "latent"))
+
+    def _decode(self, latents: Tensor) -> list[Image]:
+        """The end of the pipeline's call."""
+        is_clip, z = self.task in VIDEO_TASKS, self.z_of(latents).to(self.vae.dtype)
+        # Merged to the VAE's dimensions as the pipeline does: strides, even of one sample, decide how convolutions
+        # round.
+        z = z.unsqueeze(1).flatten(0, 1) if is_clip else z.flatten(2, 3)
+        pixels = self.vae.decode(z / self.vae.config.scaling_factor).sample
+        if is_clip:
+            return list(self.pipeline.video_processor.postprocess_video(pixels, "pil")[0])
+        return list(self.pipeline.image_processor.postprocess(pixels, "pil"))
+
+    def _call(self, request: PreviewRequest, output_type: str) -> Any:
+        inputs = {**request.inputs(self.z_of), "output_type": output_type}
         for prefix, embeds in (("", request.embeds), ("negative_", request.negative)):
             # Cumulative lengths of a batch of one prompt.
             lengths = [0, len(embeds["prompt_embeds"])]
@@ -71,11 +93,11 @@ class StockPipeline:
             inputs["image"] = request.start
         guided = request.batched and request.guidance_scale > 1
         with batched_guidance(self.pipeline.transformer, self.padding, request) if guided else nullcontext():
-            if self.task in ("t2v", "i2v"):
-                return list(self.pipeline(**inputs, num_frames=request.num_frames, output_type="pil").frames[0])
+            if self.task in VIDEO_TASKS:
+                return self.pipeline(**inputs, num_frames=request.num_frames).frames
             # The pipeline rounds every request to its list of sizes, so the list is set to the requested size.
             self.pipeline.resolutions = [(request.width, request.height)]
-            return list(self.pipeline(**inputs).image[:1])
+            return self.pipeline(**inputs).image
 
     def z_of(self, latents: Tensor) -> Tensor:
         """z `B C F H W` from the pipeline's `B F H W C'`, which may have condition channels after z."""
