@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,15 @@ import numpy as np
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import detect_fake_mode
+from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop
+from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import NopKernelSchedulerNode as Nothing
+from torch._inductor.virtualized import V
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -50,6 +60,9 @@ FLOPS_OF = {
     "small": ("text text width",),
 }
 LARGEST_ERROR = 0.002  # of a fit, relative
+# What the traffic of compiled blocks is fitted to, and its error: modulations and text, which the cases have little of,
+# are left out.
+TRAFFIC_OF, TRAFFIC_ERROR = ("token width", "token inner"), 0.02
 WHOLE = 0.05  # a factor that is so near to a whole number is one
 LORA_RANK = 4
 
@@ -83,6 +96,10 @@ CASES = (
     Case(5, 32, 4, 4, 16, 16, 12),
     Case(1, 128, 5, 5, 16, 8, 10),
 )
+
+
+# With many tokens, so that what grows with them is all that counts.
+TRAFFIC_CASES = (Case(4, 64, 4, 4, 32, 32, 8), Case(4, 64, 5, 4, 32, 32, 8), Case(3, 64, 6, 4, 32, 32, 8))
 
 
 def main() -> None:
@@ -266,11 +283,61 @@ def bytes_of(family: str, rows: Mapping[str, str], *, compiled: bool) -> dict[st
             for quantity in metered[0].bytes:
                 factors = fit(products, [each.bytes[quantity] for each in metered])
                 table[quantity] = {t: factor for t, factor in zip(BYTES_OF, factors, strict=True) if factor}
+            if compiled:
+                table |= traffic_factors([Trial(family, each, dtype, given=given, rows=rows) for each in TRAFFIC_CASES])
             found[name + " given" * given] = table
     return found
 
 
-def fit(rows: Sequence[Sequence[float]], found: Sequence[float]) -> list[float]:
+def traffic_factors(trials: Sequence[Trial]) -> dict[str, dict[str, float]]:
+    """Bytes that the kernels of a compiled block move, forward and backward, as factors."""
+    moved = [compiled_traffic(trial) for trial in trials]
+    products = [[product_of(term, trial.numbers) for term in TRAFFIC_OF] for trial in trials]
+    return {
+        f"compiled {way}": dict(
+            zip(TRAFFIC_OF, fit(products, [each[way] for each in moved], TRAFFIC_ERROR), strict=True)
+        )
+        for way in ("forward", "backward")
+    }
+
+
+def compiled_traffic(trial: Trial) -> dict[str, int]:
+    """Bytes that inductor's kernels read and write in a block without adapters: `forward` and `backward`.
+
+    Its own count for the kernels that it fuses, without generating their code; products and attention are not among
+    them.
+    """
+    block, inputs, settings = _with_arguments(trial)
+    moved: Counter[str] = Counter()
+    counted = aot_autograd(
+        fw_compiler=partial(_count_kernels, moved, "forward"),
+        bw_compiler=partial(_count_kernels, moved, "backward"),
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+        decompositions=select_decomp_table(),
+    )
+    _compile(trial, block, counted)
+    out = block(*inputs, **settings)
+    out.backward(torch.empty_like(out))
+    return moved
+
+
+def _count_kernels(moved: Counter[str], way: str, graph: Any, inputs: Sequence[Any]) -> Any:
+    """A compiler that counts what the kernels of a graph would move, and runs the graph uncompiled."""
+    fake: Any = detect_fake_mode(inputs)
+    with V.set_fake_mode(fake):
+        fake_tensor_prop(graph, inputs)
+        _recursive_post_grad_passes(graph, is_inference=False)
+        lowering = GraphLowering(graph, example_inputs=inputs, shape_env=fake.shape_env)
+        with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
+            lowering.run(*inputs)
+            lowering.init_wrapper_code()
+            lowering._update_scheduler()
+            kernels = [node for node in lowering.scheduler.nodes if not (node.is_extern() or isinstance(node, Nothing))]
+            moved[way] += sum(node.get_read_write_buffers_sizes() for node in kernels)
+    return graph.forward
+
+
+def fit(rows: Sequence[Sequence[float]], found: Sequence[float], largest_error: float = LARGEST_ERROR) -> list[float]:
     """Factors of a sum of products, by least squares on relative errors.
 
     Most are whole numbers: bytes and operations of whole tensors. The largest shares are taken first and rounded, and
@@ -290,7 +357,7 @@ def fit(rows: Sequence[Sequence[float]], found: Sequence[float]) -> list[float]:
         factors[column] = round(solved[at]) if abs(solved[at] - round(solved[at])) < WHOLE else round(solved[at], 4)
         rest = rest - matrix[:, column] * factors[column]
     error = np.abs(rest).max()
-    if error > LARGEST_ERROR:
+    if error > largest_error:
         raise ValueError(f"no sum of these products: {error:.1%} off")
     return [float(each) for each in factors]
 
@@ -354,16 +421,17 @@ def metered_block(trial: Trial, *, compiled: bool = True) -> Metered:
     )
 
 
-def _compile(trial: Trial, block: Any) -> None:
-    """Let autograd save what inductor chooses, without generating its code."""
+def _compile(trial: Trial, block: Any, backend: Any = "aot_eager_decomp_partition") -> None:
+    """Compile a block; by default autograd saves what inductor chooses, without generating its code."""
     torch._dynamo.reset()
     settle_compiler(ones_are_sizes=False)
-    compiler = partial(torch.compile, backend="aot_eager_decomp_partition", dynamic=trial.spec.fast_blocks)
+    compiler = partial(torch.compile, backend=backend, dynamic=trial.spec.fast_blocks)
     if trial.spec.fast_blocks:
         pieces = trial.adapter.use_fast_blocks(trial.model).pieces
         pieces |= {name: compiler(piece) for name, piece in pieces.items()}
     else:
-        block.forward = compiler(block.forward)
+        around = trial.adapter.block_layout(trial.model).compiled
+        block.forward = compiler(block.forward) if around is None else around(compiler, block.forward)
 
 
 def _kept(block: nn.Module, inputs: Any, settings: Any, others: Sequence[Tensor] = ()) -> int:

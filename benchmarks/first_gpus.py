@@ -27,6 +27,7 @@ from benchmarks.timing import write_json
 
 LIMIT = 100.0  # seconds for one case with one number of processes
 WEAK, STRONG = "step, batch per process constant", "step, global batch constant"
+SHARED = "step, one sample whose tokens are shared"
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ has told what it found. What a machine cannot do is skipped with a reason.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.models import SHAPES, build_clip_vae, make_config
 from benchmarks.tread import MODELS, share_of_arithmetic
 from benchmarks.variants import Outcome, Settings, Variant, forget, measure
 from simpletuner.budget.measure import fastest, host_to_device_bytes, matmul_flops
 from simpletuner.config.precision import QUANTISATIONS
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route
 from simpletuner.memory.precision import QuantisedLinear, pack, use_quantised_products
+from simpletuner.models.blocks import AttentionKernel, torch_attention
 from simpletuner.models.registry import FAMILIES
 from simpletuner.run.train import fix_order
 from simpletuner.speed.attention import NEWER_FLASH, installed_flash, serve
@@ -115,6 +116,37 @@ def pcie(machine: Machine) -> Iterator[Line]:
     yield Line("both at once, together", 2 * count / together / GIGABYTE, "GB/s")
 
 
+# Of the pairs of tiles that block-sparse attention visits. That of a checkpoint depends on its weights: a run tells it.
+DENSITIES = (0.125, 0.25, 0.5)
+
+
+def sparse(machine: Machine) -> Iterator[Line]:
+    """Block-sparse attention (NABLA) in tiles drawn at random against dense attention, at the shape of Pro. It is worth
+    its while below the density at which its time is that of dense attention."""
+    need_keys("speed_keep_attention")
+    from simpletuner.models.kandinsky5 import nabla  # older versions lack parts of these
+    from simpletuner.models.kandinsky5.options import TILE
+
+    device = torch.device(machine.device)
+    tokens, heads, width = (47_616, 32, 128) if machine.on_gpu else (1_024, 2, 16)
+    count, shape = tokens // TILE, f"{tokens} x {heads} x {width}"
+    dense = _attention_seconds(machine, torch_attention, (tokens, heads, width))
+    flops = [4.0 * tokens**2 * heads * width * factor for factor in (1.0, 2.5)]
+    for direction, seconds, work in zip(DIRECTIONS, dense, flops, strict=True):
+        yield Line(f"dense {direction}, {shape}", work / seconds / 1e12, "TFLOP/s")
+    attend = nabla.choose_attend(device, machine.dtype, width, heads)
+    drawn, diagonal = torch.rand(1, heads, count, count, device=device), torch.eye(count, device=device).bool()
+    for density in DENSITIES:
+
+        def visit(query: Tensor, key: Tensor, value: Tensor, tiles: Tensor = drawn.lt(density) | diagonal) -> Tensor:
+            return attend(query, key, value, tiles)
+
+        found = _attention_seconds(machine, visit, (tokens, heads, width))
+        for direction, seconds, whole, work in zip(DIRECTIONS, found, dense, flops, strict=True):
+            name = f"sparse {direction}, density {density}"
+            yield Line(name, density * work / seconds / 1e12, "TFLOP/s", f"{seconds / whole:.3f} of the time of dense")
+
+
 def attention(machine: Machine) -> Iterator[Line]:
     """cuDNN's kernel and installed packages against flash, forward and backward, at the shapes of Lite and Image."""
     machine.need_gpu("flash and cuDNN attention are its kernels")
@@ -124,28 +156,28 @@ def attention(machine: Machine) -> Iterator[Line]:
             continue
         for tokens, heads, width in ((24_576, 28, 64), (4_096, 20, 128)):
             try:
-                rates, note = _attention_rates(tokens, heads, width, backend), ""
+                with sdpa_kernel(backend):
+                    seconds, note = _attention_seconds(machine, torch_attention, (tokens, heads, width)), ""
             except RuntimeError as error:  # this release or device has no such kernel; the other one still counts
-                rates, note = (0.0, 0.0), str(error).partition("\n")[0]
-            for direction, rate in zip(("forward", "backward"), rates, strict=True):
-                shape = f"{tokens} x {heads} x {width}"
+                seconds, note = (math.inf, math.inf), str(error).partition("\n")[0]
+            # 4 n^2 d operations forward, and 2.5 times as many backward, recomputation included.
+            for direction, taken, factor in zip(DIRECTIONS, seconds, (4.0, 10.0), strict=True):
+                rate, shape = factor * tokens**2 * heads * width / taken, f"{tokens} x {heads} x {width}"
                 yield Line(f"{name} {direction}, {shape}", rate / 1e12, "TFLOP/s", note)
 
 
-def _attention_rates(tokens: int, heads: int, width: int, backend: SDPBackend) -> tuple[float, float]:
-    """Operations per second: 4 n^2 d forward, and 2.5 times as many backward, recomputation included."""
-    device = torch.device("cuda")
-    shape = (1, heads, tokens, width)
-    query, key, value = (torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-    flops = 4.0 * tokens**2 * heads * width
-    with sdpa_kernel(backend):
-        out = scaled_dot_product_attention(query, key, value)
-        forward = fastest(lambda: scaled_dot_product_attention(query, key, value), device, 5)
-        gradient = torch.randn_like(out)
-        backward = fastest(
-            lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True), device, 5
-        )
-    return flops / forward, 2.5 * flops / backward
+DIRECTIONS = ("forward", "backward")
+
+
+def _attention_seconds(machine: Machine, attend: AttentionKernel, shape: tuple[int, int, int]) -> tuple[float, float]:
+    """Of a forward and of a backward pass with so many tokens, heads, and numbers per head."""
+    device = torch.device(machine.device)
+    draws = (torch.randn(1, *shape, device=device, dtype=machine.dtype) for _ in range(3))
+    inputs = [each.requires_grad_() for each in draws]
+    out = attend(*inputs)
+    gradient = torch.randn_like(out)
+    forward = fastest(lambda: attend(*inputs), device, 5)
+    return forward, fastest(lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True), device, 5)
 
 
 def products(machine: Machine) -> Iterator[Line]:
@@ -463,6 +495,7 @@ def _ratio(value: float, unit: float) -> str:
 Section = Callable[[Machine], Iterator[Line]]
 # What to look at, and what to set until it is mended, if a section fails.
 SUSPECTS = {
+    "sparse": "the implementations of block-sparse attention in `models/kandinsky5/nabla.py`",
     "attention": "kernels of scaled_dot_product_attention; `deterministic: true` keeps to flash and math",
     "step": "compiled blocks (`dynamo_backend: no`) or our own (`speed: reference`)",
     "unchecked": "blocks that recompute themselves (`speed: reference`)",
@@ -478,17 +511,18 @@ SUSPECTS = {
 }
 # In order of what is missed most; seconds that each may take. All of them together fit into `first_gpu.MINUTES`.
 SECTIONS: dict[str, tuple[Section, float]] = {
+    "sparse": (sparse, 45),
     "peaks": (peaks, 20),
     "pcie": (pcie, 20),
     "attention": (attention, 30),
-    "step": (step, 95),
-    "unchecked": (unchecked, 70),
+    "step": (step, 85),
+    "unchecked": (unchecked, 60),
     "streamer": (streamer, 50),
-    "selective": (selective, 35),
-    "block": (block, 40),
-    "deterministic": (deterministic, 30),
-    "tread": (tread, 30),
-    "full": (full, 30),
+    "selective": (selective, 30),
+    "block": (block, 35),
+    "deterministic": (deterministic, 25),
+    "tread": (tread, 25),
+    "full": (full, 25),
     "optimizers": (optimizers, 12),
     "products": (products, 40),
     "vae": (vae, 12),

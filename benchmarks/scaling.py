@@ -20,10 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.first_gpus import STRONG, WEAK
+from benchmarks.first_gpus import SHARED, STRONG, WEAK
 from benchmarks.gpu_sections import Line
 from benchmarks.models import SHAPES, cost_of, hollow_transformer, lora_targets, make_config
 from benchmarks.variants import COMMON, Settings, Variant
+from simpletuner.budget.device import this_cpu
+from simpletuner.budget.estimate import Step
 from simpletuner.budget.workload import Parts, kernels_on
 from simpletuner.distributed.joining import ConnectedWorld, connect, settle_meeting
 from simpletuner.distributed.world import Value, World, launched
@@ -44,12 +46,14 @@ class Case:
         model: of the real size.
         frames: of a latent of 64 x 96: shorter clips than usual, so that communication is a larger share.
         strong: whether strong scaling is measured too.
+        shared: whether all processes share the tokens of each sample.
     """
 
     settings: Settings
     model: str
     frames: int
     strong: bool = True
+    shared: bool = False
 
     def shape(self, size: str) -> tuple[str, tuple[int, int, int] | None]:
         """The model at a size, and the latents of a sample; None for those that the model has."""
@@ -62,6 +66,7 @@ CASES = {
     "Lite LoRA, DDP": Case(_PLAIN, "lite", 8),
     "Lite full, FSDP2": Case({**_PLAIN, "model_type": "full", "fsdp_enable": True}, "lite", 8),
     "Pro LoRA, DDP, streamed": Case(_STREAMED, "pro", 4, strong=False),
+    "Lite LoRA, tokens shared": Case(_PLAIN, "lite", 16, shared=True),
 }
 
 
@@ -150,21 +155,23 @@ def _measured(place: World) -> Iterator[World]:
 def _lines(case: Case, device: str, size: str, samples: int, world: World) -> Iterator[Line]:
     """All results; every process computes them, since each takes part in what they come from."""
     model, latents = case.shape(size)
-    settings = {**case.settings, "num_processes": world.size}
+    sharers = world.size if case.shared else 1
+    settings = {**case.settings, "num_processes": world.size, "sequence_parallel_size": sharers}
     variant = Variant(model, device, settings, latents=latents, world=world)
     for _ in range(2):  # allocations, and the buckets that DDP makes after its first step
         step(variant)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    yield Line(WEAK, median_seconds(variant, world), "s")
+    yield Line(SHARED if case.shared else WEAK, median_seconds(variant, world), "s")
+    planned = planned_step(model, device, settings, latents)
     if isinstance(world, MeasuredWorld):
         yield from _control(world)
-        yield from _sent(world, variant)
+        yield from _sent(world, variant, planned.exchanged)
     if device == "cuda" or variant.assembly.streamer is None:  # on a CPU, streaming leaves the weights where they are
         peak = max(world.gather(peak_of_step(variant, device)))
-        yield _judged("peak of a process / planned", peak, planned_peak(model, device, settings, latents), PEAK_BAR)
+        yield _judged("peak of a process / planned", peak, planned.memory.total, PEAK_BAR)
     if case.strong:
-        micro_steps = samples // world.size
+        micro_steps = samples * sharers // world.size
         assembly = variant.assembly
         assembly.settings = replace(assembly.settings, accumulation=micro_steps)
         note = f"{micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
@@ -213,13 +220,17 @@ def _gathering(world: MeasuredWorld, values: Sequence[object]) -> float:
     return (time.perf_counter() - started) / GATHERS
 
 
-def _sent(world: MeasuredWorld, variant: Variant) -> Iterator[Line]:
-    """Bytes that this process sends in one step, counted."""
+def _sent(world: MeasuredWorld, variant: Variant, exchanged: float) -> Iterator[Line]:
+    """Bytes that this process sends in one step, counted.
+
+    Args:
+        exchanged: for shared tokens, as planned.
+    """
     with Sent(world.size) as sent:
         world.sent.append(sent)
         step(variant)
         world.sent.clear()
-    found, limit = sent.total("tensors"), ring_limit(variant, world.size)
+    found, limit = sent.total("tensors"), ring_limit(variant, world.size) + exchanged
     yield _judged("tensors sent in a step by a process / ring limit", found, limit, SENT_BAR, least=0.99)
     yield Line("values sent in a step by a process", sent.total("control") / 1e3, "kB")
 
@@ -251,8 +262,8 @@ def end_with_parent() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def planned_peak(size: str, device: str, settings: Settings, latents: tuple[int, int, int] | None = None) -> float:
-    """Bytes that the plan expects of a step with one sample."""
+def planned_step(size: str, device: str, settings: Settings, latents: tuple[int, int, int] | None = None) -> Step:
+    """The plan's micro-step with one sample."""
     shape = SHAPES[size]
     spec = FAMILIES[shape.family]
     precision = "no" if device == "cpu" else "bf16"
@@ -262,7 +273,7 @@ def planned_peak(size: str, device: str, settings: Settings, latents: tuple[int,
     parts = Parts(spec, cost, lora_targets(size), {}, 0, 0, ())
     frames, height, width = latents or shape.latents
     load = BatchShape(1, frames, height // spec.patch_size, width // spec.patch_size, shape.caption)
-    return parts.model(config).memory(load).total
+    return Step(parts.model(config), load, this_cpu())  # of any device: its seconds are not read
 
 
 def peak_of_step(variant: Variant, device: str) -> float:

@@ -13,9 +13,11 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,6 +80,30 @@ def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             raise
     if durable:
         _flush(path.parent)  # the rename itself is an entry of the folder
+
+
+@contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """Hold off other processes that read a file, change its content and write it in this context. The lock is another
+    file beside it, `.<name>.lock`, since writing replaces the file itself.
+
+    Raises:
+        DiskFullError, WriteError: as in `writing_to`.
+    """
+    with writing_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_name(f".{path.name}.lock").open("ab")
+    with file:
+        hold(file)
+        yield
+
+
+def hold(file: BinaryIO) -> None:
+    """Wait for an exclusive lock on an open file, held until it is closed; does nothing on Windows."""
+    if sys.platform != "win32":
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 @contextmanager
@@ -238,3 +264,9 @@ def _flush(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def free_path(wanted: Path, number: str = "-{}") -> Path:
+    """The path itself, or with a number if a file, folder or link has taken it."""
+    numbered = (wanted.with_stem(wanted.stem + number.format(each)) for each in count(2))
+    return next(path for path in chain([wanted], numbered) if not os.path.lexists(path))

@@ -118,10 +118,13 @@ def result_of(reading: Reading[T]) -> T:
 
 def within(place: str, reading: Reading[T]) -> Reading[T]:
     """A reading of a part, see `Problem.within`."""
-    problems = Problems()
-    result = problems.take(reading)
-    yield from (problem.within(place) for problem in problems)
-    return result
+    while True:
+        try:
+            problem = next(reading)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        yield problem.within(place)
 
 
 class WriteError(UserError):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import getpass
 import logging
 import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,10 @@ from tests.workspace import Workspace
 # Tiny models gain nothing from threads, and tests must not fight over cores. To see that no test depends on the kernels
 # of one machine, ask for others: OMP_NUM_THREADS=2, MKLDNN=off, and torch's own ATEN_CPU_CAPABILITY=default.
 THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
+# One for all tests, of which each has a folder of its own; a run sets these if they are unset.
+COMPILED = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
+os.environ.setdefault("TRITON_CACHE_DIR", str(COMPILED / "triton"))
 torch.set_num_threads(THREADS)
 if os.environ.get("MKLDNN") == "off":
     torch.backends.mkldnn.set_flags(False)

@@ -18,6 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from simpletuner.models import blocks
+from simpletuner.models.kandinsky5 import nabla
+
 
 class Peak(TorchDispatchMode):
     """Bytes of storages that came into being inside, now and at most; `there` do not count."""
@@ -49,32 +52,38 @@ class Peak(TorchDispatchMode):
 
 
 class Flash(torch.autograd.Function):
-    """What flash attention keeps and allocates, `B H S D`."""
+    """What flash attention keeps and allocates, `B H S D`; flex attention with the lists of its mask, too."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *lists: Tensor) -> Tensor:
         batch, heads, length, width = query.shape
         out = torch.empty((batch, length, heads, width), dtype=query.dtype).transpose(1, 2)
-        ctx.save_for_backward(query, key, value, out, torch.empty((batch, heads, length)))
+        ctx.save_for_backward(query, key, value, *lists, out, torch.empty((batch, heads, length)))
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, _, sums = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *lists, _, sums = ctx.saved_tensors
         scratch = torch.empty(query.shape), torch.empty_like(sums)  # dQ is summed up in float32
         found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         del scratch
-        return found
+        return *found, *(None for _ in lists)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
     return Flash.apply(query, key, value)
 
 
+def flex_attention(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, **settings: Any) -> Tensor:
+    return Flash.apply(query, key, value, *nabla.lists_of(block_mask))
+
+
 @contextmanager
 def fake_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors without numbers, and attention as a kernel."""
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(blocks, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: flex_attention)
     with FakeTensorMode():
         yield
 

@@ -55,6 +55,25 @@ def test_a_name_means_one_thing(house: House) -> None:
     assert len(house.repeated_names()) <= 30, house.repeated_names()
 
 
+WHO_IS_IT = {"is_main", "is_leader", "rank", "size", "local_rank", "local_size", "label"}
+
+
+def test_few_files_ask_which_process_they_are_in(house: House) -> None:
+    """A `World` has verbs (`on_main`, `share`, `in_turn`) for what its callers would do with the answer."""
+    asked = {
+        str(file.path.relative_to(PACKAGE)): sum(
+            isinstance(node, ast.Attribute)
+            and node.attr in WHO_IS_IT
+            and ast.unparse(node.value).rpartition(".")[2] in ("world", "sharers")
+            for node in ast.walk(file.tree)
+        )
+        for file in house.files
+        if file.path.parent.name != "distributed"
+    }
+    assert above(asked, 2) == {}
+    assert sum(asked.values()) > 9, "none would mean that they are spelt otherwise"
+
+
 def test_everything_public_says_what_it_is_for(house: House) -> None:
     assert house.undocumented() == []
 

@@ -67,8 +67,13 @@ def test_an_output_folder_is_copied_and_only_once(endpoint: str, tmp_path: Path)
     bucket._client.meta.events.register("before-send.s3", lambda request, **_: sent.append(request.method))
     (tmp_path / "star" / "a.txt").write_text("A new text")
     bucket.upload(upload)
-    assert sent.count("PUT") == 1, "what is there in the same size and not newer here stays"
+    assert sent.count("PUT") == 1, "what is there as it is here stays"
     assert client.get_object(Bucket="runs", Key="team/star/a.txt")["Body"].read() == b"A new text"
+    (tmp_path / "star" / "a.txt").write_text("Another 1!")
+    os.utime(tmp_path / "star" / "a.txt", (0, 0))
+    bucket.upload(upload)
+    changed = client.get_object(Bucket="runs", Key="team/star/a.txt")["Body"].read()
+    assert changed == b"Another 1!", "in the same size, and older by its own clock than the copy"
 
 
 def test_a_run_is_copied_to_a_bucket(

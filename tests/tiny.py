@@ -36,6 +36,7 @@ from simpletuner.models.kandinsky5.templates import OFFICIAL
 
 TOKENIZERS = Path(__file__).parents[1] / "simpletuner" / "examples" / "demo" / "checkpoint"
 WIDTH = 32
+AXES = (4, 6, 6)  # numbers of a head by axis: two heads
 
 
 def fill_zeros(model: torch.nn.Module, scale: float = 0.05) -> None:
@@ -163,7 +164,7 @@ def build_video_vae() -> AutoencoderKLHunyuanVideo:
 
 
 def build_kandinsky(
-    *, visual_cond: bool = False, nabla: bool = False, visual_blocks: int = 2
+    *, visual_cond: bool = False, nabla: bool = False, visual_blocks: int = 2, axes: tuple[int, int, int] = AXES
 ) -> Kandinsky5Transformer3DModel:
     """A Kandinsky 5 transformer of one text block and few visual ones, with no zero-initialised parameter left."""
     transformer = Kandinsky5Transformer3DModel(
@@ -176,7 +177,7 @@ def build_kandinsky(
         ff_dim=2 * WIDTH,
         num_text_blocks=1,
         num_visual_blocks=visual_blocks,
-        axes_dims=(4, 6, 6),
+        axes_dims=axes,
         visual_cond=visual_cond,
         **(NABLA if nabla else {}),
     )
@@ -198,6 +199,7 @@ def make_checkpoint(
     *,
     nabla: bool = False,
     visual_blocks: int = 2,
+    axes: tuple[int, int, int] = AXES,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
@@ -213,7 +215,7 @@ def make_checkpoint(
         torch.manual_seed(seed)
         pipeline = pipeline_class(
             transformer=cast(
-                build_kandinsky(visual_cond=task != "t2i", nabla=nabla, visual_blocks=visual_blocks), dtype
+                build_kandinsky(visual_cond=task != "t2i", nabla=nabla, visual_blocks=visual_blocks, axes=axes), dtype
             ),
             vae=cast(build_video_vae() if is_video else build_image_vae(), dtype),
             text_encoder=cast(build_qwen(processor.tokenizer), dtype),

@@ -18,10 +18,9 @@ import json
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from simpletuner.annexes.fitting.ready import ready_plan
-from simpletuner.atomic import build_folder, write_atomically, write_json
+from simpletuner.atomic import build_folder, free_path, write_atomically, write_json
 from simpletuner.budget.budget import Budget
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.sources import Arguments
@@ -158,18 +157,12 @@ class Autopsy(Companion):
         samples, origin = [describe_batch(batch) for batch in batches], str(start.path) if start else None
         reason = f"Could not be read ({[*unread.values()][-1]}): {', '.join(unread)}." if unread else ""
         failure = Failure(cause, advice, step, samples, origin, facts, rows, memory, reason)
-        folder = free_folder(plan.output_dir / session.assembly.world.named(f"{FOLDER}/step-{step}"))
+        folder = free_path(plan.output_dir / session.assembly.world.named(f"{FOLDER}/step-{step}"))
         with build_folder(folder) as unfinished:
             write_json(unfinished / FAILURE_FILE, redact_settings(asdict(failure)))
             write_json(unfinished / CONFIG_FILE, explicit_settings(plan))
             write_atomically(unfinished / "traceback.txt", redact("".join(traceback.format_exception(error))))
         return " ".join(filter(None, (advice, failure.unread, f"What happened: {folder}")))
-
-
-def free_folder(wanted: Path) -> Path:
-    """A folder of this name that does not exist, with a number if others do."""
-    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in count(2))
-    return next(path for path in chain([wanted], numbered) if not path.exists())
 
 
 def explicit_settings(plan: Plan) -> dict[str, Any]:
@@ -245,12 +238,10 @@ def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
             modules.append(name or type(module).__name__)
 
     # Inner modules finish before those that contain them, so the first entry is the innermost.
-    hooks = [module.register_forward_hook(partial(check, name)) for name, module in model.named_modules()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_hook(partial(check, name)).remove)
         yield modules
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:
@@ -309,9 +300,10 @@ def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
     # `default`, since the environment may name another config.
     selectors = {"env": "default", "config_path": str(folder / CONFIG_FILE)}
     plan, _ = ready_plan(replace(arguments, settings=settings, selectors=selectors))
-    if (processes := plan.config.launch.num_processes) > 1:
-        size = processes * plan.config.schedule.train_batch_size
-        raise UserError(f"--replay runs in one process; add num_processes=1 train_batch_size={size}.")
+    if (launch := plan.config.launch).num_processes > 1:
+        size = launch.data_processes * plan.config.schedule.train_batch_size
+        whole = " sequence_parallel_size=1" if launch.sequence_parallel_size > 1 else ""
+        raise UserError(f"--replay runs in one process; add num_processes=1{whole} train_batch_size={size}.")
     run = plan.config.run  # its caches are used, and its folder is not
     folders = {"output_dir": str(folder / "replay"), "cache_dir": run.cache_dir or f"{run.output_dir}/cache"}
     config = plan.config.with_values(folders, "--replay")

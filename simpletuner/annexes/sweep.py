@@ -18,7 +18,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
 
-from simpletuner.atomic import open_atomically, write_atomically, write_json
+from simpletuner.annexes.report.html import gallery, grid_order, render
+from simpletuner.atomic import free_path, open_atomically, write_atomically, write_json
 from simpletuner.caching.keys import digest
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import trained_precision
@@ -31,8 +32,14 @@ from simpletuner.plan.entries import list_entries
 from simpletuner.plan.sampling import Weights
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import PREVIEWS, EventStream, RunningPhase
-from simpletuner.reporting.html import evaluation_names, evaluation_points, gallery, grid_order, render
-from simpletuner.reporting.metrics import METRICS_FILE, Columns, MediaRecord, read_rows
+from simpletuner.reporting.metrics import (
+    METRICS_FILE,
+    Columns,
+    MediaRecord,
+    evaluation_names,
+    evaluation_points,
+    read_rows,
+)
 from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue, fetch
 from simpletuner.run.session import build_subjects
 from simpletuner.run.train import prepare_machine
@@ -176,9 +183,7 @@ def render_samples(plan: Plan, weights: Weights, strength: float, events: EventS
         made = shot.recipe
         frames = f"@{made['frames']}" if plan.frame_rate else ""
         stem = f"{shot.subject.prompt.short_name}_{made['seed']}_{made['width']}x{made['height']}{frames}"
-        stems = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-        paths = (plan.output_dir / f"{each}{studio.renderer.suffix}" for each in stems)
-        return next(path for path in paths if not path.exists())
+        return free_path(plan.output_dir / f"{stem}{studio.renderer.suffix}")
 
     return studio.render(studio.shots([weights], [strength]), name, events, f"Sampling {weights.name}")
 

@@ -38,7 +38,7 @@ TIMEOUT = 5.0  # seconds for a connection, and for a message
 PATIENCE = 30.0  # for a message that is never dropped, and for what is left at the end of a run
 WAITING = 64  # messages in a queue
 SECONDS_BETWEEN_WARNINGS = 60.0
-MOST_REDIRECTS = 3
+MOST_REDIRECTS = 3  # the last one must lead to an answer
 LEVELS = {"critical": 0, "error": 1, "warning": 2, "success": 3, "info": 3, "debug": 4}
 # Limits of Discord: characters of a message, and bytes of a file.
 LONGEST_TEXT, LARGEST_FILE = 2000, 10_000_000
@@ -184,6 +184,7 @@ class Delivery:
                 self._complain(logging.ERROR, f"{said} Change webhook_config if that is right.")
                 return
             url = target.url
+        self._complain(logging.WARNING, f"redirects more than {MOST_REDIRECTS - 1} times; the message is lost.")
 
     def _complain(self, level: int, said: str) -> None:
         if time.monotonic() - self._warned_at >= SECONDS_BETWEEN_WARNINGS:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from simpletuner.budget.device import Device, gigabytes
-from simpletuner.budget.estimate import Sent, Step, StepModel, link_rate, sent_bytes
+from simpletuner.budget.device import Device, compared
+from simpletuner.budget.estimate import AVERAGE, Sent, Step, StepModel, exchange_seconds, sent_bytes
+from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import RunConfig
@@ -85,14 +86,16 @@ class PhasePeak:
         """
         room, needed = device.usable, self.needed(device)
         if room is not None and needed > room * (1 - headroom):
+            wants, has = compared(needed, room)
             if not device.is_gpu:
-                return f"{self.name} needs {gigabytes(needed)}, this machine has {gigabytes(room)} and no GPU"
+                return f"{self.name} needs {wants}, this machine has {has} and no GPU"
             taken = f" ({device.taken_by_others}; plan_device_memory_gb plans without it)" if device.taken else ""
-            return f"{self.name} needs {gigabytes(needed)} on the device, where {gigabytes(room)} can be used{taken}"
+            return f"{self.name} needs {wants} on the device, where {has} can be used{taken}"
         # On a CPU, `needed` includes the host's part.
         host, wanted = device.host_memory, self.on_host(device)
         if device.is_gpu and host is not None and wanted > host:
-            return f"{self.name} needs {gigabytes(wanted)} of host memory, this machine has {gigabytes(host)}"
+            wants, has = compared(wanted, host)
+            return f"{self.name} needs {wants} of host memory, this machine has {has}"
         return None
 
 
@@ -104,6 +107,7 @@ class Budget:
         config: the settings; with `offload: auto` those that were chosen.
         listing: cache entries of the first epoch; None if the checkpoint is not on this machine.
         decisions: what `offload: auto` chose, and why.
+        outcome: of an earlier run of this kind on this device, which corrects the durations.
     """
 
     config: RunConfig
@@ -112,6 +116,7 @@ class Budget:
     device: Device
     listing: Listing | None = None
     decisions: Sequence[str] = ()
+    outcome: Outcome = UNCORRECTED
 
     @cached_property
     def model(self) -> StepModel:
@@ -133,15 +138,16 @@ class Budget:
         micro = sum(step.cost.seconds * bucket.share for bucket, step in buckets)
         computing = micro * self.config.schedule.gradient_accumulation_steps
         # As if the shorter of the two were hidden behind the longer.
-        return max(computing, self.sent.total / link_rate(self.device, self.config.launch.num_machines))
+        return self.outcome.step * max(computing, exchange_seconds(self.sent, self.device, self.config.launch))
 
     @property
     def sent(self) -> Sent:
         """What each process sends in an optimizer step."""
         if not self.steps:
             return Sent()
-        added = self.model.added(self.steps[0].load)
-        return sent_bytes(self.model, added, self.config.schedule.gradient_accumulation_steps)
+        largest, micro_steps = self.steps[0], self.config.schedule.gradient_accumulation_steps
+        sent = sent_bytes(self.model, self.model.added(largest.load), micro_steps)
+        return replace(sent, exchanged=micro_steps * largest.exchanged)
 
     @property
     def preview_seconds(self) -> float:
@@ -150,7 +156,7 @@ class Budget:
         steps = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
         alone = self._is_guided and not self.parts.cost.guided_together and not validation.validation_batched_guidance
         passes = [self._step(self._sampled(preview)).forward_seconds for preview in self.workload.previews]
-        return steps * (2 if alone else 1) * sum(passes)
+        return self.outcome.previews * steps * (2 if alone else 1) * sum(passes)
 
     @property
     def _is_guided(self) -> bool:
@@ -238,10 +244,12 @@ class Budget:
     @property
     def saves_in_background(self) -> bool:
         """Whether the host has room for a copy of what is saved, beside any phase."""
-        device = self.device
+        device, model = self.device, self.model
         room = device.host_memory if device.is_gpu else device.memory
+        # Weights as trained and as published, optimizer state, and both of the average.
+        copied = 2 * model.number_bytes + model.state_bytes + (AVERAGE + model.number_bytes if model.averaged else 0.0)
         # torch rounds page-locked memory up to powers of two.
-        copies = self.model.copied_bytes * (2 if device.is_gpu else 1)
+        copies = model.trained_numbers * copied * (2 if device.is_gpu else 1)
         taken = max(each.on_host(device) if device.is_gpu else each.needed(device) for each in self.phases)
         return room is not None and taken + copies <= room * (1 - SPARE)
 
@@ -304,8 +312,10 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     """Estimate a plan as configured."""
     catalogue = make_catalogue(plan)
     listing = list_entries(plan, catalogue) if catalogue else None
-    parts = parts_of(plan, is_gpu=device.is_gpu)
-    return Budget(plan.config, parts, workload_of(plan, listing), device, listing)
+    workload = workload_of(plan, listing)
+    outcome = find_outcome(plan, workload, device)
+    parts = parts_of(plan, is_gpu=device.is_gpu).with_densities(outcome.densities)
+    return Budget(plan.config, parts, workload, device, listing, outcome=outcome)
 
 
 def steps_per_epoch(plan: Plan) -> float:

@@ -7,15 +7,17 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import PositiveFloat, TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_json
-from simpletuner.distributed.world import launched, usable_cores
+from simpletuner.config.schema import Card
+from simpletuner.distributed.world import compute_threads, launched
 from simpletuner.plan.environment import driver
 
 RATES_FILE = "device_rates.json"
@@ -70,18 +72,22 @@ IDLE = 0.5e9
 # NCCL's buffers on a device (bytes), not measured: 16 channels with four connections, of a ring and a tree, with 4, 4.7
 # and 0.5 MiB for its protocols. The sizes are the defaults in its source; the number of channels depends on the links.
 NCCL_BUFFERS = 16 * 4 * 9.2 * 2**20
-# Softmax attention, forward and backward, reaches about this share of the rate of matrix products.
-ATTENTION_SHARE = 0.55
+# Shares of the rate of matrix products that softmax attention reaches, forward and backward: dense, and block-sparse by
+# flex attention, which was not written for Hopper's and Blackwell's own instructions (calculated, not measured).
+ATTENTION_SHARE, SPARSE_SHARE, SPARSE_SHARE_OF_HOPPER = 0.55, 0.55, 0.35
 
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s of matrix products and attention, bytes/s of device memory and of copies from the host."""
+    """FLOP/s of matrix products, of dense and of block-sparse attention; bytes/s of device memory, of copies from the
+    host, and to another GPU of the machine."""
 
     matmul: float
     attention: float
+    sparse: float
     memory: float
     transfer: float
+    link: float
 
 
 @dataclass(frozen=True)
@@ -130,87 +136,150 @@ def gigabytes(number: float) -> str:
     return f"{number / 1e6:.3g} MB" if number < 0.95e8 else f"{number / 1e9:.1f} GB"
 
 
-def _rates(tflops: float, memory_tb: float, transfer_gb: float) -> Rates:
-    return Rates(tflops * 1e12, ATTENTION_SHARE * tflops * 1e12, memory_tb * 1e12, transfer_gb * 1e9)
+def compared(number: float, limit: float) -> tuple[str, str]:
+    """Two numbers of bytes as text, with as many digits as show which is larger: 16.14 GB and 16.06 GB."""
+    texts = gigabytes(number), gigabytes(limit)
+    return (f"{number / 1e9:.3f} GB", f"{limit / 1e9:.3f} GB") if texts[0] == texts[1] else texts
 
 
-# Sustained bf16 matrix products (TFLOP/s), memory (TB/s) and copies from page-locked host memory (GB/s): 60 to 75 % of
-# the data sheets' values for dense products. The first entry whose name occurs in the device's name is used, so longer
-# names come before shorter ones.
-KNOWN: tuple[tuple[str, Rates], ...] = (
-    ("B200", _rates(1200, 6.0, 55)),
-    ("H200", _rates(600, 4.0, 55)),
-    ("H100 PCIe", _rates(400, 1.6, 55)),
-    ("H100", _rates(600, 2.6, 55)),
-    ("A100", _rates(220, 1.4, 24)),
-    ("A30", _rates(100, 0.75, 24)),
-    ("L40S", _rates(200, 0.7, 24)),
-    ("L40", _rates(110, 0.7, 24)),
-    ("RTX PRO 6000", _rates(320, 1.4, 50)),
-    ("RTX 6000 Ada", _rates(180, 0.75, 24)),
-    ("A6000", _rates(80, 0.6, 24)),
-    ("A5000", _rates(60, 0.6, 24)),
-    ("A4000", _rates(45, 0.35, 24)),
-    ("A40", _rates(80, 0.55, 24)),
-    ("RTX 5090", _rates(150, 1.4, 50)),
-    ("RTX 5080", _rates(80, 0.75, 50)),
-    ("RTX 5070 Ti", _rates(63, 0.7, 50)),
-    ("RTX 5070", _rates(44, 0.52, 50)),
-    ("RTX 5060 Ti", _rates(34, 0.35, 25)),
-    ("RTX 5060", _rates(28, 0.35, 25)),
-    ("RTX 4090", _rates(130, 0.8, 24)),
-    ("RTX 4080", _rates(80, 0.55, 24)),
-    ("RTX 4070 Ti SUPER", _rates(66, 0.52, 24)),
-    ("RTX 4070 Ti", _rates(60, 0.39, 24)),
-    ("RTX 4070 SUPER", _rates(53, 0.39, 24)),
-    ("RTX 4070", _rates(44, 0.39, 24)),
-    ("RTX 4060 Ti", _rates(33, 0.22, 12)),
-    ("RTX 4060", _rates(23, 0.21, 12)),
-    ("RTX 3090", _rates(55, 0.75, 24)),
-    ("RTX 3080 Ti", _rates(51, 0.7, 24)),
-    ("RTX 3080", _rates(45, 0.6, 24)),
-    ("RTX 3070 Ti", _rates(33, 0.48, 24)),
-    ("RTX 3070", _rates(31, 0.36, 24)),
-    ("RTX 3060 Ti", _rates(25, 0.36, 24)),
-    ("RTX 3060", _rates(19, 0.29, 24)),
-    ("A10", _rates(60, 0.45, 24)),
-    ("L4", _rates(55, 0.25, 20)),
-    ("T4", _rates(25, 0.25, 11)),
-)
+def _rates(
+    tflops: float, memory_tb: float, transfer_gb: float, *, nvlink_gb: float = 0.0, sparse: float = SPARSE_SHARE
+) -> Rates:
+    flops, transfer = tflops * 1e12, transfer_gb * 1e9
+    # GPUs without NVLink exchange through the host's bus.
+    link = nvlink_gb * 1e9 or transfer
+    return Rates(flops, ATTENTION_SHARE * flops, sparse * flops, memory_tb * 1e12, transfer, link)
+
+
+_hopper = partial(_rates, sparse=SPARSE_SHARE_OF_HOPPER)
+
+
+class KnownCard(NamedTuple):
+    """A card: the part of the driver's name that identifies it, its memory in GiB, and its rates."""
+
+    name: str
+    gibibytes: float
+    rates: Rates
+
+
+# Sustained bf16 matrix products (TFLOP/s), memory (TB/s), copies from page-locked host memory and to another GPU by
+# NVLink (GB/s): 60 to 90 % of the data sheets' values for dense products, none of them measured here. The first card
+# whose name occurs in the device's name is used, so longer names come before shorter ones.
+CARDS: Mapping[Card, KnownCard] = {
+    "b200": KnownCard("B200", 179, _hopper(1200, 6.0, 55, nvlink_gb=650)),
+    "h200": KnownCard("H200", 140, _hopper(600, 4.0, 55, nvlink_gb=330)),
+    "h100-pcie": KnownCard("H100 PCIe", 80, _hopper(400, 1.6, 55)),
+    "h100": KnownCard("H100", 80, _hopper(600, 2.6, 55, nvlink_gb=330)),
+    "a100": KnownCard("A100", 80, _rates(220, 1.4, 24, nvlink_gb=220)),
+    "a30": KnownCard("A30", 24, _rates(100, 0.75, 24)),
+    "l40s": KnownCard("L40S", 45, _rates(200, 0.7, 24)),
+    "l40": KnownCard("L40", 45, _rates(110, 0.7, 24)),
+    "pro-6000": KnownCard("RTX PRO 6000", 96, _rates(320, 1.4, 50)),
+    "6000-ada": KnownCard("RTX 6000 Ada", 48, _rates(180, 0.75, 24)),
+    "a6000": KnownCard("A6000", 48, _rates(80, 0.6, 24)),
+    "a5000": KnownCard("A5000", 24, _rates(60, 0.6, 24)),
+    "a4000": KnownCard("A4000", 16, _rates(45, 0.35, 24)),
+    "a40": KnownCard("A40", 45, _rates(80, 0.55, 24)),
+    "5090": KnownCard("RTX 5090", 32, _rates(150, 1.4, 50)),
+    "5080": KnownCard("RTX 5080", 16, _rates(80, 0.75, 50)),
+    "5070-ti": KnownCard("RTX 5070 Ti", 16, _rates(63, 0.7, 50)),
+    "5070": KnownCard("RTX 5070", 12, _rates(44, 0.52, 50)),
+    "5060-ti": KnownCard("RTX 5060 Ti", 16, _rates(34, 0.35, 25)),
+    "5060": KnownCard("RTX 5060", 8, _rates(28, 0.35, 25)),
+    "4090": KnownCard("RTX 4090", 24, _rates(150, 0.85, 24)),
+    "4080": KnownCard("RTX 4080", 16, _rates(80, 0.55, 24)),
+    "4070-ti-super": KnownCard("RTX 4070 Ti SUPER", 16, _rates(66, 0.52, 24)),
+    "4070-ti": KnownCard("RTX 4070 Ti", 12, _rates(60, 0.39, 24)),
+    "4070-super": KnownCard("RTX 4070 SUPER", 12, _rates(53, 0.39, 24)),
+    "4070": KnownCard("RTX 4070", 12, _rates(44, 0.39, 24)),
+    "4060-ti": KnownCard("RTX 4060 Ti", 16, _rates(33, 0.22, 12)),
+    "4060": KnownCard("RTX 4060", 8, _rates(23, 0.21, 12)),
+    "3090": KnownCard("RTX 3090", 24, _rates(62, 0.8, 24)),
+    "3080-ti": KnownCard("RTX 3080 Ti", 12, _rates(51, 0.7, 24)),
+    "3080": KnownCard("RTX 3080", 10, _rates(45, 0.6, 24)),
+    "3070-ti": KnownCard("RTX 3070 Ti", 8, _rates(33, 0.48, 24)),
+    "3070": KnownCard("RTX 3070", 8, _rates(31, 0.36, 24)),
+    "3060-ti": KnownCard("RTX 3060 Ti", 8, _rates(25, 0.36, 24)),
+    "3060": KnownCard("RTX 3060", 12, _rates(19, 0.29, 24)),
+    "a10": KnownCard("A10", 24, _rates(60, 0.45, 24)),
+    "l4": KnownCard("L4", 24, _rates(55, 0.25, 20)),
+    "t4": KnownCard("T4", 16, _rates(25, 0.25, 11)),
+}
 UNKNOWN_GPU = _rates(50, 0.5, 11)
-# (GiB, card): the usual card with at least that much memory, for `--device-memory`.
-USUAL = ((0, "RTX 3060"), (15, "RTX 4080"), (20, "RTX 4090"), (30, "RTX 5090"), (40, "A100"), (120, "H200"))
-CORE_FLOPS, CPU_BYTES = 20e9, 20e9  # conservative guesses: FLOP/s per core, bytes/s of memory
+# The usual card with at least so many GiB, whose rates `--device-memory` assumes without `--device`.
+USUAL: tuple[tuple[float, Card], ...] = (
+    (0, "3060"), (15, "4080"), (20, "4090"), (30, "5090"), (40, "a100"), (120, "h200")
+)  # fmt: skip
+# float32 FLOP/s of a core, by the widest vector instructions that /proc/cpuinfo lists: 60 to 90 % of two fused
+# multiply-adds of a vector a cycle at 2.6 GHz; and bytes/s of the memory that small tensors are in.
+CORE_FLOPS: Mapping[str, float] = {"avx512f": 150e9, "avx2": 60e9, "": 20e9}
+CPU_BYTES = 20e9
+NVLINK_BYTES = 18e9  # bytes/s of one NVLink that exchanges reach, of 25 (second to fourth generation)
 
 
-def find_device(planned_gigabytes: float | None = None, output_dir: Path | None = None) -> Device:
-    """The device that a run on this machine would use, or the one that `plan_device_memory_gb` asks for.
+def find_device(
+    planned_gigabytes: float | None = None, output_dir: Path | None = None, card: Card | None = None
+) -> Device:
+    """The device that a run on this machine would use, or the one that the plan's keys ask for.
 
     Args:
-        planned_gigabytes: memory in GiB of a GPU to plan for instead of this machine's device.
+        planned_gigabytes: `plan_device_memory_gb`, memory in GiB of a GPU to plan for instead of this machine's device.
         output_dir: folder that may hold measured rates.
+        card: `plan_device`, likewise.
     """
     gpu = query_gpu()
-    host = host_memory()
-    if planned_gigabytes is not None:
-        name, memory = f"a GPU with {planned_gigabytes:g} GiB", planned_gigabytes * 2**30
-        like = gpu.name if gpu else "an " + [card for least, card in USUAL if planned_gigabytes >= least][-1]
-        # Without a GPU here, the run will be on another machine, whose host memory is unknown.
-        return Device(name, memory, host if gpu else None, True, rates_of(like), f"as fast as {like}, assumed")
+    if card is not None or planned_gigabytes is not None:
+        return planned_device(planned_gigabytes, card, gpu)
     if gpu and torch_uses_gpus():
         # Processes that a launcher started must decide alike, and hold memory of the device themselves by now.
         taken = gpu.taken if launched(os.environ) is None else 0.0
         users = query_users() if taken else ""
-        device = Device(gpu.name, gpu.memory, host, True, rates_of(gpu.name), "rates assumed", taken, users)
+        device = Device(gpu.name, gpu.memory, host_memory(), True, rates_of(gpu.name), "rates assumed", taken, users)
     else:
         device = this_cpu(idle=gpu.name if gpu else "")
     return with_measured(device, output_dir) if output_dir else device
 
 
+def planned_device(gibibytes: float | None, card: Card | None, gpu: Gpu | None) -> Device:
+    """A GPU to plan for: a card by its name, or one with so much memory."""
+    # Without a GPU here, the run will be on another machine, whose host memory is unknown.
+    host = host_memory() if gpu else None
+    if card is not None:
+        known = CARDS[card]
+        memory = gibibytes or known.gibibytes
+        return Device(f"{known.name} with {memory:g} GiB", memory * 2**30, host, True, known.rates, "rates assumed")
+    assert gibibytes is not None
+    usual = [name for least, name in USUAL if gibibytes >= least][-1]
+    like, rates = (gpu.name, rates_of(gpu.name)) if gpu else (f"an {CARDS[usual].name}", CARDS[usual].rates)
+    note = f"as fast as {like}, assumed" + ("" if gpu else "; --device names another card")
+    return Device(f"a GPU with {gibibytes:g} GiB", gibibytes * 2**30, host, True, rates, note)
+
+
 def this_cpu(idle: str = "") -> Device:
     """The processor of this machine, with the name of a GPU that torch cannot use."""
-    host, flops = host_memory(), usable_cores() * CORE_FLOPS
-    return Device("CPU", host, host, False, Rates(flops, flops, CPU_BYTES, CPU_BYTES), "rates assumed", idle=idle)
+    host, flops = host_memory(), compute_threads() * core_flops()
+    rates = Rates(flops, flops, flops, CPU_BYTES, CPU_BYTES, CPU_BYTES)
+    return Device("CPU", host, host, False, rates, "rates assumed", idle=idle)
+
+
+def core_flops() -> float:
+    """float32 FLOP/s of a core, assumed from its instructions."""
+    try:
+        listed = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        listed = ""
+    return next(flops for instructions, flops in CORE_FLOPS.items() if instructions in listed)
+
+
+def linked() -> dict[str, float]:
+    """The rate of the NVLinks between this machine's GPUs, as `link` of `Rates`; empty if the driver does not tell.
+
+    In the matrix of `nvidia-smi topo -m`, NV18 in the row of GPU0 stands for 18 links to another one; PIX, PHB, NODE
+    and SYS are ways through the host.
+    """
+    row = next((line.split() for line in ask_driver("topo", "-m") if line.split()[:2] == ["GPU0", "X"]), [])
+    links = [int(cell[2:]) for cell in row if re.fullmatch(r"NV\d+", cell)]
+    return {"link": max(links) * NVLINK_BYTES} if links else {}
 
 
 def torch_uses_gpus() -> bool:
@@ -225,28 +294,30 @@ def torch_uses_gpus() -> bool:
 
 def rates_of(name: str) -> Rates:
     """Assumed rates of a GPU by name; a MIG slice gets its share in sevenths."""
-    whole = next((rates for known, rates in KNOWN if known in name), UNKNOWN_GPU)
+    whole = next((card.rates for card in CARDS.values() if card.name in name), UNKNOWN_GPU)
     part = SLICE.search(name)
     if part is None:
         return whole
     share = int(part["sevenths"]) / 7
     # Slices do not divide the bus.
-    return replace(whole, matmul=share * whole.matmul, attention=share * whole.attention, memory=share * whole.memory)
+    flops = {key: share * rate for key, rate in asdict(whole).items() if key not in ("transfer", "link")}
+    return replace(whole, **flops)
 
 
 def with_measured(device: Device, folder: Path) -> Device:
     """The device with the rates in a folder, if they were measured on it.
 
-    Rates of float32 products are ignored: the assumed rates are for 16 bits.
+    Of a GPU, rates of float32 products are ignored: the assumed rates are for 16 bits.
     """
     rates = read_rates(folder)
     measured: dict[str, float] = {}
-    if rates is not None and rates.device == device.name:
-        if rates.dtype in ("bfloat16", "float16", ""):
-            measured |= {"matmul": rates.matmul_flops, "attention": ATTENTION_SHARE * rates.matmul_flops}
+    if rates is not None and rates.device == (device.name if device.is_gpu else "cpu"):
+        if rates.dtype in ("bfloat16", "float16", "") or not device.is_gpu:
+            faster = rates.matmul_flops / device.rates.matmul
+            measured |= {key: faster * asdict(device.rates)[key] for key in ("matmul", "attention", "sparse")}
         if rates.host_to_device_bytes is not None:
             measured["transfer"] = rates.host_to_device_bytes
-    note = f"{', '.join(measured)} measured" if measured else device.note
+    note = f"{', '.join(each for each in measured if each != 'sparse')} measured" if measured else device.note
     return replace(device, rates=replace(device.rates, **measured), note=note)
 
 

@@ -9,8 +9,8 @@ On the device, at the peak of a step:
 
     seconds = products / matmul rate + attention / attention rate + elementwise bytes / memory rate
 
-or the time to launch the operations, or to copy streamed weights, whichever is longest. It is for stock, uncompiled
-models, and excludes waiting for data.
+or the time to launch the operations, or to copy streamed weights, whichever is longest; on a CPU, operations are
+launched and computed in turn. It excludes waiting for data.
 
 Ring algorithms of N processes send as little as possible: each sends (N - 1) / N of a tensor to gather it or to reduce
 and scatter it, and twice that to reduce it on all (Patarasuk and Yuan, Journal of Parallel and Distributed Computing
@@ -25,10 +25,11 @@ from functools import cached_property
 from typing import Literal
 
 from simpletuner.budget.device import Device
+from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.optimizers import OPTIMIZERS, update_kernel
 from simpletuner.config.schema import SLOTS, OptimizerName
 from simpletuner.config.speed import checkpointed_blocks
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route
 from simpletuner.models.cost import (
     ATTENTION_BACKWARD,
     BYTES,
@@ -48,12 +49,18 @@ PRODUCT = 4.5
 # Blocks in FSDP2's buffers beside the one that computes. What was gathered for it is kept until the next arrives, in
 # memory of another stream; gradients are copied to be summed (torch 2.13, `FSDPParamGroup.wait_for_unshard`).
 GATHERED, SCATTERED = 2, 1
+# Where processes share tokens: copies of a tensor that is exchanged, and bytes per number of the hidden states of all
+# tokens around the output layer, which each process computes for all; metered.
+EXCHANGED, GATHERED_TOKENS = 4, 14
+# Exchanges of a tensor in a block's forward pass, and in its backward pass: queries, keys, values and the result.
+EXCHANGES = 4
 BUNDLE = 1 << 24  # numbers that an average is updated with at a time, unless one weight has more
 SHARD = 5e9  # bytes of the files that a full model is saved in, each assembled in host memory
-# Operations of a block in forward plus backward, and seconds to launch one.
-LAUNCHES, GPU_LAUNCH, CPU_LAUNCH = 450, 6e-6, 12e-6
+# Operations of a stock block in forward plus backward, and seconds to launch one; and the host's seconds for a compiled
+# block. On a GPU neither was measured.
+LAUNCHES, GPU_LAUNCH, CPU_LAUNCH = 450, 6e-6, 8e-6
+COMPILED_LAUNCHES = 2.0e-3
 FLOAT32_SHARE = 0.5  # rate of float32 products with TF32, relative to bf16
-NETWORK = 12.5e9  # bytes/s between machines, assumed: 100 Gbit/s
 
 
 @dataclass(frozen=True)
@@ -123,8 +130,9 @@ class StepModel:
         techniques: techniques in use, which may have their own weights and compute.
         trains: whether anything is trained; a model without adapters is trained as a whole.
         processes: how many train together, each on its device.
-        sharded: they share the weights among them (FSDP2), and of trained ones gradients, optimizer state and average;
-            adapters are whole in each.
+        sequence: how many of them share the tokens of the same samples.
+        sharers: how many of them share the weights (FSDP2), and of trained ones gradients, optimizer state and average;
+            adapters are whole in each. 1 without FSDP2; fewer than all where each machine has all shares.
         reshards: a block's gathered weights are given up after its forward pass.
         whole_gradients: gradients of sharded weights are whole until the last micro-step.
         from_base: blocks wait on the host until the adapters have been computed from them.
@@ -153,7 +161,8 @@ class StepModel:
     techniques: tuple[TechniqueSpec, ...] = ()
     trains: bool = True
     processes: int = 1
-    sharded: bool = False
+    sequence: int = 1
+    sharers: int = 1
     reshards: bool = True
     from_base: bool = False
     whole_gradients: bool = False
@@ -163,9 +172,13 @@ class StepModel:
         return self.trains and not self.adapters.modules
 
     @property
+    def sharded(self) -> bool:
+        return self.sharers > 1
+
+    @property
     def trained_shares(self) -> int:
         """Among how many processes trained weights are divided."""
-        return self.processes if self.sharded and self.is_full else 1
+        return self.sharers if self.is_full else 1
 
     @property
     def trained_numbers(self) -> int:
@@ -241,19 +254,13 @@ class StepModel:
         weights = self.trained_numbers * self.number_bytes
         return min(weights, SHARD) if self.is_full else 2 * weights
 
-    @property
-    def copied_bytes(self) -> float:
-        """Host memory for a copy of all that is saved: weights as trained and as published, optimizer state, EMA."""
-        copies = 2 * self.number_bytes + self.state_bytes + (AVERAGE + self.number_bytes if self.averaged else 0.0)
-        return self.trained_numbers * copies
-
     @cached_property
     def frozen_bytes(self) -> float:
         """Bytes of frozen weights on the device during a step, and of what FSDP2 has gathered."""
         if self.is_full:
             return self.gathered_bytes
         if self.sharded:
-            return (self.rest + sum(self.blocks)) / self.processes + self.gathered_bytes
+            return (self.rest + sum(self.blocks)) / self.sharers + self.gathered_bytes
         slots = min(self.residents, len(self.blocks)) + SLOTS * self.group
         # A slot is as large as the largest block.
         here = min(sum(self.blocks), max(self.blocks) * slots) if self.streamed else sum(self.blocks)
@@ -293,14 +300,15 @@ class StepModel:
         inputs = self._held(load)[-SLOTS:] if self.inputs_on_host else self._held(load)
         whole = [block.saved + block.held for block, is_one in zip(blocks, chosen, strict=True) if not is_one]
         attention = [block.attention for block, is_one in zip(blocks, chosen, strict=True) if is_one]
-        product = PRODUCT * self.cost.widest(load) if self.multiplies else 0.0
+        product = PRODUCT * self.cost.widest(load) / self.sequence if self.multiplies else 0.0
+        around = GATHERED_TOKENS * load.samples * load.tokens * self.cost.hidden if self.sequence > 1 else 0.0
         backward = StepMemory(
             weights=self.frozen_bytes,
             # Modules of techniques are trained in float32: weight and gradient.
             trained=self.trained_bytes + added.parameters * (2 * BYTES["fp32"] + self.state_bytes),
             inputs=added.held + sum(inputs) + sum(whole) + (sum(attention) if self.keep_attention else 0.0),
             # A checkpointed block saves its activations again when it is recomputed.
-            block=product + max(block.transient + (block.saved if any(chosen) else 0.0) for block in blocks),
+            block=product + max(*(block.transient + (block.saved if any(chosen) else 0.0) for block in blocks), around),
             outside=self._activations(load).outside,
         )
         temporary = self.update_bytes * (self.trained_numbers / self.trained_shares + added.parameters)
@@ -315,7 +323,11 @@ class StepModel:
     def activations(self, load: BatchShape) -> list[Activations]:
         """Activations of each large block in a training step, after routes, which extra passes do not have."""
         routes = () if self.added(load).passes else self.routes
-        return self.cost.activations_by_block(self.cost.routed(load, routes), BYTES[self.dtype], self.adapters)
+        blocks = self.cost.activations_by_block(self.cost.routed(load, routes), BYTES[self.dtype], self.adapters)
+        if self.sequence == 1:
+            return blocks
+        shares = [_share(block, self.sequence) for block in blocks]
+        return [replace(shares[0], held=blocks[0].held), *shares[1:]]  # the first block's input has all tokens
 
     @property
     def checkpointed(self) -> list[bool]:
@@ -341,6 +353,15 @@ class StepModel:
         return self.cost.activations(load, BYTES[self.dtype], self.adapters)
 
 
+def _share(whole: Activations, count: int) -> Activations:
+    """What each of `count` processes has of a block whose tokens they share."""
+    copies = EXCHANGED * whole.held
+    return replace(
+        whole, held=whole.held / count, saved=whole.saved / count, attention=whole.attention / count,
+        transient=(whole.transient + copies) / count,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class StepCost:
     """Cost of one micro-batch, forward and backward.
@@ -350,13 +371,16 @@ class StepCost:
         executed: FLOPs that the device executes, including recomputed blocks and attention scores.
         traffic: bytes moved by elementwise operations.
         seconds: estimated duration.
-        copying: seconds of copying weights, overlapped with the compute or not.
+        computing, launching, copying: seconds of the device's kernels, of the host that launches them, and of copying
+            weights, overlapped with the compute or not.
     """
 
     model: float
     executed: Work
     traffic: float
     seconds: float
+    computing: float
+    launching: float
     copying: float
 
 
@@ -384,21 +408,47 @@ class Step:
         executed = main + extra.times(added.passes) + alone + Work(added.flops)
         traffic = main_traffic + extra_traffic * added.passes + self._forward_traffic * added.forwards
         # `LAUNCHES` counts forward and backward; a forward pass is a third of them.
-        launching = self._launches * ((1 + self._recomputed / 3) * passes + added.forwards / 3)
-        computing = max(self._seconds(executed, traffic), launching)
+        launching = self._launches * (1 + self._recomputed / 3) * passes + self._eager_launches * added.forwards / 3
+        computing = self._seconds(executed, traffic)
+        busy = self._together(computing, launching)
         # A block is needed in the forward and again in the backward pass.
         copying = self._copying(2 * passes + added.forwards)
-        seconds = max(computing, copying) if model.overlapped else computing + copying
+        seconds = max(busy, copying) if model.overlapped else busy + copying
+        seconds += self.exchanged / self.device.rates.link  # a block waits for its exchanges
         seconds += 2 * model.state_on_host_bytes / self.device.rates.transfer  # as if nothing of it were hidden
-        return StepCost(flops, executed, traffic, seconds, copying)
+        return StepCost(flops, executed, traffic, seconds, computing, launching, copying)
+
+    def _together(self, computing: float, launching: float) -> float:
+        """Seconds of kernels and of launching them, which a CPU does in turn."""
+        return max(computing, launching) if self.device.is_gpu else computing + launching
+
+    @property
+    def free_samples(self) -> int:
+        """Samples that a micro-batch may have and take no longer, while a GPU waits for the host to launch kernels."""
+        waits = self.device.is_gpu and self.cost.launching > self.cost.copying
+        most = self.load.samples * self.cost.launching / self.cost.computing
+        return max(int(most), self.load.samples) if waits else self.load.samples
+
+    @property
+    def exchanged(self) -> float:
+        """Bytes that a process sends to those that it shares tokens with."""
+        model, load = self.model, self.load
+        tensor = load.samples * load.tokens * model.cost.hidden * BYTES[model.dtype]
+        # Of its share of a tensor, a process keeps that of its own heads.
+        sent = tensor / model.sequence * (model.sequence - 1) / model.sequence
+        times = EXCHANGES * (2 + self._recomputed) * (1 + model.added(load).passes)
+        return times * model.cost.large * sent
 
     @property
     def forward_seconds(self) -> float:
         """Seconds of a forward pass without gradients."""
-        return max(self._seconds(self._forward(self.load), self._forward_traffic), self._launches / 3)
+        return self._together(self._seconds(self._forward(self.load), self._forward_traffic), self._eager_launches / 3)
 
     def _pass(self, load: BatchShape) -> tuple[float, Work, float]:
-        """Forward and backward: FLOPs without and with recomputation, and bytes of elementwise operations."""
+        """Forward and backward: FLOPs without and with recomputation, and bytes of elementwise operations.
+
+        Processes that share tokens divide all of it, but for a few text tokens and the output layer.
+        """
         model, share, forward = self.model, self._recomputed, self._forward(load)
         backward = model.cost.backward(load, model.adapters, full=model.is_full)
         blocks = model.cost.forward(load, model.adapters, blocks_only=True)
@@ -407,9 +457,9 @@ class Step:
         # Scores that a flash kernel recomputes are executed, but not part of the model's FLOPs.
         flash = forward.times(0.0, FLASH_BACKWARD - ATTENTION_BACKWARD)
         moved = model.cost.activations_by_block(load, BYTES[model.dtype], model.adapters)
-        # 1 forward, 2 backward (see `Activations.traffic`), and the recomputed share
-        traffic = sum(block.traffic for block in moved) * (3 + share)
-        return forward.total + backward.total, forward + backward + again + flash, traffic
+        traffic = sum(block.forward * (1 + share) + block.backward for block in moved)
+        executed, own = forward + backward + again + flash, 1 / model.sequence
+        return own * (forward.total + backward.total), executed.times(own), own * traffic
 
     def _forward(self, load: BatchShape) -> Work:
         return self.model.cost.forward(load, self.model.adapters)
@@ -433,11 +483,17 @@ class Step:
     def _seconds(self, work: Work, traffic: float) -> float:
         rates = self.device.rates
         speed = FLOAT32_SHARE if self.model.dtype == "fp32" and self.device.is_gpu else 1.0
-        attention = (work.attention + work.sparse) / (rates.attention * speed)
-        return work.linear / (rates.matmul * speed) + attention + traffic / rates.memory
+        products = work.linear / rates.matmul + work.attention / rates.attention + work.sparse / rates.sparse
+        return products / speed + traffic / rates.memory
 
     @property
     def _launches(self) -> float:
+        """Seconds of launching a forward and a backward pass in training."""
+        return len(self.model.cost.blocks) * COMPILED_LAUNCHES if self.model.cost.compiled else self._eager_launches
+
+    @property
+    def _eager_launches(self) -> float:
+        """The same uncompiled."""
         return len(self.model.cost.blocks) * LAUNCHES * (GPU_LAUNCH if self.device.is_gpu else CPU_LAUNCH)
 
 
@@ -449,15 +505,19 @@ class Sent:
         reduced: to sum gradients on all processes (DDP), also those of adapters and techniques beside FSDP2.
         gathered: to gather weights (FSDP2).
         scattered: to sum each gradient where it belongs (FSDP2, full fine-tunes).
+        across: to sum those of all machines, where each machine has all shares.
+        exchanged: tokens for heads (sequence parallelism), which each block waits for.
     """
 
     reduced: float = 0.0
     gathered: float = 0.0
     scattered: float = 0.0
+    across: float = 0.0
+    exchanged: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.reduced + self.gathered + self.scattered
+        return self.reduced + self.gathered + self.scattered + self.across + self.exchanged
 
 
 def sent_bytes(model: StepModel, added: TechniqueCost, micro_steps: int) -> Sent:
@@ -469,7 +529,7 @@ def sent_bytes(model: StepModel, added: TechniqueCost, micro_steps: int) -> Sent
     """
     if not model.trains:
         return Sent()
-    share = (model.processes - 1) / model.processes
+    share, shared = ((count - 1) / count for count in (model.processes, model.sharers))
     weights = sum(model.whole_blocks) + model.rest
     gradients = weights if model.is_full else model.trained_numbers * model.number_bytes
     reduced = added.parameters * BYTES["fp32"] + (0.0 if model.sharded and model.is_full else gradients)
@@ -478,10 +538,20 @@ def sent_bytes(model: StepModel, added: TechniqueCost, micro_steps: int) -> Sent
     backward = 1 + added.passes
     # Weights that are given up after the forward pass are gathered again for the backward pass.
     times = backward + added.forwards + (backward if model.reshards else 0.0)
-    scatters = 1 if model.whole_gradients else backward * micro_steps
-    return Sent(2 * share * reduced, share * weights * times * micro_steps, share * weights * scatters * model.is_full)
+    scattered = (1 if model.whole_gradients else backward * micro_steps) * weights * model.is_full
+    machines = model.processes / model.sharers
+    across = 2 * (machines - 1) / machines * scattered / model.sharers
+    return Sent(2 * share * reduced, shared * weights * times * micro_steps, shared * scattered, across)
 
 
-def link_rate(device: Device, machines: int) -> float:
-    """Bytes per second between devices, assumed: through the host's bus, and the network between machines."""
-    return min(device.rates.transfer, NETWORK) if machines > 1 else device.rates.transfer
+def exchange_seconds(sent: Sent, device: Device, launch: LaunchConfig) -> float:
+    """Seconds of an exchange: through NVLink or the host's bus, and between machines through one network card each.
+    Tokens are exchanged during micro-steps, whose time that is.
+    """
+    link, network = device.rates.link, launch.network_gbit / 8 * 1e9
+    slowest = min(link, network) if launch.num_machines > 1 else link
+    if not launch.fsdp_hybrid:
+        return (sent.total - sent.exchanged) / slowest
+    # All processes of a machine send their shares at once.
+    across = sent.across * launch.local_processes / network
+    return sent.reduced / slowest + (sent.gathered + sent.scattered) / link + across

@@ -6,14 +6,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import compress
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
-
-from simpletuner.atomic import write_json
 from simpletuner.budget.estimate import StepModel
 from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, trained_precision, widens_second_moment
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
@@ -28,27 +24,6 @@ from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import Listing, feature_kinds, latent_storage
 from simpletuner.techniques.spec import TechniqueSpec
-
-DENSITY_FILE = "attention_density.json"
-_DENSITIES = TypeAdapter(dict[int, Annotated[float, Field(gt=0, le=1)]])
-
-
-def read_densities(folder: Path) -> dict[int, float]:
-    """Shares of the tiles that block-sparse attention visited in earlier sessions, by tokens of a sample; empty if the
-    file is absent or invalid."""
-    try:
-        return _DENSITIES.validate_json((folder / DENSITY_FILE).read_bytes())
-    except (OSError, ValidationError):
-        return {}
-
-
-def write_densities(folder: Path, measured: Mapping[int, float]) -> None:
-    """Save measured shares beside those of other sizes.
-
-    Raises:
-        DiskFullError: no space left.
-    """
-    write_json(folder / DENSITY_FILE, {**read_densities(folder), **measured}, durable=False)
 
 
 @dataclass(frozen=True)
@@ -212,7 +187,6 @@ class Parts:
         trains: whether anything is trained; otherwise previews are all there is.
         on_gpu: whether cuDNN computes.
         lora_bytes: of the further LoRAs that previews are rendered with.
-        densities: those of block-sparse attention that were measured, by tokens of a sample.
     """
 
     spec: FamilySpec
@@ -227,11 +201,18 @@ class Parts:
     lora_bytes: int = 0
     text_dropped: int = 0
     on_gpu: bool = False
-    densities: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def cost(self) -> FamilyCost:
         return self.spec.cost
+
+    def with_densities(self, measured: Mapping[int, float]) -> Parts:
+        """With measured shares of the tiles that block-sparse attention visits, by tokens of a sample."""
+        cost, assumed = self.transformer, self.transformer.density
+        if assumed is None:
+            return self
+        density = lambda tokens: measured.get(tokens, assumed(tokens))  # noqa: E731
+        return replace(self, transformer=replace(cost, density=density))
 
     def load(self, bucket: Bucket) -> BatchShape:
         """The micro-batch of a bucket, in tokens."""
@@ -280,7 +261,8 @@ class Parts:
             techniques=self.techniques,
             trains=self.trains,
             processes=launch.num_processes,
-            sharded=launch.is_sharded,
+            sequence=launch.sequence_parallel_size,
+            sharers=launch.sharers,
             reshards=launch.fsdp_reshard_after_forward,
             whole_gradients=launch.fsdp_whole_gradients and config.schedule.gradient_accumulation_steps > 1,
             from_base=is_lora and config.lora.starts_from_base,
@@ -329,9 +311,6 @@ def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
         transformer = cost.of_flavour(plan.flavour.name, kernels)
     else:
         transformer = cost.transformer(settings, shapes, kernels)
-    densities, assumed = read_densities(plan.output_dir), transformer.density
-    if assumed is not None:
-        transformer = replace(transformer, density=lambda tokens: densities.get(tokens, assumed(tokens)))
     vae = source.read_config("vae")
     encoders = [source[role] for role in ("text_encoder", "text_encoder_2") if role in source.parts]
     counts = [count_parameters(part) for part in encoders]
@@ -350,7 +329,6 @@ def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
         lora_bytes=plan.lora_bytes,
         text_dropped=_dropped_parameters(plan, encoders if all(counts) else ()),
         on_gpu=is_gpu,
-        densities=densities,
     )
 
 

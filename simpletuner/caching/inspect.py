@@ -19,14 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import TEMPORARY_SUFFIX, write_atomically
 from simpletuner.caching.catalogue import Catalogue, LatentEntry, TextEntry
-from simpletuner.caching.entry import (
-    ENTRY_NAME,
-    DamagedEntryError,
-    entry_path,
-    list_keys,
-    read_entry,
-    read_provenance,
-)
+from simpletuner.caching.entry import ENTRY_NAME, DamagedEntryError, entry_path, list_keys, read_entry, read_provenance
 from simpletuner.caching.keys import CacheKey, Ingredients
 from simpletuner.data.sample import Sample
 from simpletuner.errors import WriteError
@@ -136,12 +129,19 @@ def find_garbage(folder: Path, wanted: Collection[str], family: str) -> Garbage:
     entries = {
         key: provenance.get("source", "damaged")
         for key, (provenance, ingredients) in origins.items()
-        # Damaged entries and features name no family and count as this one's.
-        if ingredients.get("encoder.family", family) == family
+        # Damaged entries, and features whose latents are gone, name no family and count as this one's.
+        if family_of(folder, ingredients, family) == family
     }
     oldest = time.time() - LEFTOVER_AGE_SECONDS
     leftovers = (path for path in sorted(folder.glob("[0-9a-f][0-9a-f]/*")) if LEFTOVER_NAME.fullmatch(path.name))
     return Garbage(entries, [path for path in leftovers if path.stat().st_mtime < oldest])
+
+
+def family_of(folder: Path, ingredients: Ingredients, otherwise: str) -> str:
+    """The family whose encoder made an entry; that of the latents they are computed from for features."""
+    latents = ingredients.get("latents")
+    found = origin_of(folder, latents)[1] if isinstance(latents, str) else ingredients
+    return str(found.get("encoder.family", otherwise))
 
 
 def remove_garbage(folder: Path, garbage: Garbage) -> None:

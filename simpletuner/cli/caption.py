@@ -42,9 +42,9 @@ def caption(
             return
         with events.phase("Loading torch"), uncollected():
             from simpletuner.annexes.captions.caption import described, write_captions
-            from simpletuner.reporting.html import evenly_spaced
+            from simpletuner.annexes.report.html import thin
         if preview:
-            for file, text in described(plan, evenly_spaced(PREVIEWED, files), wording, events):
+            for file, text in described(plan, thin(files, PREVIEWED), wording, events):
                 events.say(f"{file.path}\n  {text}")
         else:
             written = write_captions(plan, files, wording, events)

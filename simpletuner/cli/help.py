@@ -158,6 +158,8 @@ def _about(name: str) -> str:
     flavour = spec.flavour(config.get("model_flavour"))
     kind = "LoRA" if config["model_type"] == "lora" else "full fine-tune"
     about = f"{kind} for {spec.title}, {flavour.name} ({TASKS[flavour.task]})"
+    if "-official-" in name:
+        about += ", with the settings of the official trainer"
     if "num_processes" in config:
         about += f", on {config['num_processes']} GPUs"
     is_tiny = str(config.get("pretrained_model_name_or_path", "")).startswith(EXAMPLES_ALIAS)

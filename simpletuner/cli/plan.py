@@ -19,6 +19,9 @@ DEFAULT_FILE = Path("config/config.json")
 
 def plan(
     context: typer.Context,
+    device: Annotated[
+        str | None, typer.Option(metavar="CARD", help="Plan for this card: h100, a100, 4090, 3090, ...")
+    ] = None,
     device_memory: Annotated[
         str | None, typer.Option(metavar="GB", help="Plan for a GPU with this much memory.")
     ] = None,
@@ -29,7 +32,12 @@ def plan(
 ) -> None:
     """Check everything that needs no weights, and print what a run would do, how long it takes and what it needs."""
     arguments = command_settings(context.args, cached=cached)
-    planned = {"plan_device_memory_gb": device_memory, "num_processes": devices, "num_machines": machines}
+    planned = {
+        "plan_device": device,
+        "plan_device_memory_gb": device_memory,
+        "num_processes": devices,
+        "num_machines": machines,
+    }
     arguments.settings.extend((key, value) for key, value in planned.items() if value is not None)
     print_plan(arguments, as_json=as_json)
 

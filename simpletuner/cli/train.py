@@ -16,7 +16,7 @@ from simpletuner.cli.plan import print_plan
 from simpletuner.cli.server import PORT, open_page
 from simpletuner.cli.settings import command_settings, prepare_output, uncollected
 from simpletuner.distributed.world import World, launched
-from simpletuner.errors import ConfigError, Problem, UserError, result_of
+from simpletuner.errors import ConfigError, Interrupted, Problem, UserError, result_of
 
 if TYPE_CHECKING:
     from simpletuner.annexes.publishing.uploads import Destination
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from simpletuner.cli.server import ServePage
     from simpletuner.config.sources import Arguments
     from simpletuner.plan.build import Plan
-    from simpletuner.reporting.events import EventStream
+    from simpletuner.reporting.events import EventStream, RunState
     from simpletuner.run.companions import Companion
 
     TakePage = Callable[[], ServePage]
@@ -77,9 +77,10 @@ def _start(arguments: Arguments, command: list[str], take_page: TakePage | None,
     """Train in this process, alone or as one of several, or start the processes of the run with the same command."""
     from simpletuner.annexes.fitting.ready import ready_plan
     from simpletuner.distributed.launching import joined, start_processes
-    from simpletuner.run.agreement import plan_together
 
     if (place := launched(os.environ)) is not None:
+        from simpletuner.run.agreement import plan_together
+
         with joined(place, start_limit(arguments)) as world:
             plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed)))
             _train(world, agreed(plan, budget, yes=yes), budget, take_page, yes=yes)
@@ -158,15 +159,24 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
 
     Only the main process does so; the events of the others are lost.
     """
-    from simpletuner.distributed.launching import shared_events
     from simpletuner.distributed.requests import signals_as_interrupt
-    from simpletuner.reporting.events import EventStream
+    from simpletuner.reporting.events import EventStream, StateChanged
     from simpletuner.reporting.payloads import EventLog, Payloads
     from simpletuner.reporting.progress import shown_events
     from simpletuner.run.lock import lock_output
 
+    def ended(message: str, code: int) -> None:
+        from simpletuner.distributed.launching import complain
+
+        state: RunState = "interrupted" if code == Interrupted.exit_code else "failed"
+        events.publish(StateChanged(state, events.step, plan.length.total_steps, message))
+        stack.close()
+        complain(message, code)
+
     if not world.is_main:
-        yield shared_events(EventStream(), world, plan.length.total_steps, ExitStack())
+        events = EventStream()
+        events.subscribe(world.follow(events.stop, ended))
+        yield events
         return
     # Signals before the lock, which a SIGTERM must release; the lock before anything is written to the folder.
     with signals_as_interrupt(), ExitStack() as stack:
@@ -177,7 +187,8 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
             from simpletuner.annexes.webhooks import delivered
 
             stack.enter_context(delivered(plan.config, plan.output_dir, events, payloads.job_id))
-        yield shared_events(events, world, plan.length.total_steps, stack)
+        events.subscribe(world.follow(events.stop, ended))
+        yield events
 
 
 def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
@@ -186,6 +197,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
     from simpletuner.annexes.fitting.show import start_lines
     from simpletuner.annexes.publishing.uploads import prepared_destinations
     from simpletuner.models.registry import load_adapter
+    from simpletuner.plan.entries import machine_folder
     from simpletuner.reporting.events import StateChanged
     from simpletuner.run.companions import read_ledger
 
@@ -198,8 +210,8 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
         return
     # Whoever cannot upload the result learns it now, not after hours of training.
     project, begun = plan.config.tracking.tracker_project_name, plan.resume.step if plan.resume else 0
-    uploads = world.is_main and (ledger is None or "uploads" in ledger.tasks)
-    places = prepared_destinations(plan.config.publish, project, plan.output_dir, events) if uploads else ()
+    prepare = partial(prepared_destinations, plan.config.publish, project, plan.output_dir, events)
+    places = (world.main_only(prepare) if ledger is None or "uploads" in ledger.tasks else None) or ()
     if ledger:
         from simpletuner.run.train import finish_run
 
@@ -208,6 +220,7 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
         return
     summary = "\n".join(start_lines(plan, budget))
     events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
+    keep_compiled(machine_folder(plan))
     # torch is imported here, after every check that is quick without it.
     with events.phase("Loading torch", stage="init_torch"), uncollected():
         import torch
@@ -224,6 +237,15 @@ def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: 
     run_plan(plan, budget, events, open_companions(plan, places, events, world), world)
 
 
+def keep_compiled(folder: Path) -> None:
+    """Let inductor and triton keep what they compile where runs find it again, unless the user says where.
+
+    By default inductor keeps it below /tmp, which rented machines lose. Read when torch compiles.
+    """
+    for key, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        os.environ.setdefault(key, str((folder / name).absolute()))
+
+
 def _warn(events: EventStream, warnings: Iterable[Problem]) -> None:
     from simpletuner.annexes.fitting.show import MISSING_GPU
 
@@ -235,14 +257,24 @@ def open_companions(
     plan: Plan, destinations: Sequence[Destination], events: EventStream, world: World
 ) -> list[Companion]:
     """What accompanies a run in this process, in the order in which it is called."""
-    from simpletuner.annexes.publishing.report import RunReport
-    from simpletuner.annexes.publishing.uploads import open_uploads
     from simpletuner.annexes.replay import Autopsy
-    from simpletuner.annexes.trackers import Trackers
 
     autopsy = Autopsy()
     events.subscribe(autopsy)  # now, because it notes the memory that each phase needed
-    if not world.is_main:
-        # Reports, trackers and uploads are of the run, not of a process; a failure may be of this one alone.
-        return [autopsy]
-    return [autopsy, Trackers(events), RunReport(events), open_uploads(plan, destinations, events)]
+    # Reports, trackers and uploads are of the run, not of a process; a failure may be of this one alone.
+    return [autopsy, *(world.main_only(lambda: _companions_of_run(plan, destinations, events)) or ())]
+
+
+def _companions_of_run(plan: Plan, destinations: Sequence[Destination], events: EventStream) -> Iterator[Companion]:
+    from simpletuner.annexes.fitting.outcome import Comparison
+    from simpletuner.annexes.publishing.uploads import open_uploads
+    from simpletuner.annexes.report.report import RunReport
+    from simpletuner.config.publishing import PACKAGES, tracker_names
+
+    if {"all", *PACKAGES} & {*tracker_names(plan.config.tracking.report_to)}:
+        from simpletuner.annexes.trackers import Trackers
+
+        yield Trackers(events)
+    yield Comparison(events)
+    yield RunReport(events)
+    yield open_uploads(plan, destinations, events)

@@ -15,7 +15,7 @@ from simpletuner.errors import Problem
 
 if TYPE_CHECKING:
     from simpletuner.config.schema import RunConfig
-    from simpletuner.config.tread import Route
+    from simpletuner.config.techniques import Route
     from simpletuner.data.dataset import Dataset
     from simpletuner.models.spec import FamilySpec
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 from simpletuner.config.option import Group, common, option, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS
-from simpletuner.config.values import Flag, Integer, Text, parse_text
+from simpletuner.config.values import Flag, Integer, Number, Text, parse_text
 
 FsdpVersion = Annotated[Literal["2", "1"], BeforeValidator(parse_text)]  # may be written as a number
 sharded = partial(option, requires=when("fsdp_enable"))
@@ -24,6 +24,9 @@ class LaunchConfig(Group):
     num_machines: Integer = option(
         1, "Machines; ACCELERATE_EXTRA_ARGS gives the rank of this machine and the address of the first.", ge=1
     )
+    network_gbit: Number = option(
+        100, "Network between machines in Gbit/s, for the plan's estimate.", gt=0, requires=unless(num_machines=1)
+    )
     start_timeout: Integer = option(
         600, "Seconds to wait for all processes at the start; then the run ends and names the missing ones.", ge=1
     )
@@ -37,6 +40,12 @@ class LaunchConfig(Group):
     )
     dynamo_fullgraph: Flag = option(False, "Fail on graph breaks.")
     dynamo_dynamic: Flag = option(False, "Compile for dynamic shapes: every size may change, not only the token count.")
+    dynamo_cpp_wrapper: Flag = option(
+        False,
+        "Let inductor write the launcher of its kernels in C++ instead of Python: less host time a block, longer "
+        "compilation. For small pictures on fast GPUs.",
+        requires=unless(dynamo_backend=("aot_eager", "cudagraphs"), because="it is a part of inductor"),
+    )
     fsdp_enable: Flag = option(
         False,
         "Shard weights, gradients and optimizer state over the processes (FSDP2) instead of replicating them "
@@ -77,6 +86,15 @@ class LaunchConfig(Group):
         "Free a block's gathered weights after its forward pass and gather them again for the backward pass; "
         "false communicates less but needs the memory of all weights.",
     )
+    fsdp_hybrid: Flag = option(
+        False,
+        "Shard within each machine and replicate across machines (hybrid sharding), so that weights are never gathered "
+        "through the network; each device holds num_machines times as large a share.",
+        requires=(
+            when("fsdp_enable"),
+            unless(num_machines=1, because="on one machine, all processes share the weights already"),
+        ),
+    )
     fsdp_whole_gradients: Flag = option(
         False,
         "Full fine-tunes with gradient accumulation: keep unsharded gradients and reduce them in the last "
@@ -96,10 +114,35 @@ class LaunchConfig(Group):
         ),
     )
 
+    sequence_parallel_size: Integer = option(
+        1,
+        "Processes that share the tokens of the same samples (Ulysses), for long clips. It must divide the processes "
+        "of each machine and the heads of the model's attention.",
+        ge=1,
+        excludes=(
+            when(
+                "tread_config", because="each process would drop other tokens than the routes choose. Use one of them"
+            ),
+            when("lora_dropout", because="all processes of a group would drop the same, for other tokens. Use 0"),
+        ),
+    )
+
+    @property
+    def data_processes(self) -> int:
+        """Processes, or groups that share tokens, that train on different samples."""
+        return max(self.num_processes // self.sequence_parallel_size, 1)  # `check_sequence` refuses a remainder
+
     @property
     def is_sharded(self) -> bool:
         """Whether weights are sharded, which takes more than one process."""
         return self.fsdp_enable and self.num_processes > 1
+
+    @property
+    def sharers(self) -> int:
+        """Processes among which weights are divided."""
+        if not self.is_sharded:
+            return 1
+        return self.local_processes if self.fsdp_hybrid else self.num_processes
 
     @property
     def local_processes(self) -> int:

@@ -251,7 +251,7 @@ def learning_rate(config: OptimizerConfig, model_type: str) -> float:
 def peak_learning_rate(config: RunConfig) -> float:
     """The learning rate after `lr_scale` (times the samples of a step) or `lr_scale_sqrt` (times their square root)."""
     rate, schedule = learning_rate(config.optimizer, config.model.model_type), config.schedule
-    samples = config.launch.num_processes * schedule.gradient_accumulation_steps * schedule.train_batch_size
+    samples = config.launch.data_processes * schedule.gradient_accumulation_steps * schedule.train_batch_size
     if config.optimizer.lr_scale:
         return rate * samples
     return rate * math.sqrt(samples) if config.optimizer.lr_scale_sqrt else rate
@@ -283,6 +283,8 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[P
         yield Problem("optimizer", message)
     yield from _overrides(config, spec)[1]
     yield from _check_numbers(config, name, spec)
+    if mixed_precision == "bf16" and spec.keeps_bf16 and not spec.rounds_randomly:
+        yield from _check_means(name, optimizer_settings(config, mixed_precision))
     if spec.package is not None:
         yield from check_installed(spec.package, "optimizer", name)
     if spec.rounds_randomly and not has_compiler():
@@ -337,6 +339,20 @@ def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec) -> I
     if spec.schedule_free and not config.lr_scheduler.startswith("constant"):
         message = f"{config.lr_scheduler!r} is ignored: {name} keeps the rate constant after the warm-up."
         yield Problem("lr_scheduler", message, fatal=False)
+
+
+def _check_means(name: OptimizerName, settings: Mapping[str, OptimizerValue]) -> Iterator[Problem]:
+    """Warn of running means of gradients that bf16 cannot let go of. Those of squares are float32 where needed."""
+    betas = [beta for beta in BETAS if beta in settings]
+    # Lion keeps one mean, by beta2, and mixes it with the gradient, by beta1.
+    kept = ["beta2"] if name == "optimi-lion" else betas[:-1] if betas else ["momentum"]
+    for key in kept:
+        if is_lost_in_bf16(float(settings[key])):
+            message = (
+                f"{name!r} with {key} {settings[key]}: the weights are bf16, and so is the mean of their gradients, "
+                "which rounding may keep from ever fading. Use .996 or less, or adamw, which has float32 weights."
+            )
+            yield Problem("optimizer", message, fatal=False)
 
 
 def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, OptimizerValue]:

@@ -21,7 +21,7 @@ from simpletuner.errors import Problem
 
 if TYPE_CHECKING:  # rooms above this one
     from simpletuner.config.schema import RunConfig
-    from simpletuner.config.tread import Route
+    from simpletuner.config.techniques import Route
     from simpletuner.data.dataset import Dataset
     from simpletuner.models.spec import FamilySpec
 
@@ -153,9 +153,10 @@ class TechniqueGroup(Group):
 
 
 class Words(TypedDict, total=False):
-    """What `option` says of a key besides its default, help and limits.
+    """What `option` says of a key besides its default and help.
 
     Attributes:
+        ge, gt, le, lt: limits of a number; with a lower one, the upper one is `LARGEST_NUMBER` unless another is given.
         aliases: other spellings of the key.
         default_note: the default in the reference page, if it depends on something else.
         form: the type in the reference page, if people write another one than the parsed value has.
@@ -166,6 +167,10 @@ class Words(TypedDict, total=False):
         common: people need it first; the page shows the others below "More".
     """
 
+    ge: float
+    gt: float
+    le: float
+    lt: float
     aliases: tuple[str, ...]
     default_note: str
     form: str
@@ -177,38 +182,30 @@ class Words(TypedDict, total=False):
     common: bool
 
 
-def option(
-    default: Any = ...,
-    help: str = "",
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    **words: Unpack[Words],
-) -> Any:
+def option(default: Any = ..., help: str = "", **words: Unpack[Words]) -> Any:
     """Declare one key.
 
     Args:
         default: the global default; `...` makes the key required.
         help: one or two sentences for `--help`, the wizard and the reference page.
-        ge, gt, le, lt: limits of a number; with a lower one, the upper one is `LARGEST_NUMBER` unless another is given.
         words: see `Words`.
     """
+    said: dict[str, Any] = {**words}
+    limits = {name: said.pop(name) for name in LIMITS if name in said}
     # No default limit without a lower one: such numbers, as Sana's motion score, are no amounts.
-    if (ge is not None or gt is not None) and le is None and lt is None:
-        le = LARGEST_NUMBER
+    if limits and not limits.keys() & {"le", "lt"}:
+        limits["le"] = LARGEST_NUMBER
     # pydantic keeps what it does not know in json_schema_extra; `describe` reads it back.
-    return Field(default, description=help, ge=ge, gt=gt, le=le, lt=lt, json_schema_extra=cast(Any, words))
+    return Field(default, description=help, json_schema_extra=said, **limits)
 
 
 common = functools.partial(option, common=True)
 
 
-def accepted(default: Any, reason: str, *, ge: float | None = None) -> Any:
+def accepted(default: Any, reason: str, **limits: float) -> Any:
     """Declare a key of other trainers that changes nothing here, for a reason."""
     # A condition on no key never holds, so the key never has an effect.
-    return option(default, f"Accepted; {reason}.", ge=ge, requires=when(because=reason))
+    return option(default, f"Accepted; {reason}.", requires=when(because=reason), **cast(Any, limits))
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,10 @@ class PrecisionConfig(Group):
         "no_change",
         "Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others quantise its "
         "linear layers, for LoRA only. Names without a library mean optimum-quanto.",
-        excludes=when(model_type="full", because="a quantised model cannot be trained in full; use model_type lora")
+        excludes=when(
+            model_type="full",
+            because="a quantised model cannot be trained in full; use model_type lora, or bf16 and offload auto",
+        )
         & unless(base_model_precision=PLAIN_PRECISIONS),
         common=True,
     )

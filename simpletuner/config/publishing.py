@@ -211,11 +211,6 @@ def _check_script(key: str, script: str | None, known: Sequence[str]) -> Iterato
         yield Problem(key, f"{program[0]!r} is not a program that can be run here.")
 
 
-def parse_hooks(value: object) -> object:
-    """The list of webhooks."""
-    return parse_objects(WEBHOOK_CONFIG, value)
-
-
 @dataclass(frozen=True)
 class Hook:
     """One receiver of events."""
@@ -251,18 +246,20 @@ class Hook:
         return f"{self.webhook_type} webhook at {self.host}, {self.log_level} and above"
 
 
+parse_hooks = partial(parse_objects, WEBHOOK_CONFIG)
+Hooks = Annotated[list[Annotated[Hook, Field(title="webhook")]], BeforeValidator(parse_hooks)]
+
+
 class WebhookConfig(Group):
     """Webhooks"""
 
     requires = when(WEBHOOK_CONFIG)
 
-    webhook_config: Annotated[list[Annotated[Hook, Field(title="webhook")]], BeforeValidator(parse_hooks)] | None = (
-        common(
-            None,
-            "Where to send what happens in a run: an object with `webhook_type` (discord or raw) and `webhook_url` or "
-            "`callback_url`, a list of them, or a file with either.",
-            form=JSON_OR_FILE,
-        )
+    webhook_config: Hooks | None = common(
+        None,
+        "Where to send what happens in a run: an object with `webhook_type` (discord or raw) and `webhook_url` or "
+        "`callback_url`, a list of them, or a file with either.",
+        form=JSON_OR_FILE,
     )
     webhook_reporting_interval: Integer = option(
         5, "Seconds between two messages about the training steps; the first and the last are always sent.", ge=1

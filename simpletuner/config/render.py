@@ -43,7 +43,8 @@ def render_options(family_defaults: Mapping[str, Mapping[str, Any]]) -> str:
     """
     groups = sections()
     titles = [*groups, FAMILIES_TITLE, VARIABLES_TITLE]
-    parts = [INTRODUCTION, "\n".join(f"- [{title}](#{_anchor(title)})" for title in titles) + "\n"]
+    # With the anchors that GitHub gives to headings.
+    parts = [INTRODUCTION, "\n".join(f"- [{title}](#{title.lower().replace(' ', '-')})" for title in titles) + "\n"]
     parts += ["\n".join([f"## {title}\n", *_table(options), ""]) for title, options in groups.items()]
     parts += ["\n".join([f"## {FAMILIES_TITLE}\n", *_family_table(family_defaults), ""])]
     parts += ["\n".join([f"## {VARIABLES_TITLE}\n", *_variable_table(), ""])]
@@ -89,11 +90,6 @@ def _variable_table() -> Iterator[str]:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")  # a bare | ends a cell
-
-
-def _anchor(title: str) -> str:
-    """The anchor that GitHub gives to a heading."""
-    return title.lower().replace(" ", "-")
 
 
 @dataclass(frozen=True)

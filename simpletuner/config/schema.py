@@ -22,14 +22,18 @@ from simpletuner.config.alignment import CrepaConfig, LayerSyncConfig
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.lora import ValidationAdapterConfig as ValidationAdapterConfig
-from simpletuner.config.loss import LossConfig, MaskedLossConfig, PreservationConfig
 from simpletuner.config.option import Group, Option, TechniqueGroup, accepted, common, describe, option, unless, when
 from simpletuner.config.precision import PLAIN_PRECISIONS as PLAIN_PRECISIONS
 from simpletuner.config.precision import PrecisionConfig as PrecisionConfig
 from simpletuner.config.precision import recomputed
 from simpletuner.config.publishing import PublishConfig, TrackingConfig, WebhookConfig
-from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
-from simpletuner.config.tread import TreadConfig
+from simpletuner.config.techniques import (
+    LossConfig,
+    MaskedLossConfig,
+    PreservationConfig,
+    ScheduledSamplingConfig,
+    TreadConfig,
+)
 from simpletuner.config.values import (
     Flag,
     Gigabytes,
@@ -249,6 +253,22 @@ class SpeedConfig(Group):
         "Store frozen float32 modulation weights of Kandinsky as bf16 if that is lossless.",
         default_note="as `speed` says",
     )
+    speed_fused_lora: Flag = option(
+        False,
+        "Compute the LoRAs of layers that share their input in one product, on a GPU together with the base weights. "
+        "Other rounding; a run prints the error of its gradients.",
+        label="Fused LoRA",
+        requires=(
+            when(model_type="lora", because="model_type full trains every weight and no LoRA", fatal=True),
+            when(
+                lora_type="standard", because="the update of other kinds is no product of two thin matrices", fatal=True
+            ),
+        ),
+        excludes=(
+            when("use_dora", because="DoRA scales the sum of base and update, whose norm takes the whole weight"),
+            when("lora_dropout", because="each layer drops other inputs"),
+        ),
+    )
     deterministic: Flag = option(
         False,
         "Bit-identical repeats on a GPU: kernels with a fixed order of sums, none chosen by timing. Slower; no "
@@ -282,6 +302,23 @@ SLOTS = 2  # of the ring buffer for streamed blocks, in groups: one computes whi
 streamed = partial(option, requires=when("enable_group_offload", "group_offload_text_encoder", "group_offload_vae"))
 
 
+def parse_card(value: object) -> object:
+    """The name of a card without its maker and series: `RTX 4090` is `4090`."""
+    words = str(parse_text(value)).lower().replace("-", " ").split()
+    return "-".join(word for word in words if word not in ("nvidia", "geforce", "rtx"))
+
+
+Card = Annotated[
+    Literal[
+        "b200", "h200", "h100", "h100-pcie", "a100", "a30", "l40s", "l40", "pro-6000", "6000-ada", "a6000", "a5000",
+        "a4000", "a40", "5090", "5080", "5070-ti", "5070", "5060-ti", "5060", "4090", "4080", "4070-ti-super",
+        "4070-ti", "4070-super", "4070", "4060-ti", "4060", "3090", "3080-ti", "3080", "3070-ti", "3070", "3060-ti",
+        "3060", "a10", "l4", "t4",
+    ],
+    BeforeValidator(parse_card),
+]  # fmt: skip
+
+
 class OffloadConfig(Group):
     """Offload"""
 
@@ -298,6 +335,13 @@ class OffloadConfig(Group):
         gt=0,
         default_note="the device of this machine",
     )
+    plan_device: Card | None = option(
+        None,
+        "Plan for this card, at its rates and with its memory unless plan_device_memory_gb gives another: `simpletuner "
+        "plan --device h100`.",
+        aliases=("device",),
+        default_note="the device of this machine",
+    )
     enable_group_offload: Flag = common(
         False,
         "Keep frozen weights of the transformer in host memory and stream them block by block; same results.",
@@ -306,7 +350,7 @@ class OffloadConfig(Group):
             when("fsdp_enable", because="FSDP shards the weights that group offload would stream"),
             when(
                 model_type="full",
-                because="only frozen weights can stream, and a full fine-tune has none; use model_type lora",
+                because="only frozen weights can stream, and a full fine-tune has none; set offload auto instead",
             ),
         ),
     )

@@ -15,7 +15,8 @@ from simpletuner.errors import NoEffect, Problem, did_you_mean
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those with CUDA graphs
 # Keys that have an effect only on blocks of ours.
-BLOCK_KEYS = ("speed_plain_math", "speed_keep_attention", "speed_bf16_modulation", "attention_mechanism")
+BLOCK_KEYS = ("speed_plain_math", "speed_keep_attention", "speed_bf16_modulation", "speed_fused_lora",
+              "attention_mechanism")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class AttentionPackage:
 
 
 # Keys that have an effect only if blocks are compiled.
-COMPILE_KEYS = ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "validation_torch_compile")
+COMPILE_KEYS = ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "dynamo_cpp_wrapper", "validation_torch_compile")
 ATTENTION_PACKAGES = {
     "flash-attn-2": AttentionPackage("flash-attn", "flash_attn", "flash_attn_func"),
     "flash-attn-3": AttentionPackage("flash-attn-3", "flash_attn_interface", "flash_attn_func"),
@@ -104,7 +105,11 @@ def has_compiler() -> bool:
 def check_speed(config: SpeedConfig, precision: PrecisionConfig, launch: LaunchConfig) -> Iterator[Problem]:
     """Report contradicting switches and missing packages."""
     if not plain_math(config):
-        yield NoEffect("speed_keep_attention", "has no effect without speed_plain_math, whose blocks it applies to.")
+        message = "has no effect without speed_plain_math, whose blocks it applies to."
+        yield from (NoEffect(key, message) for key in ("speed_keep_attention", "speed_fused_lora"))
+    if launch.sequence_parallel_size > 1 and not plain_math(config):
+        message = f"{launch.sequence_parallel_size} needs speed_plain_math: diffusers' own blocks need all tokens."
+        yield Problem("sequence_parallel_size", message)
     yield from check_mechanism(config, precision.attention_mechanism)
     yield from check_compile(config, launch)
 

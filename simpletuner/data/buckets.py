@@ -262,14 +262,13 @@ def build_rules(config: DatasetConfig, spec: FamilySpec) -> Reading[BucketRules 
     Args:
         config: the entry with its defaults filled in.
         spec: the model family, with the sizes it accepts.
-        problems: receives all errors.
     """
     if config.resolution is None or config.resolution_type is None:
-        yield Problem(f"{config.id}.resolution", f"is not set, and {spec.name} has no default for it.")
+        yield Problem("resolution", f"is not set, and {spec.name} has no default for it.")
         return None
     alignment = int(config.aspect_bucket_alignment or spec.size_multiple)
     grid = PixelGrid(config.resolution, config.resolution_type, alignment, config.aspect_bucket_rounding or 2)
-    yield from _check_grid(grid, spec, config.id)
+    yield from _check_grid(grid, spec)
     # Some side of every bucket is at least as long as the square's, so no picture could be placed.
     if grid.square > spec.largest_side:
         return None
@@ -283,20 +282,20 @@ def build_rules(config: DatasetConfig, spec: FamilySpec) -> Reading[BucketRules 
     return BucketRules(grid, spec.largest_side, config, tuple(aspects))
 
 
-def _check_grid(grid: PixelGrid, spec: FamilySpec, dataset: str) -> Iterator[Problem]:
+def _check_grid(grid: PixelGrid, spec: FamilySpec) -> Iterator[Problem]:
     if grid.alignment % spec.size_multiple:
         message = f"{grid.alignment} is not a multiple of {spec.size_multiple} pixels, which {spec.name} needs."
-        yield Problem(f"{dataset}.aspect_bucket_alignment", message)
+        yield Problem("aspect_bucket_alignment", message)
     if grid.square > spec.largest_side:
         message = (
             f"{grid.resolution:g} {UNITS[grid.resolution_type]} (resolution_type {grid.resolution_type}) is above the "
             f"limit of {spec.name}, {spec.largest_side} pixels a side."
         )
-        yield Problem(f"{dataset}.resolution", message)
+        yield Problem("resolution", message)
 
 
 def _check_limits(config: DatasetConfig, grid: PixelGrid) -> Iterator[Problem]:
-    maximum, unit, where = config.maximum_image_size or 0, grid.resolution_type, f"{config.id}.maximum_image_size"
+    maximum, unit, where = config.maximum_image_size or 0, grid.resolution_type, "maximum_image_size"
     if maximum and not config.target_downsample_size:
         yield Problem(where, f"{maximum:g} needs target_downsample_size, the size that larger pictures are resized to.")
     suspicious = {"area": maximum >= SUSPICIOUS_AREA, "pixel": maximum < SUSPICIOUS_EDGE, "pixel_area": False}
@@ -309,16 +308,16 @@ def _check_limits(config: DatasetConfig, grid: PixelGrid) -> Iterator[Problem]:
     low, high = config.minimum_aspect_ratio, config.maximum_aspect_ratio
     if low is not None and high is not None and low > high:
         message = f"{low:g} is above maximum_aspect_ratio {high:g}: no picture fits."
-        yield Problem(f"{config.id}.minimum_aspect_ratio", message)
+        yield Problem("minimum_aspect_ratio", message)
 
 
 def _check_crop(config: DatasetConfig, aspects: Sequence[Aspect], spec: FamilySpec) -> Iterator[Problem]:
-    kind, where = config.crop_aspect, f"{config.id}.crop_aspect_buckets"
+    kind, where = config.crop_aspect, "crop_aspect_buckets"
     if config.crop_style == "face":
         message = "'face' needs a face detector, which simpletuner does not include; use center, random or corner."
-        yield Problem(f"{config.id}.crop_style", message)
+        yield Problem("crop_style", message)
     if not config.crop and kind != "square":
-        yield Problem(f"{config.id}.crop_aspect", f"{kind!r} has no effect while crop is false.", fatal=False)
+        yield Problem("crop_aspect", f"{kind!r} has no effect while crop is false.", fatal=False)
     if config.crop and kind in CHOSEN and not aspects and config.crop_aspect_buckets is None:
         yield Problem(where, f"crop_aspect {kind!r} needs a list of ratios here.")
     for aspect in aspects:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.data.buckets import build_rules
@@ -19,7 +20,9 @@ from simpletuner.data.entries import DataContext, check_dataset_file, latent_dir
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.sample import Rejected, Sample
-from simpletuner.errors import Problem, Problems, shorten
+from simpletuner.errors import Problem, Problems, Reading, shorten, within
+
+T = TypeVar("T")
 
 
 def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, problems: Problems) -> list[Dataset]:
@@ -53,7 +56,7 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
             dataset = builder.dataset(entry, links[entry.id])
             datasets += [] if dataset is None else [dataset]
         else:  # the missing folder has been reported; its rules may be wrong as well
-            problems.take(build_rules(entry, context.spec))
+            builder.take(entry, build_rules(entry, context.spec))
     # Last, since their samples are the partners that the datasets before them use.
     return datasets + builder.conditioning_datasets(datasets)
 
@@ -79,6 +82,10 @@ class _Builder:
     partners: dict[str, Dataset | None] = field(default_factory=dict)
     filters: dict[str, Edit | None] = field(default_factory=dict)
 
+    def take(self, entry: DatasetConfig, reading: Reading[T]) -> T:
+        """The result of a reading that is about an entry."""
+        return self.problems.take(within(entry.id, reading))
+
     def folder(self, entry: DatasetConfig) -> Folder:
         if entry.id not in self.folders:
             self.folders[entry.id] = read_folder(entry, self.context, self.listings.get(entry.id))
@@ -94,7 +101,7 @@ class _Builder:
 
     def _without_samples(self, entry: DatasetConfig) -> Dataset | None:
         """The dataset of an entry before its files become samples, or None if its rules are unusable."""
-        folder, rules = self.folder(entry), self.problems.take(build_rules(entry, self.context.spec))
+        folder, rules = self.folder(entry), self.take(entry, build_rules(entry, self.context.spec))
         if rules is None:
             return None
         return Dataset(
@@ -113,11 +120,11 @@ class _Builder:
     def dataset(self, entry: DatasetConfig, links: Sequence[DatasetConfig]) -> Dataset | None:
         """The dataset of one entry, or None if its rules are unusable."""
         dataset = self._without_samples(entry)
-        clips = self.problems.take(build_clip_rules(entry, self.context))
+        clips = self.take(entry, build_clip_rules(entry, self.context))
         # A missing folder has been reported; without it nothing can be said about pairs.
         linked = [self.partners_of(link) for link in links if self.folder(link).is_there]
         partners = tuple(partner for partner in linked if partner is not None)
-        captions = self.problems.take(caption_source(entry, self.folder(entry), self._filter))
+        captions = self.take(entry, caption_source(entry, self.folder(entry), self._filter))
         # closest and random without a list cannot place anything; that has been reported.
         if dataset is None or (entry.crop and entry.crop_aspect in ("closest", "random") and not dataset.rules.aspects):
             return None
@@ -164,8 +171,7 @@ class _Builder:
         if text_entry is None:
             return None
         if text_entry.id not in self.filters:
-            where = f"{text_entry.id}.caption_filter_list"
-            self.filters[text_entry.id] = self.problems.take(read_filters(text_entry.caption_filter_list, where))
+            self.filters[text_entry.id] = self.take(text_entry, read_filters(text_entry.caption_filter_list))
         return self.filters[text_entry.id]
 
     def conditioning_datasets(self, datasets: Sequence[Dataset]) -> list[Dataset]:

@@ -28,6 +28,7 @@ from simpletuner.errors import Problem, Reading, UserError, did_you_mean, shorte
 
 COARSEST_CLOCK = 3.0  # seconds: file systems round times, FAT to two seconds
 FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take exponential time
+FILTERS = "caption_filter_list"
 LONGEST_SHOWN = 200  # characters of a caption in a message
 UNKNOWN = FileFacts(0, 0, "")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -82,15 +83,14 @@ def caption_source(
 
     Args:
         text_filter: the edit of the text_embeds entry that belongs to it.
-        problems: receives errors in the table and the edits.
     """
     table = folder.listing.table
     if entry.metadata_backend == "parquet" and entry.parquet is not None:
-        rows = yield from read_caption_table(entry.parquet, entry.id)
+        rows = yield from read_caption_table(entry.parquet)
         table, unused = match_rows(rows, folder.usable)
         if unused:
             message = f"{len(unused)} names in the table have no picture: {shorten(unused)}."
-            yield Problem(f"{entry.id}.parquet.path", message, fatal=False)
+            yield Problem("parquet.path", message, fatal=False)
     edits = tuple(edit for edit in (text_filter(entry), shuffle_edit(entry.caption_shuffle)) if edit is not None)
     return CaptionSource(entry, folder.root, folder.listing.captions, table, edits, {**folder.facts}, folder.gone)
 
@@ -241,27 +241,25 @@ def _shuffle(settings: CaptionShuffle, caption: str) -> Sequence[str]:
     return list(dict.fromkeys(forms))
 
 
-def read_filters(value: Any, where: str) -> Reading[Edit | None]:
+def read_filters(value: Any) -> Reading[Edit | None]:
     """The edit that a text_embeds entry's `caption_filter_list` asks for, or None.
 
     Args:
         value: a list of texts, or a file with one per line or a JSON list of them.
-        where: names the key in problems.
-        problems: receives errors.
     """
     if value is None:
         return None
-    entries = (yield from _read_list(Path(value), where)) if isinstance(value, str) else value
+    entries = (yield from _read_list(Path(value))) if isinstance(value, str) else value
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-        yield Problem(where, f"{value!r} is neither a list of texts nor a file that holds one.")
+        yield Problem(FILTERS, f"{value!r} is neither a list of texts nor a file that holds one.")
         return None
     filters = []
     for entry in filter(None, entries):
-        filters.append((yield from _read_filter(entry, where)))
+        filters.append((yield from _read_filter(entry)))
     return partial(_filter, filters)
 
 
-def _read_list(path: Path, where: str) -> Reading[list[Any]]:
+def _read_list(path: Path) -> Reading[list[Any]]:
     try:
         text = read(path, LARGEST_CAPTION).decode("utf-8-sig")
         if path.suffix.lower() == ".json":
@@ -269,13 +267,13 @@ def _read_list(path: Path, where: str) -> Reading[list[Any]]:
             return content if isinstance(content, list) else [content]
         return [line for line in text.splitlines() if line.strip()]
     except UnreadableError as error:
-        yield Problem(where, f"{str(path)!r} {error}.")
+        yield Problem(FILTERS, f"{str(path)!r} {error}.")
     except ValueError as error:
-        yield Problem(where, f"{str(path)!r} is not a list of texts: {error}.")
+        yield Problem(FILTERS, f"{str(path)!r} is not a list of texts: {error}.")
     return []
 
 
-def _read_filter(entry: str, where: str) -> Reading[tuple[str | None, regex.Pattern[str] | None, str]]:
+def _read_filter(entry: str) -> Reading[tuple[str | None, regex.Pattern[str] | None, str]]:
     """Literal text, regular expression and replacement; one of the first two may be missing."""
     replacement = REPLACEMENT.fullmatch(entry)
     pattern, new = (replacement.group(1), replacement.group(2).replace(r"\/", "/")) if replacement else (entry, "")
@@ -284,7 +282,7 @@ def _read_filter(entry: str, where: str) -> Reading[tuple[str | None, regex.Patt
         expression = regex.compile(pattern)  # the same syntax, with a time limit
     except (re.error, regex.error, IndexError) as error:
         if replacement:
-            yield Problem(where, f"{entry!r} is not a regular expression: {error}.")
+            yield Problem(FILTERS, f"{entry!r} is not a regular expression: {error}.")
         # Plain text such as "(wide shot" need not be a regular expression.
         return entry, None, ""
     return None if replacement else entry, expression, new
@@ -309,26 +307,20 @@ def _filter(filters: Sequence[tuple[str | None, regex.Pattern[str] | None, str]]
     return [re.sub(r"[ \t]{2,}", " ", caption).strip()]
 
 
-def read_caption_table(config: ParquetConfig, where: str) -> Reading[dict[str, tuple[str, ...]]]:
-    """Captions by file name (NFC, path with `/`); an empty tuple if the table has none.
-
-    Args:
-        config: path and columns.
-        where: names the dataset in problems.
-        problems: receives a missing package, file or column.
-    """
+def read_caption_table(config: ParquetConfig) -> Reading[dict[str, tuple[str, ...]]]:
+    """Captions by file name (NFC, path with `/`); an empty tuple if the table has none."""
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
         message = "parquet needs the package pyarrow: pip install 'pyarrow>=21,<27'."
-        yield Problem(f"{where}.metadata_backend", message)
+        yield Problem("metadata_backend", message)
         parquet = None
     # The file is checked without the package, too, so that one start reports both.
     path = Path(config.path)
     if not path.is_file():
-        yield Problem(f"{where}.parquet.path", f"the file {config.path!r} does not exist.")
+        yield Problem("parquet.path", f"the file {config.path!r} does not exist.")
         return {}
-    if parquet is None or not (yield from _has_columns(parquet, path, config, where)):
+    if parquet is None or not (yield from _has_columns(parquet, path, config)):
         return {}
     # Only what is needed, since such tables may hold the pictures themselves.
     columns = [column for column in (config.caption_column, config.fallback_caption_column) if column]
@@ -352,15 +344,15 @@ def match_rows(table: CaptionTable, pictures: Iterable[str]) -> tuple[CaptionTab
     return matched, sorted(unused)
 
 
-def _has_columns(parquet: Any, path: Path, config: ParquetConfig, where: str) -> Reading[bool]:
+def _has_columns(parquet: Any, path: Path, config: ParquetConfig) -> Reading[bool]:
     """Check every column that the entry names, even those of sizes, which are read from the pictures themselves."""
     try:
         known = list(parquet.read_schema(path).names)
     except (OSError, ValueError) as error:  # the bases of pyarrow's own errors
-        yield Problem(f"{where}.parquet.path", f"{str(path)!r} is not a parquet file: {error}.")
+        yield Problem("parquet.path", f"{str(path)!r} is not a parquet file: {error}.")
         return False
     named = {key: value for key, value in config.model_dump().items() if key.endswith("_column") and value}
-    missing = list(check_columns(named, known, f"{where}.parquet"))
+    missing = list(check_columns(named, known, "parquet"))
     yield from missing
     return not missing
 

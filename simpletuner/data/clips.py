@@ -26,7 +26,7 @@ from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import LeftOutError, MediaError, UnreadableError
 from simpletuner.data.media import AVIF_BRANDS, HEIF_BRANDS, decode, fit
-from simpletuner.errors import Problem, Reading
+from simpletuner.errors import Problem, Reading, within
 
 if TYPE_CHECKING:
     from simpletuner.data.entries import DataContext
@@ -278,14 +278,13 @@ def build_clip_rules(config: DatasetConfig, context: DataContext) -> Reading[Cli
 
     Args:
         config: the entry with its defaults filled in.
-        problems: receives errors, and keys that have no effect.
     """
     video, native, stride = config.video, context.frame_rate, context.spec.frame_stride
     if not config.holds_clips or native is None:
         # An explicit `is_i2v: false` is true of pictures.
         if video.model_copy(update={"is_i2v": video.is_i2v or None}) != VideoConfig():
             message = "has no effect: it is for datasets of clips (dataset_type video)."
-            yield Problem(f"{config.id}.video", message, fatal=False)
+            yield Problem("video", message, fatal=False)
         return None
     names_size = video.bucket_strategy == "resolution_frames"
     # `+ 1`: the VAEs encode the first frame alone.
@@ -294,47 +293,47 @@ def build_clip_rules(config: DatasetConfig, context: DataContext) -> Reading[Cli
     num_frames = None if keeps_length else fitting_frames(wanted, stride)
     minimum = video.min_frames or num_frames or video.frame_interval or 1
     is_i2v = context.task == "i2v" if video.is_i2v is None else video.is_i2v
-    rate, interval, where = video.frame_rate or native, video.frame_interval or 1, f"{config.id}.video"
+    rate, interval = video.frame_rate or native, video.frame_interval or 1
     shape = (rate, stride, num_frames, interval, minimum, video.max_frames)
     rules = ClipRules(*shape, names_size=names_size, is_i2v=is_i2v, matrix=video.color_matrix)
-    yield from _check_length(video, rules, where)
-    yield from _check_condition(rules, context, where)
+    yield from within("video", _check_length(video, rules))
+    yield from within("video", _check_condition(rules, context))
     # Beside the condition, one latent frame must be left to train.
     return replace(rules, minimum=max(minimum, stride + 1)) if is_i2v else rules
 
 
-def _check_length(video: VideoConfig, rules: ClipRules, where: str) -> Iterator[Problem]:
+def _check_length(video: VideoConfig, rules: ClipRules) -> Reading[None]:
     length, wanted = rules.num_frames, video.num_frames
     if video.frame_interval and not rules.names_size:
         message = "has no effect without bucket_strategy resolution_frames."
-        yield Problem(f"{where}.frame_interval", message, fatal=False)
+        yield Problem("frame_interval", message, fatal=False)
     elif video.frame_interval and wanted:
         message = f"has no effect: num_frames {wanted} gives every clip the same length."
-        yield Problem(f"{where}.frame_interval", message, fatal=False)
+        yield Problem("frame_interval", message, fatal=False)
     if wanted and length != wanted:
         message = f"{wanted} is not a multiple of {rules.stride} plus 1: {length} frames are trained."
-        yield Problem(f"{where}.num_frames", message, fatal=False)
+        yield Problem("num_frames", message, fatal=False)
     if length is not None and rules.minimum < length:
         origin = "" if wanted else f" (the default of {DEFAULT_SECONDS} seconds)"
         message = f"{rules.minimum} is below num_frames {length}{origin}: a clip may be shorter than that."
-        yield Problem(f"{where}.min_frames", message)
+        yield Problem("min_frames", message)
     if rules.maximum is not None and rules.maximum < rules.minimum:
         message = f"{rules.maximum} is below the {rules.minimum} frames that a clip needs: no clip fits."
-        yield Problem(f"{where}.max_frames", message)
+        yield Problem("max_frames", message)
 
 
-def _check_condition(rules: ClipRules, context: DataContext, where: str) -> Iterator[Problem]:
+def _check_condition(rules: ClipRules, context: DataContext) -> Reading[None]:
     """Frame 0 can be a condition only if the model takes one and other frames are left to train."""
     if not rules.is_i2v:
         return
     if context.task != "i2v":
         names = [flavour.name for flavour in context.spec.flavours if flavour.task == "i2v"]
         message = f"this flavour of {context.spec.name} takes no first frame; these do: {', '.join(names)}."
-        yield Problem(f"{where}.is_i2v", message)
+        yield Problem("is_i2v", message)
     shortest = rules.stride + 1
     if rules.num_frames is not None and rules.num_frames < shortest:
         message = f"{rules.num_frames} leaves nothing to train after the first frame; the minimum is {shortest}."
-        yield Problem(f"{where}.num_frames", message)
+        yield Problem("num_frames", message)
 
 
 def check_frame_rate(where: str, rules: ClipRules, clips: Mapping[str, ClipFacts], model_rate: float) -> list[Problem]:

@@ -39,7 +39,8 @@ class DataContext:
         download_root: parent folder of the downloads of datasets that name none.
         output_dir: of the run.
         frame_rate: default frames per second of clips; None for picture families.
-        train_batch_size, gradient_accumulation_steps, num_processes: their product is one optimizer step.
+        train_batch_size, gradient_accumulation_steps, num_processes: their product is one optimizer step; processes
+            that share the tokens of samples count once.
         collect: the door to remote datasets; None refuses them.
         seed: for crop positions and random aspects. None, if the user set no seed, makes them depend on file names
             alone, so that the next run, which draws another seed, finds its latents in the cache.
@@ -77,7 +78,7 @@ class DataContext:
             frame_rate=config.validation.framerate or spec.frame_rate if spec.media == "video" else None,
             train_batch_size=config.schedule.train_batch_size,
             gradient_accumulation_steps=config.schedule.gradient_accumulation_steps,
-            num_processes=config.launch.num_processes,
+            num_processes=config.launch.data_processes,
             collect=collect,
             # 0 and -1 ask for another seed in each run, see `DataContext.seed`.
             seed=run.seed if run.seed is not None and run.seed > 0 else None,

@@ -150,9 +150,13 @@ class Sampler:
         """Number of groups from `_groups`; only random aspects, which change buckets, make it depend on the epoch."""
         if dataset.config.crop_aspect == "random":
             dataset = dataset.at_epoch(epoch)
-        size = dataset.batch_size * self.world.size
+        size = self._global_size(dataset)
         # `passes` fills up every bucket to whole batches.
         return sum(-(-len(samples) * (dataset.repeats + 1) // size) for samples in dataset.buckets.values())
+
+    def _global_size(self, dataset: Dataset) -> int:
+        """Samples in a batch of all processes."""
+        return dataset.batch_size * self.world.size
 
     def _weights(self, queues: Sequence[_Queue]) -> list[float]:
         if self.sampling == "uniform":
@@ -161,7 +165,7 @@ class Sampler:
 
     def _groups(self, dataset: Dataset, epoch: int) -> list[list[Sample]]:
         """The dataset's samples of an epoch in groups of one bucket, each a global batch."""
-        size = dataset.batch_size * self.world.size
+        size = self._global_size(dataset)
         groups = []
         # A generator per bucket: its order does not depend on the other buckets.
         for label, samples in dataset.buckets.items():

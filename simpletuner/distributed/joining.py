@@ -16,6 +16,7 @@ from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from simpletuner.distributed.requests import Stop
 from simpletuner.distributed.watch import EXCHANGE_SECONDS, GRACE_SECONDS, POLL_SECONDS, Beat, Link, Watch
 from simpletuner.distributed.world import LAUNCHERS, Value, World, number_in
 from simpletuner.errors import Problem, SimpleTunerError, UserError, shorten
@@ -66,8 +67,10 @@ class ConnectedWorld(World):
         from torch.distributed import DistError
 
         lost = isinstance(error, DistError) or "gloo" in str(error)  # which raises a plain RuntimeError
-        # Whoever loses a process, and whom a launcher ends for it, hears at the next looks which one it was.
-        verdict = self.watch.known(4 * POLL_SECONDS if lost or isinstance(error, KeyboardInterrupt) else 0.0)
+        # Whoever loses a process, and whom a launcher ends for it, hears at the next looks which one it was. On a busy
+        # machine the watch may be late; only Ctrl-C must not wait for it.
+        patience = GRACE_SECONDS if lost else 4 * POLL_SECONDS if isinstance(error, KeyboardInterrupt) else 0.0
+        verdict = self.watch.known(patience)
         return verdict and verdict[0]
 
     def first(self, name: str, value: str) -> str:
@@ -92,6 +95,12 @@ class ConnectedWorld(World):
 
     def exchanging(self, what: str) -> AbstractContextManager[None]:
         return self.watch.exchanging(what)
+
+    def follow(self, stop: Stop, ended: Callable[[str, int], None]) -> Callable[[object], None]:
+        self.watch.stop = stop
+        if self.is_main:
+            self.watch.ended = ended
+        return lambda sign: self.watch.mark()
 
     def undisturbed(self) -> AbstractContextManager[object]:
         return self.watch.writing

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -29,7 +29,6 @@ from simpletuner.distributed.watch import GONE, GRACE_SECONDS, Watch
 from simpletuner.distributed.world import World, usable_cores
 from simpletuner.errors import ConfigError, Interrupted, SimpleTunerError, UserError, full_text
 from simpletuner.redaction import redact
-from simpletuner.reporting.events import EventStream, RunState, StateChanged
 
 logger = logging.getLogger(__name__)
 
@@ -200,27 +199,6 @@ def _announce(world: ConnectedWorld, message: str, code: int) -> tuple[str, int]
     first = world.watch.fail(message, code)
     world.watch.linger(LINGER)
     return first
-
-
-def shared_events(events: EventStream, world: World, total_steps: int, held: ExitStack) -> EventStream:
-    """The stream of this process: a stop that one process is asked for stops all, and a failure ends the records.
-
-    Args:
-        held: closed when another process ends this one.
-    """
-    if isinstance(world, ConnectedWorld):
-        watch = world.watch
-
-        def ended(message: str, code: int) -> None:
-            state: RunState = "interrupted" if code == Interrupted.exit_code else "failed"
-            events.publish(StateChanged(state, events.step, total_steps, message))
-            held.close()
-            complain(message, code)
-
-        watch.stop = events.stop
-        watch.ended = ended if world.is_main else watch.ended
-        events.subscribe(lambda event: watch.mark())
-    return events
 
 
 def exit_code(error: BaseException) -> int:

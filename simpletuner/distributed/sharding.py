@@ -53,7 +53,9 @@ def shard(
     """
     reshard = config.fsdp_reshard_after_forward
     kept = {weight for weight in transformer.parameters() if weight.requires_grad and keep_trained}
-    mesh = init_device_mesh(device.type, (world.size,))
+    sizes = {"replicate": config.num_machines, "shard": world.size // config.num_machines}
+    sizes = sizes if config.fsdp_hybrid else {"shard": world.size}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing changes it in place
     for module in _units(transformer, blocks, kept):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=kept)
@@ -136,8 +138,9 @@ def from_all(values: Tensor, tensors: Iterable[Tensor]) -> Tensor:
         return values
     # NCCL exchanges GPU memory only, and the average may be on the CPU.
     values = values.to(mesh.device_type)
-    found = [torch.empty_like(values) for _ in range(mesh.size())]
-    dist.all_gather(found, values, group=mesh.get_group())
+    shards = mesh.ndim - 1  # the last dimension; along others, processes hold the same parts
+    found = [torch.empty_like(values) for _ in range(mesh.size(shards))]
+    dist.all_gather(found, values, group=mesh.get_group(shards))
     return torch.cat(found)
 
 

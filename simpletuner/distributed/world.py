@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar, cast
 
+from simpletuner.distributed.requests import Stop
 from simpletuner.errors import UserError
 
 Value = TypeVar("Value")
@@ -38,6 +39,11 @@ class World:
         return self.rank == 0
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Which of the processes this is, and how many there are."""
+        return self.rank, self.size
+
+    @property
     def is_on_one_machine(self) -> bool:
         """Whether all processes run on this machine."""
         return self.local_size == self.size
@@ -55,6 +61,10 @@ class World:
     def slots(self, count: int) -> range:
         """Positions of this process's `count` samples in the global batch."""
         return range(self.rank * count, (self.rank + 1) * count)
+
+    def of_groups(self, size: int) -> World:
+        """The place of this process's group among groups of `size` consecutive processes; alone, it is one."""
+        return self if size == 1 else World(self.rank // size, self.size // size)
 
     def share(self, items: Sequence[Value]) -> Sequence[Value]:
         """This process's part of work that is dealt out one by one."""
@@ -112,6 +122,11 @@ class World:
         """What `act` returns in the main process, the only one that calls it; None in the others, which do not wait."""
         return act() if self.is_main else None
 
+    def on_leader(self, act: Callable[[], Value]) -> Value:
+        """The same on every process of this machine, of which only the leader calls it; all machines wait."""
+        made = self.gather(act() if self.is_leader else None)
+        return cast(Value, made[self.rank - self.local_rank])
+
     def on_main(self, act: Callable[[], Value]) -> Value:
         """The same on every process, which waits for it. For what is small enough to be sent."""
         return self.broadcast(cast(Value, self.main_only(act)))
@@ -121,7 +136,7 @@ class World:
         return name if self.is_main else f"{name}-process-{self.rank}"
 
     def place_among_leaders(self) -> tuple[int, int] | None:
-        """Which of the leaders this process is, and how many there are; None if it is none."""
+        """As `place`, among the leaders only; None if it is none."""
         leaders = [rank for rank, is_leader in enumerate(self.gather(self.is_leader)) if is_leader]
         return (leaders.index(self.rank), len(leaders)) if self.is_leader else None
 
@@ -137,6 +152,14 @@ class World:
         """A context in which tensors are exchanged, and a process that does not take part ends the run."""
         return nullcontext()
 
+    def follow(self, stop: Stop, ended: Callable[[str, int], None]) -> Callable[[object], None]:
+        """A stop that one process is asked for stops all; returns what to call with every sign of life.
+
+        Args:
+            ended: called in the main process with a message and an exit code, when another process ends this one.
+        """
+        return lambda sign: None
+
     def undisturbed(self) -> AbstractContextManager[object]:
         """A context that the failure of another process does not cut short, for writing."""
         return nullcontext()
@@ -146,6 +169,15 @@ def usable_cores() -> int:
     """Cores that this process may use."""
     # `cpu_count` ignores what Slurm or a container allows.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def compute_threads(wanted: int | None = None) -> int:
+    """Threads for computation on a CPU: as many as wanted, limited by the usable cores and by OMP_NUM_THREADS.
+
+    More threads than cores would wait for each other in every operation.
+    """
+    usable, given = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(wanted or usable, usable, int(given) if given.isdecimal() else usable))
 
 
 class Launcher(NamedTuple):

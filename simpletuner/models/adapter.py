@@ -136,6 +136,8 @@ class BlockLayout:
         order: (frames, rows, columns) of the grid of tokens -> for each token of a visual block, in their order there,
             its index in the flattened grid; int64, `S`.
         routing: None if a visual block needs all tokens.
+        rope: position of the argument of a visual block with the rotations of all tokens, `B S ...`; None if processes
+            cannot share the tokens.
         compiled: (compiler, forward of a block) -> that forward, compiled for all sizes; None if it has to be compiled
             for each.
         take_tiles: what block-sparse attention visited in training since the last call.
@@ -146,6 +148,7 @@ class BlockLayout:
     width: int
     order: Callable[[int, int, int], Tensor] = raster_order
     routing: TokenRouting | None = None
+    rope: int | None = None
     compiled: Callable[[Compiler, Forward], Forward] | None = None
     take_tiles: Callable[[], TileCounts] = dict
 

@@ -4,9 +4,9 @@ A family that provides them (`FamilyAdapter.use_fast_blocks`) computes exactly w
 Self-attention is a separate function between the others, so that checkpointing can keep its result and a device can use
 its fastest kernel.
 
-Every call's kernel is timed once per device: `kernel_choices.json` in the output folder. Kernels round differently, and
-timings vary. So a choice holds for all processes, and until the device or a version changes: resumed runs, previews and
-`simpletuner sample` then compute as the run did.
+Every call's kernel is timed once per device: `kernel_choices.json` in the output folder, and in the cache folder for
+other runs. Kernels round differently, and timings vary. So a choice holds for all processes, and until the device or a
+version changes: resumed runs, previews and `simpletuner sample` then compute as the run did.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from simpletuner.atomic import write_json
+from simpletuner.atomic import changing, write_json
 from simpletuner.distributed.world import World
+
+if TYPE_CHECKING:
+    from simpletuner.distributed.sequence import SequenceGroup
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttentionCall = Callable[[AttentionKernel, Tensor, Tensor, Tensor], Tensor]
@@ -49,14 +52,26 @@ class SelfAttention:
 
     Attributes:
         choose: picks the kernel of a dense call; it may time kernels, since it never runs inside a compiled function.
+        group: processes that share the tokens in training, and here the heads; None if this one has all tokens.
     """
+
+    group: SequenceGroup | None = None
 
     def __init__(self) -> None:
         self.choose: Callable[[Tensor, Tensor, Tensor], AttentionKernel] = lambda query, key, value: torch_attention
         self._call: AttentionCall = call_kernel
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, kernel: AttentionKernel | None = None) -> Tensor:
-        return self._call(kernel or self.choose(query, key, value), query, key, value)
+        group = self.group if torch.is_grad_enabled() else None
+        if group is not None:
+            query, key, value = (group.by_head(each) for each in (query, key, value))
+        out = self._call(kernel or self.choose(query, key, value), query, key, value)
+        return out if group is None else group.by_token(out)
+
+    @property
+    def shares(self) -> int:
+        """How many processes share the heads of a call."""
+        return 1 if self.group is None or not torch.is_grad_enabled() else self.group.size
 
     @property
     def is_kept(self) -> bool:
@@ -112,6 +127,7 @@ class FastBlocks:
         last: names of functions that end a block.
         recomputing: versions of those that keep only their inputs for the backward pass, by name.
         outside_checkpoint: entered around those in a checkpointed block; it hides the block's checkpoint from them.
+        shared_inputs: modules, each with names of its layers that read the same input.
     """
 
     pieces: dict[str, Callable[..., Any]]
@@ -119,6 +135,7 @@ class FastBlocks:
     last: tuple[str, ...] = ()
     recomputing: dict[str, Callable[..., Any]] = field(default_factory=dict)
     outside_checkpoint: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    shared_inputs: Sequence[tuple[nn.Module, tuple[str, ...]]] = ()
 
     def finish(self, name: str, *inputs: Any) -> Any:
         """Run the last function of a block.
@@ -147,28 +164,31 @@ class KernelChoices:
     """The choices of a process; in memory only until `open`."""
 
     def __init__(self) -> None:
-        self._path: Path | None = None
+        self._paths: list[Path] = []
         self._world = World()
         self._known: Choices = {}
+        self._others: Choices = {}
 
-    def open(self, folder: Path | None, *earlier: Path, world: World = World()) -> None:
+    def open(self, folder: Path | None, *earlier: Path, world: World = World(), shared: Path | None = None) -> None:
         """Read the choices of a folder, and store new ones there. Collective.
 
         Args:
             folder: None to store nothing.
             earlier: folders of the runs that this one continues or samples; their choices take precedence.
             world: the processes that must choose alike.
+            shared: folder with the choices of all runs, which are used where this one has none, and added to.
         """
-        self._path, self._world = folder and folder / CHOICES_FILE, world
+        self._paths, self._world = [each / CHOICES_FILE for each in (folder, shared) if each is not None], world
 
-        def collect() -> Choices:
-            stored = self._path and read_choices(self._path)
+        def collect() -> tuple[Choices, Choices]:
+            path = folder and folder / CHOICES_FILE
+            stored = path and read_choices(path)
             choices = merge_choices(stored or {}, *(read_choices(run / CHOICES_FILE) or {} for run in earlier))
-            if self._path is not None and choices != stored and (choices or self._path.exists()):
-                write_json(self._path, choices, durable=False)
-            return choices
+            if path is not None and choices != stored and (choices or path.exists()):
+                write_json(path, choices, durable=False)
+            return choices, (shared and read_choices(shared / CHOICES_FILE)) or {}
 
-        self._known = world.on_main(collect)
+        self._known, self._others = world.on_main(collect)
 
     def choose(self, device: torch.device, call: str, among: Collection[str], pick: Callable[[], str]) -> str:
         """The kernel of a call.
@@ -183,19 +203,26 @@ class KernelChoices:
         # A file of another version of this program may name a kernel that this one lacks.
         if known is not None and known in among:
             return known
-        if self._known and platform not in self._known:
-            logger.info("Kernels were chosen on %s, and are timed anew on %s.", "; ".join(self._known), platform)
-        picked = pick()
+        picked = self._others.get(platform, {}).get(call)
+        if picked is None or picked not in among:
+            if self._known and platform not in self._known:
+                logger.info("Kernels were chosen on %s, and are timed anew on %s.", "; ".join(self._known), platform)
+            picked = pick()
         # A last resort, such as dense attention in place of a sparse one: not stored, so the next run tries again.
         if picked not in among:
             return picked
         # Timings differ between processes: the first one that has a result decides for all.
         chosen = self._world.first(f"{platform}: {call}", picked)
         self._known = merge_choices(self._known, {platform: {call: chosen}})
-        if self._path is not None and chosen == picked:  # otherwise the first process has written it
-            # Read again, since other processes may have added their calls meanwhile.
-            write_json(self._path, merge_choices(read_choices(self._path) or {}, self._known), durable=False)
+        if chosen == picked:  # otherwise the first process has written it
+            self._store()
         return chosen
+
+    def _store(self) -> None:
+        for path in self._paths:
+            # Read again, since other processes may have added their calls meanwhile.
+            with changing(path):
+                write_json(path, merge_choices(read_choices(path) or {}, self._known), durable=False)
 
     def knows(self, device: torch.device, call: str) -> bool:
         """Whether the kernel of a call was chosen."""

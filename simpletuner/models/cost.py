@@ -20,7 +20,7 @@ from functools import cache, cached_property, partial
 from importlib.resources import files
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from simpletuner.config.tread import Route, tokens_by_block
+from simpletuner.config.techniques import Route, tokens_by_block
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -103,8 +103,8 @@ class Activations:
         attention: tensors of a block that selective checkpointing keeps besides its input.
         outside: tensors that live for the whole step: position tables, timestep embeddings.
         sampling: the peak of a forward pass without gradients.
-        traffic: bytes moved by a block's elementwise operations in a forward pass; the backward pass moves twice as
-            many.
+        traffic: bytes moved by a stock block's elementwise operations in a forward pass.
+        forward, backward: bytes that a block in its kernels moves in training, in either pass.
     """
 
     held: float
@@ -114,6 +114,8 @@ class Activations:
     outside: float
     sampling: float
     traffic: float
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,8 @@ class CostTable:
         keeps_attention: whether selective checkpointing can keep the result of the self-attention.
         flops: of a `large` and a `small` block, excluding products with weights.
         bytes: of a large block, by dtype; `reads` lists layers whose input is kept only for an adapter, each with
-            the first layer that reads the same input, `compiled` is what a compiled block saves, and `trained` what a
-            stock one does in a full fine-tune.
+            the first layer that reads the same input, `compiled` is what a compiled block saves, `compiled forward` and
+            `compiled backward` what its kernels move, and `trained` what a stock one saves in a full fine-tune.
         published: shapes of the published checkpoints.
     """
 
@@ -226,26 +228,16 @@ def remembered(method: Callable[Concatenate[Any, P], R]) -> cached_property[Call
 
 
 @dataclass(frozen=True)
-class TransformerCost:
-    """Cost of a transformer.
+class Weights:
+    """The parameters of a transformer: which block has them, what they are applied to, and their bytes.
 
     Attributes:
         table: the measurements of its class.
         shapes: of every parameter, by name, as in the safetensors header.
-        head: width of an attention head.
-        unit: how many tokens a route keeps or drops together.
-        tiles: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
-        compiled: blocks with adapters are compiled.
-        density: tokens of a sample -> share of the pairs of tokens that block-sparse attention computes; None if all.
     """
 
     table: CostTable
     shapes: Mapping[str, Shape]
-    head: int
-    unit: int = 1
-    tiles: Callable[[BatchShape, int], TileBytes] = field(default=lambda batch, size: TileBytes())
-    compiled: bool = False
-    density: Callable[[int], float] | None = None
 
     @cached_property
     def blocks(self) -> list[str]:
@@ -305,6 +297,57 @@ class TransformerCost:
         names = self.table.no_gradient["full" if full else "lora"]
         return module in names or numbered(module, self.table.groups) in names
 
+    @remembered
+    def block_bytes(self, dtype: str, *, quantised: float) -> list[float]:
+        """Bytes of the frozen weights of each block, in order.
+
+        Args:
+            quantised: bytes per weight of a quantised linear layer; 0 if not quantised.
+        """
+        return [sum(self._size(name, dtype, quantised) for name in self._by_block[prefix]) for prefix in self.blocks]
+
+    def rest_bytes(self, dtype: str) -> float:
+        """Bytes of the weights outside the blocks."""
+        return sum(self._size(name, dtype, 0.0) for name in self._by_block[""])
+
+    def _size(self, name: str, dtype: str, quantised: float) -> float:
+        """Bytes of one parameter. Only linear layers are quantised; they have one scale per row as well."""
+        shape = self.shapes[name]
+        if self.stays_float32(name):
+            return 4.0 * math.prod(shape)
+        if quantised and len(shape) == 2 and name.endswith(".weight"):
+            return quantised * math.prod(shape) + BYTES[dtype] * shape[0]
+        return float(BYTES[dtype]) * math.prod(shape)
+
+    @remembered
+    def adapter_parameters(self, adapters: Adapters) -> int:
+        """Parameters of an adapter; a LoRA has `rank` x (in + out) for each module, where `in` counts a kernel."""
+        if adapters.products:
+            return sum(adapters.products.values())
+        shapes = (self.shapes[f"{name}.weight"] for name in adapters.modules)
+        return adapters.rank * sum(shape[0] + math.prod(shape[1:]) for shape in shapes)
+
+
+@dataclass(frozen=True)
+class TransformerCost(Weights):
+    """Memory and work of a transformer with its micro-batches.
+
+    Attributes:
+        head: width of an attention head.
+        unit: how many tokens a route keeps or drops together.
+        tiles: (micro-batch, bytes per number) -> bytes that block-sparse attention adds.
+        compiled: blocks with adapters are compiled.
+        density: tokens of a sample -> share of the pairs of tokens that block-sparse attention computes; None if all.
+        compiled_reads: further layers whose input a compiled block keeps only for an adapter; see the table's `reads`.
+    """
+
+    head: int
+    unit: int = 1
+    tiles: Callable[[BatchShape, int], TileBytes] = field(default=lambda batch, size: TileBytes())
+    compiled: bool = False
+    density: Callable[[int], float] | None = None
+    compiled_reads: Mapping[str, str] = field(default_factory=dict)
+
     def routed(self, batch: BatchShape, routes: Sequence[Route]) -> BatchShape:
         """The micro-batch with the tokens that routes leave in each block."""
         return replace(batch, kept=tokens_by_block(routes, self.large, batch.tokens, self.unit)) if routes else batch
@@ -326,17 +369,37 @@ class TransformerCost:
         sums = {name: sum_of(factor, numbers) for name, factor in factors.items() if name != "reads"}
         # A full fine-tune also saves the input of every layer, for the gradient of its weight.
         saved = ("compiled" if self.compiled else "saved") if adapters.modules else "trained"
+        reads = factors["reads"] | (self.compiled_reads if self.compiled else {})
         elements = positions["token"] * self.hidden
         kept = elements * size + positions["token"] * heads * 4  # its result and log-sum-exp
+        traffic, lists = sums["traffic"], 2 * (tiles.saved + tiles.making)
+        # The backward pass of stock code moves twice as many.
+        forward, backward = self._moved(sums, positions, adapters, size) if self.compiled else (traffic, 2 * traffic)
         return Activations(
             held=elements * size,
-            saved=sums[saved] + self._adapted(factors["reads"], positions, adapters) * size + tiles.saved,
+            saved=sums[saved] + self._adapted(reads, positions, adapters) * size + tiles.saved,
             transient=max(sums["transient"], tiles.making),
             attention=kept + tiles.saved if self.table.keeps_attention else 0.0,
             outside=sums["outside"],
             sampling=sums["sampling"] + tiles.saved + tiles.making,
-            traffic=sums["traffic"] + 2 * (tiles.saved + tiles.making),
+            traffic=traffic + lists,
+            forward=forward + lists,
+            backward=backward + 2 * lists,
         )
+
+    def _moved(
+        self, sums: Mapping[str, float], positions: Mapping[str, int], adapters: Adapters, size: int
+    ) -> tuple[float, float]:
+        """Bytes that the kernels of a compiled block move, forward and backward.
+
+        Each LoRA adds its output to that of its layer, and its gradient to that of the input: two reads and a write.
+        """
+        outputs, inputs = 0, 0
+        for name, (applied_to, shape) in self._layers.items():
+            if self.blocks[-1] + name in adapters.modules and not adapters.products:
+                outputs += positions[applied_to] * shape[0]
+                inputs += positions[applied_to] * math.prod(shape[1:2])
+        return sums["compiled forward"] + 3 * size * outputs, sums["compiled backward"] + 3 * size * inputs
 
     def _adapted(self, reads: Mapping[str, str], positions: Mapping[str, int], adapters: Adapters) -> float:
         """Numbers that a block saves for its adapters: inputs not saved otherwise, and outputs of the down factors, or
@@ -374,36 +437,6 @@ class TransformerCost:
             [name for block in self.blocks[-self.large :] for name in self._by_block[block]],
         )
         return max(rows.get(name, 0) * max(self.shapes[name]) for name in names if len(self.shapes[name]) == 2)
-
-    @remembered
-    def block_bytes(self, dtype: str, *, quantised: float) -> list[float]:
-        """Bytes of the frozen weights of each block, in order.
-
-        Args:
-            quantised: bytes per weight of a quantised linear layer; 0 if not quantised.
-        """
-        return [sum(self._size(name, dtype, quantised) for name in self._by_block[prefix]) for prefix in self.blocks]
-
-    def rest_bytes(self, dtype: str) -> float:
-        """Bytes of the weights outside the blocks."""
-        return sum(self._size(name, dtype, 0.0) for name in self._by_block[""])
-
-    def _size(self, name: str, dtype: str, quantised: float) -> float:
-        """Bytes of one parameter. Only linear layers are quantised; they have one scale per row as well."""
-        shape = self.shapes[name]
-        if self.stays_float32(name):
-            return 4.0 * math.prod(shape)
-        if quantised and len(shape) == 2 and name.endswith(".weight"):
-            return quantised * math.prod(shape) + BYTES[dtype] * shape[0]
-        return float(BYTES[dtype]) * math.prod(shape)
-
-    @remembered
-    def adapter_parameters(self, adapters: Adapters) -> int:
-        """Parameters of an adapter; a LoRA has `rank` x (in + out) for each module, where `in` counts a kernel."""
-        if adapters.products:
-            return sum(adapters.products.values())
-        shapes = (self.shapes[f"{name}.weight"] for name in adapters.modules)
-        return adapters.rank * sum(shape[0] + math.prod(shape[1:]) for shape in shapes)
 
     def attention(self, batch: BatchShape) -> Work:
         """FLOPs of all attentions in a forward pass."""

@@ -202,6 +202,17 @@ class Part:
             return self._download(local_files_only=True) if HUB_ID.fullmatch(self.location) else None
         return None
 
+    def absence(self) -> str | None:
+        """Why a part that is not on this machine cannot be downloaded either; None if that can be tried."""
+        from huggingface_hub import is_offline_mode
+
+        if not is_offline_mode():
+            return None
+        return (
+            f"is not on this machine, and the hub is offline (HF_HUB_OFFLINE). Unset it to download the model, or set "
+            f"{self.key} to a folder."
+        )
+
     def _download(self, *, local_files_only: bool = False) -> Path:
         from huggingface_hub import snapshot_download
 
@@ -231,7 +242,9 @@ class Part:
             raise UserError(
                 f"The hub has no model {self.location!r}, or it is private: log in with `hf auth login`."
             ) from None
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        except LocalEntryNotFoundError as error:
+            raise UserError(f"{self.location!r} {self.absence() or f'could not be downloaded: {error}'}") from error
+        except (HfHubHTTPError, OSError) as error:
             raise UserError(f"{self.location!r} could not be downloaded: {error}") from error
         if fault := _fault(folder) or _unreadable(folder):
             raise UserError(f"{self.location!r} was downloaded, but its part {self.folder!r} cannot be used: {fault}.")

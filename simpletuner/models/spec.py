@@ -169,6 +169,8 @@ class FamilySpec:
         slices_convolutions: the VAE's convolutions can run in slices of time (`vae_enable_patch_conv`).
         decodes_in_strips: this saves memory with the VAE (`validation_decoding`).
         fast_blocks: the adapter has faster blocks than diffusers.
+        heads: config.json of the transformer -> heads of its self-attention, which processes can share together with
+            the tokens; None if a visual block needs all tokens.
         cost: shapes, FLOPs and bytes, for the plan.
     """
 
@@ -202,6 +204,7 @@ class FamilySpec:
     slices_convolutions: bool = False
     decodes_in_strips: bool = True
     fast_blocks: bool = False
+    heads: Callable[[Mapping[str, object]], int] | None = None
     auto_shift: AutoShift = field(default_factory=AutoShift)
     in_comfyui: bool = False
 

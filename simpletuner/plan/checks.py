@@ -3,6 +3,7 @@ without effect."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,8 +51,8 @@ def exclusions(config: RunConfig) -> Iterator[Problem]:
     """The keys that are on although others exclude it."""
     settings = config.flat()
     for key, option in all_options().items():
-        # A key that is off excludes nothing.
-        for other in option.excludes if settings[key] else ():
+        # A key that is off, or 1 as everywhere, excludes nothing.
+        for other in option.excludes if settings[key] and settings[key] != option.default else ():
             if other.holds(settings):
                 value = f"{settings[key]!r} " if isinstance(settings[key], str) else ""
                 yield Problem(key, f"{value}and {other.shown(settings)} exclude each other{other.reason}.")
@@ -80,6 +81,7 @@ def findings(settings: Settings, purpose: Purpose) -> Iterator[Problem]:
     yield from family_problems(config, spec)
     yield from spec.checks.settings(config, flavour)
     yield from check_block_numbers(config, spec, source)
+    yield from check_sequence(settings)
     if purpose != "draft":
         yield from check_flavour(config, spec, flavour)
         # The content of a checkpoint that cannot be found or read need not be checked.
@@ -226,7 +228,7 @@ def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
     for is_used, keys, reason in (
         (spec.slices_convolutions, ("vae_enable_patch_conv",), f"the VAE of {spec.title} is not the one it applies to"),
         (spec.frame_rate, FRAME_KEYS, f"{spec.title} has no frames"),
-        (spec.fast_blocks, BLOCK_KEYS, f"the blocks of {spec.title} are diffusers' own, unchanged"),
+        (spec.fast_blocks, BLOCK_KEYS, f"{spec.title} has no such blocks to choose"),
         (
             not spec.cost.guided_together,
             ("validation_batched_guidance",),
@@ -263,6 +265,27 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
     routes = config.tread.routes if spec.token_blocks else ()
     for technique in config.techniques:
         yield from technique.check_model(spec, routes, blocks)
+
+
+def check_sequence(settings: Settings) -> Iterator[Problem]:
+    """Processes that share tokens divide the heads among them, and exchange too much to be on several machines."""
+    spec, launch = settings.spec, settings.config.launch
+    size, key = launch.sequence_parallel_size, "sequence_parallel_size"
+    if size == 1:
+        return
+    if spec.heads is None:
+        yield Problem(
+            key, f"{size}: a block of {spec.title} needs all tokens of a sample, so they cannot be shared; use 1."
+        )
+        return
+    heads = spec.heads(settings.source.read_config("transformer") or spec.cost.published(settings.flavour.name))
+    both = math.gcd(heads, launch.local_processes)
+    if both % size:
+        allowed = ", ".join(str(each) for each in range(1, both + 1) if both % each == 0)
+        processes = f"{launch.local_processes} process{'es' if launch.local_processes > 1 else ''} of each machine"
+        yield Problem(
+            key, f"{size} must divide the {heads} heads of the model and the {processes}: choose one of {allowed}."
+        )
 
 
 def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list[Problem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import FlowConfig, RunConfig
@@ -12,18 +13,19 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem, did_you_mean, within
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
-from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import check_folders
+
+if TYPE_CHECKING:  # it checks by this module
+    from simpletuner.plan.build import Plan
 
 SMALLEST_RESOLUTION = 64  # pixels; a smaller number was probably meant as megapixels
 MOST_CROPPED = 0.2  # share of a side that goes without a warning if nobody asked for a crop
 OTHER_LAWS = ("flow_use_uniform_schedule", "flow_use_beta_schedule", "mixflow_enabled")
 
 
-def check_datasets(
-    config: RunConfig, spec: FamilySpec, flavour: Flavour, datasets: Sequence[Dataset]
-) -> Iterator[Problem]:
+def check_datasets(plan: Plan) -> Iterator[Problem]:
     """Entries that nothing uses, keys without effect, and what evaluation lacks."""
+    config, datasets = plan.config, plan.datasets
     yield from _check_choices(config, datasets)
     for technique in config.techniques:
         yield from technique.check_datasets(config, datasets)
@@ -37,12 +39,12 @@ def check_datasets(
         yield from _check_resolution(config, dataset)
         yield from _check_cropping(dataset)
         yield from _check_noise_levels(config.flow, dataset)
-        for key in sorted(FAMILY_DATASET_KEYS - spec.words.dataset_keys):
+        for key in sorted(FAMILY_DATASET_KEYS - plan.spec.words.dataset_keys):
             if key in dataset.config.model_fields_set:
-                yield Problem(f"{dataset.id}.{key}", f"has no effect: {spec.title} does not use it.", fatal=False)
+                yield Problem(f"{dataset.id}.{key}", f"has no effect: {plan.spec.title} does not use it.", fatal=False)
         if dataset.config.dataset_type != "eval":
             continue
-        if evaluation.measures_loss and flavour.task == "i2i" and not dataset.references:
+        if evaluation.measures_loss and plan.flavour.task == "i2i" and not dataset.references:
             message = "is required: without source pictures this flavour has no loss on the dataset."
             yield Problem(f"{dataset.id}.conditioning_data", message)
         elif not evaluation.measures_loss and dataset.id not in previewed:

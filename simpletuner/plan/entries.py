@@ -103,6 +103,11 @@ def text_folder(plan: Plan, dataset: Dataset | None = None) -> Path:
     return DataContext.of(plan.config, plan.spec, plan.flavour.task).text_root
 
 
+def machine_folder(plan: Plan) -> Path:
+    """The folder of what depends on the machine and serves all runs: compiled code, chosen kernels, outcomes."""
+    return Path(plan.config.run.cache_dir or "cache").expanduser()
+
+
 def cache_folders(plan: Plan) -> list[Path]:
     """Every existing cache folder of a plan, without duplicates."""
     folders = [text_folder(plan)]

@@ -77,7 +77,7 @@ def check_resume(plan: Plan) -> Reading[Checkpoint | None]:
 
 def _check_batch(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
     """Another number of processes continues exactly if their batches hold as many samples together."""
-    identity, processes = checkpoint.manifest.identity, config.launch.num_processes
+    identity, processes = checkpoint.manifest.identity, config.launch.data_processes
     before, size = identity.train_batch_size * identity.num_processes, config.schedule.train_batch_size
     if before == size * processes:
         return
@@ -105,7 +105,7 @@ def identify(plan: Plan, versions: dict[str, str]) -> Identity:
         model_flavour=plan.flavour.name,
         model_type=config.model.model_type,
         train_batch_size=config.schedule.train_batch_size,
-        num_processes=config.launch.num_processes,
+        num_processes=config.launch.data_processes,
         seed=plan.seed,
         datasets=fingerprint(plan.trained),
         versions=versions,
@@ -151,6 +151,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
     changeable |= {
         "lora_dropout": lora.lora_dropout,
         "quantized_matmul": precision.quantized_matmul,
+        "speed_fused_lora": config.speed.speed_fused_lora,
         **_dtypes(config, spec),
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
     }
@@ -191,7 +192,7 @@ def sample_order(plan: Plan) -> dict[str, Any]:
     """Besides the samples themselves, what decides which of them share a batch and how they are cropped."""
     order: dict[str, Any] = {"seed": plan.seed}
     for dataset in plan.trained:
-        config, samples = dataset.config, dataset.batch_size * plan.config.launch.num_processes
+        config, samples = dataset.config, dataset.batch_size * plan.config.launch.data_processes
         counts = Counter((sample.geometry.size, sample.frames) for sample in dataset.samples)
         # "768x512@61": width, height, frames.
         sizes = sorted((f"{width}x{height}@{frames}", count) for ((width, height), frames), count in counts.items())

@@ -266,7 +266,7 @@ def _for_samples(config: RunConfig, request: SampleRequest) -> RunConfig:
     """The settings with the folder for samples, for one process; what a full fine-tune computes in becomes the dtype of
     a base model."""
     # However many processes trained it.
-    alone = {"num_processes": 1, "num_machines": 1, "fsdp_enable": False}
+    alone = {"num_processes": 1, "num_machines": 1, "sequence_parallel_size": 1, "fsdp_enable": False}
     values: dict[str, Any] = {"output_dir": request.output, "validation_disable": False, **alone}
     precision = config.precision.base_model_precision
     if config.model.model_type == "full":

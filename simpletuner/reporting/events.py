@@ -26,8 +26,6 @@ SHOWN: frozenset[RunState] = frozenset({"starting", "stopping", "finished"})
 # Kinds of phases that recur during training.
 CACHING, EVALUATION, PREVIEWS, SAVING, UPLOADING = "caching", "evaluation", "previews", "saving", "uploading"
 
-EVALUATED = "loss/val/"  # prefix of the names of evaluation losses
-
 
 @dataclass(frozen=True, eq=False)  # compared by identity: two phases may have the same title
 class PhaseStarted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -14,6 +15,9 @@ from simpletuner.redaction import redact
 LEVELS = {logging.getLevelName(level): level for level in range(logging.DEBUG, logging.CRITICAL + 1, 10)}
 OWN_LOGGER = "simpletuner"
 # These install their own console handlers and do not propagate records to ours.
+# With the extra [torchao], its import warns of kernels for other machines, and torch and diffusers warn of its types.
+IMPORT_NOISE = re.compile(r"py\.warnings$|torchao\b|torch\.utils\._pytree$")
+TORCHAO_IN_DIFFUSERS = "diffusers.quantizers.torchao.torchao_quantizer"
 STUBBORN_LIBRARIES = ("accelerate", "diffusers", "huggingface_hub", "peft", "torch", "transformers")
 
 
@@ -77,6 +81,8 @@ def install(handlers: list[logging.Handler]) -> None:
     root.setLevel(logging.INFO)
     logging.getLogger(OWN_LOGGER).setLevel(logging.DEBUG)
     logging.captureWarnings(True)
+    # diffusers gives itself a handler when it is imported, and in the same moment warns of torchao's types.
+    logging.getLogger(TORCHAO_IN_DIFFUSERS).setLevel(logging.ERROR)
     for name in STUBBORN_LIBRARIES:
         logger = logging.getLogger(name)
         logger.handlers.clear()
@@ -122,7 +128,7 @@ class RedactingFormatter(logging.Formatter):
 
 
 def belongs_on_console(record: logging.LogRecord) -> bool:
-    """Our own records, and warnings of other packages; warnings of Python's `warnings` go to the file only."""
+    """Our own records, and warnings of other packages, but for those of imports and of Python's `warnings`."""
     if record.name == OWN_LOGGER or record.name.startswith(OWN_LOGGER + "."):
         return True
-    return record.levelno >= logging.WARNING and record.name != "py.warnings"
+    return record.levelno >= logging.WARNING and not IMPORT_NOISE.match(record.name)

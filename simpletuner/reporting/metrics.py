@@ -33,6 +33,7 @@ MIME = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp
 VIDEO_MIME = {".mp4": "video/mp4", ".webm": "video/webm"}
 
 BARS = 20  # of the histogram of timesteps
+EVALUATED = "loss/val/"  # prefix of the names of evaluation losses
 COMPUTE, WEIGHTS, DATA = "compute", "weights", "data"
 
 Value = float | int | bool | str | list[float] | None
@@ -204,6 +205,22 @@ class Columns:
     def only(self, names: Collection[str]) -> Columns:
         """Some of the columns."""
         return Columns(self.steps, _values={name: self._values[name] for name in self.names if name in names})
+
+
+def evaluation_names(metrics: Columns) -> list[str]:
+    """The names of the evaluation losses in a record."""
+    return [key for key in metrics.names if key.startswith(EVALUATED)]
+
+
+def evaluation_points(metrics: Columns) -> list[Point]:
+    """(step, evaluation loss) where it was measured: of the trained weights if possible, the mean over the datasets."""
+    # The pooled loss is a mean over the datasets already.
+    names = [name for name in sorted(evaluation_names(metrics)) if not name.endswith("/pooled")]
+    plain = [name for name in names if not name.endswith("/ema")] or names
+    curves = [dict(metrics.points(name)) for name in plain]
+    # Only where all datasets were evaluated: means over different datasets would jump.
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    return [(step, sum(curve[step] for curve in curves) / len(curves)) for step in steps]
 
 
 def shares(seconds: float, data_seconds: float, weights_seconds: float | None = None) -> dict[str, float]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from simpletuner.reporting import events
-from simpletuner.reporting.metrics import COMPUTE, DATA, WEIGHTS, shares
+from simpletuner.reporting.metrics import COMPUTE, DATA, EVALUATED, WEIGHTS, shares
 
 # The loss depends strongly on the noise level that was drawn; an average over some fifty steps shows the trend.
 LOSS_MEMORY = 0.98
@@ -284,7 +284,7 @@ def line_of(event: events.Event) -> str:
             gone = f" (removed {', '.join(path.name for path in event.removed)})" if event.removed else ""
             return f"Saved {event.path.name}{gone}"
         case events.Evaluated():
-            losses = (f"{name.removeprefix(events.EVALUATED)} {loss:.5g}" for name, loss in event.losses.items())
+            losses = (f"{name.removeprefix(EVALUATED)} {loss:.5g}" for name, loss in event.losses.items())
             return f"Evaluation loss at step {event.step}: {', '.join(losses)}"
         case events.Uploaded():
             return f"Uploaded {event.name}: {event.url}"

@@ -294,7 +294,7 @@ class RunRecord:
         # Read after both files were opened: that drops the rows which an earlier run left for step 0.
         here = [row for row in metrics.read_rows(folder / metrics.METRICS_FILE) if row["step"] == step]
         previews = [record for record in metrics.read_media(folder / metrics.MEDIA_FILE) if record.step == step]
-        self.recorded = Recorded(any(name.startswith(events.EVALUATED) for row in here for name in row), previews)
+        self.recorded = Recorded(any(name.startswith(metrics.EVALUATED) for row in here for name in row), previews)
         self._step = step
         self._losses: Mapping[str, float] = {}
 

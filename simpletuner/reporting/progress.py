@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import TextIO
 
+from simpletuner import STARTED
 from simpletuner.reporting import events
 from simpletuner.reporting.pace import Pace, clock, ending, line_of, pace_text, reached, size_text
 
@@ -66,6 +67,33 @@ class Display:
             self.pace = None
 
 
+class Start:
+    """Says once what a session spent its time on until its first step was done, by phase.
+
+    Args:
+        say: prints a line.
+        now: the clock that `STARTED` was read from; tests pass their own.
+    """
+
+    def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._now = say, now
+        self._parts, self._running = {"plan": now() - STARTED}, 0
+
+    def __call__(self, event: events.Event) -> None:
+        match event:
+            case events.PhaseStarted():
+                self._running += 1
+            case events.PhaseEnded(phase=phase):
+                self._running -= 1
+                if not self._running:  # a phase within another is a part of it
+                    self._parts[phase.title[:1].lower() + phase.title[1:]] = event.seconds
+            case events.StepReport() if self._parts:
+                whole, parts = self._now() - STARTED, {**self._parts, "first step": event.seconds}
+                parts["other"] = max(0.0, whole - sum(parts.values()))
+                self._parts = {}
+                self._say(f"Start: {whole:.1f} s, of which {', '.join(f'{n} {s:.1f} s' for n, s in parts.items())}")
+
+
 @contextmanager
 def shown_events(stream: TextIO | None = None) -> Iterator[events.EventStream]:
     """A stream of events with a display, which restores the terminal at the end, also after an exception.
@@ -74,7 +102,7 @@ def shown_events(stream: TextIO | None = None) -> Iterator[events.EventStream]:
         stream: where to write; None means standard output.
     """
     with closing(make_display(stream)) as display:
-        yield events.EventStream(display)
+        yield events.EventStream(display, Start(display.say))
 
 
 def make_display(stream: TextIO | None = None) -> Display:

@@ -23,15 +23,10 @@ def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Value]]
     Raises:
         ConfigError: this process cannot make it, or it differs from the main one's.
     """
+    first = world.main_only(lambda: make(None))
+    seed = world.broadcast(first and first[0].seed)
     # Processes of one machine share its download cache: the leader fills it, the rest only read.
-    mine = 0 if world.is_main else 1 if world.is_leader else 2
-    made, seed = None, None
-    for turn in range(3):
-        if turn == mine:
-            made = make(seed)
-        # Also the barrier that ends a turn.
-        seed = world.broadcast(made[0].seed if made else None)
-    assert made is not None
+    made = world.leader_first(lambda: first or make(seed))
     problems = differences(world.gather((socket.gethostname(), describe(made[0]))))
     if problems:
         raise ConfigError(problems)

@@ -196,6 +196,11 @@ class CacheFiller:
     def catalogue(self) -> Catalogue:
         return self.listing.catalogue
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes encode the other shares at the same time."""
+        return self.world.size > 1
+
     def fill(self) -> None:
         """Encode all missing entries of the listing, and remove files that turn out to be damaged from the plan.
 
@@ -223,14 +228,14 @@ class CacheFiller:
     def _texts_here(self) -> list[TextEntry]:
         """The missing texts that this process encodes. Text encoders that stream are in host memory all the time, so
         one process of each machine has them."""
-        if not self.plan.config.offload.group_offload_text_encoder or self.world.size == 1:
+        if not (self.plan.config.offload.group_offload_text_encoder and self.is_shared):
             return self.share.of(self.listing.texts.missing)
         place = self.world.place_among_leaders()
         return Share(*place).of(self.listing.texts.missing) if place else []
 
     def _check_complete(self) -> None:
         """Make sure that nothing is missing any more: of all entries, or of a share that is encoded alone."""
-        listing, together = self.listing, self.world.size > 1
+        listing, together = self.listing, self.is_shared
         holes: list[AnyEntry] = [*listing.texts.missing, *listing.ahead.missing, *listing.features.missing]
         end = time.monotonic() + (SECONDS_TO_APPEAR if together else 0)
         # A share alone leaves holes, which the other shares fill at their own time.
@@ -318,7 +323,7 @@ def prepare_caches(
         world: the processes that do this together.
         share: what to encode; None for everything, divided among these processes.
     """
-    plan, share = encoding.plan, share or Share(world.rank, world.size)
+    plan, share = encoding.plan, share or Share(*world.place)
     # One process moves files: a second would find them gone.
     if share.index == 0:
         quarantine(plan.datasets, plan.output_dir)

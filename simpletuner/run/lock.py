@@ -20,11 +20,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated
 
 import psutil
 from pydantic import Field, TypeAdapter, ValidationError
 
+from simpletuner.atomic import hold
 from simpletuner.errors import UserError
 from simpletuner.reporting.pace import clock
 from simpletuner.reporting.payloads import EVENTS_FILE, last_id
@@ -231,14 +232,6 @@ def read_owner(path: Path, content: bytes) -> Owner:
     except ValidationError:
         message = f"output_dir: {path} does not say which run it belongs to. If there is none, delete it."
         raise UserError(message) from None
-
-
-def hold(file: BinaryIO) -> None:
-    """Wait for an exclusive lock on an open file, held until it is closed; does nothing on Windows."""
-    if sys.platform != "win32":
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def this_process() -> Owner:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
+from simpletuner.atomic import free_path
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.discovery import CAPTION_SUFFIX, pair_key
@@ -38,14 +40,14 @@ def quarantine(datasets: Iterable[Dataset], output_dir: Path) -> None:
         asked = {"damaged": config.delete_problematic_images, "outside the limits": config.delete_unwanted_images}
         for file in dataset.rejected:
             # A moved download would be fetched again.
-            if config.type != "local" or not asked.get(file.reason) or not _exists(root / file.name):
+            if config.type != "local" or not asked.get(file.reason) or not os.path.lexists(root / file.name):
                 continue
             # The folder is resolved, not the file: a link to a file elsewhere is moved as a link.
             if not (root / file.name).parent.resolve().is_relative_to(root.resolve()):
                 logger.warning("%s is outside of %s and is not moved: it %s", root / file.name, root, file.detail)
                 continue
             for name in [file.name, *_own_captions(root, file.name)]:
-                target, origin = _free_place(folder / PurePosixPath(name)), (root / name).absolute()
+                target, origin = free_path(folder / PurePosixPath(name), " ({})"), (root / name).absolute()
                 target.parent.mkdir(parents=True, exist_ok=True)
                 # Output and data may be on different file systems, between which a rename fails.
                 shutil.move(root / name, target)
@@ -63,21 +65,6 @@ def _own_captions(root: Path, name: str) -> list[str]:
     if len(owners) > 1:
         return []
     return [str(PurePosixPath(name).parent / file.name) for file in captions]
-
-
-def _free_place(target: Path) -> Path:
-    """The path itself, or with a number if a file of another dataset or run has taken it."""
-    number = 1
-    place = target
-    while _exists(place):
-        number += 1
-        place = target.with_name(f"{target.stem} ({number}){target.suffix}")
-    return place
-
-
-def _exists(path: Path) -> bool:
-    """Whether there is a file or link of that name, even a broken link."""
-    return path.is_symlink() or path.exists()
 
 
 def _record(folder: Path, file: Rejected, origin: Path, target: Path) -> None:

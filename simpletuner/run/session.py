@@ -15,7 +15,6 @@ from torch import Tensor
 
 from simpletuner.budget.budget import Budget, find_rounds, steps_per_epoch
 from simpletuner.budget.device import DeviceRates
-from simpletuner.budget.workload import write_densities
 from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.caching.read import BatchReader
@@ -42,11 +41,10 @@ from simpletuner.training.guard import stop_if_result_not_finite
 from simpletuner.training.loop import Callback
 from simpletuner.training.manifest import STEP_NOTE
 from simpletuner.training.noise import add_noise, with_noise
-from simpletuner.training.recorder import DensityRecorder, EmaUpdater, Recorder, RequestHandler
+from simpletuner.training.recorder import EmaUpdater, Recorder, RequestHandler
 from simpletuner.training.state import Assembly, TrainingSpec, TrainState
 from simpletuner.training.step import predict_now
 from simpletuner.training.trained import Publication
-from simpletuner.validation.eval_loss import EvaluationLoss
 from simpletuner.validation.prompts import fetched_runs
 from simpletuner.validation.runner import Subject, ValidationRunner
 
@@ -118,18 +116,22 @@ def build_callbacks(
         thread: of one worker, which completes checkpoints.
     """
     plan, config, events, ema = session.plan, session.plan.config, session.events, session.ema
-    averaging: list[Callback] = [EmaUpdater(ema)] if ema else []
-    evaluation = EvaluationLoss(
-        config=config.evaluation,
-        datasets={data.id: data.samples for data in evaluated(plan)},
-        read=session.reader.read_sample,
-        seed=plan.seed,
-        steps_per_epoch=steps_per_epoch(plan),
-        ema=ema,
-        ema_validation=config.ema.ema_validation,
-        events=events,
-        lacking=not recorded.evaluated,
-    )
+    first: list[Callback] = [EmaUpdater(ema)] if ema else []
+    if datasets := {data.id: data.samples for data in evaluated(plan)}:
+        from simpletuner.validation.eval_loss import EvaluationLoss
+
+        evaluation = EvaluationLoss(
+            config=config.evaluation,
+            datasets=datasets,
+            read=session.reader.read_sample,
+            seed=plan.seed,
+            steps_per_epoch=steps_per_epoch(plan),
+            ema=ema,
+            ema_validation=config.ema.ema_validation,
+            events=events,
+            lacking=not recorded.evaluated,
+        )
+        first.append(evaluation)
     flops, rounds = rates.matmul_flops if rates else None, find_rounds(plan, budget)
     recorder = Recorder(events, ema, plan.length.epochs, matmul_flops=flops, rounds=rounds)
     checkpoints = CheckpointWriter(
@@ -154,8 +156,7 @@ def build_callbacks(
         config.checkpoints.disk_low_threshold or 0.0,
     )
     # The average first: what follows evaluates, saves and renders it as of this step.
-    densities = DensityRecorder(partial(write_densities, plan.output_dir))
-    return [*averaging, evaluation, recorder, densities, requests, checkpoints, validation, *companions]
+    return [*first, recorder, requests, checkpoints, validation, *companions]
 
 
 def build_validation(session: Session, recorded: Recorded, thread: Executor) -> ValidationRunner:
@@ -233,8 +234,7 @@ def publish_result(
         NonFiniteError: a weight is NaN or infinite; nothing is written.
         RuntimeError: the file does not load as it was saved.
     """
-    # Replicas hold the same weights. Shards have to be gathered, in which every process takes part.
-    if not assembly.world.is_main and assembly.trained.sharers.size == 1:
+    if not assembly.writes:
         return ""
     dtype = DTYPES[transformer_dtype(plan.config.precision)]
     shift, predict = plan.config.sampling_shift, partial(predict_once, assembly, read)

@@ -19,12 +19,12 @@ from simpletuner.budget.budget import Budget
 from simpletuner.budget.measure import device_rates
 from simpletuner.config.precision import transformer_dtype, vae_dtype
 from simpletuner.distributed.requests import STOPPING, expect_requests, stop_on_interrupt
-from simpletuner.distributed.world import World, usable_cores
+from simpletuner.distributed.world import World, compute_threads
 from simpletuner.errors import Interrupted, full_text
 from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import latent_storage, text_folder
+from simpletuner.plan.entries import latent_storage, machine_folder, text_folder
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
 from simpletuner.reporting.payloads import Recorded, RunRecord
 from simpletuner.run.caches import Encoding, build_adapter, prepare_caches
@@ -67,7 +67,8 @@ def run_plan(
         # The others wait until leftovers of an earlier session are gone.
         world.on_main(lambda: prepare_folder(plan))
         # A resumed run keeps the kernels that were measured before: others would round differently.
-        KERNELS.open(plan.output_dir, *([plan.resume.path.parent] if plan.resume else []), world=world)
+        earlier = [plan.resume.path.parent] if plan.resume else []
+        KERNELS.open(plan.output_dir, *earlier, world=world, shared=machine_folder(plan))
         epoch = plan.resume.manifest.epoch if plan.resume else 1
         caches = prepare_caches(Encoding(plan, adapter, device, events), epoch, budget.listing, world)
         # Measured before the transformer is loaded: it needs memory, too.
@@ -210,13 +211,3 @@ def fix_order(wanted: bool) -> None:
     torch.backends.cudnn.benchmark = False  # which chooses convolutions by timing
     # A debugging aid, which would write all memory once more.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def compute_threads(wanted: int) -> int:
-    """Threads for computation on a CPU, limited by the cores this process may use and by OMP_NUM_THREADS.
-
-    More threads than cores would wait for each other in every operation.
-    """
-    usable = usable_cores()
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, min(wanted, usable, int(given) if given.isdecimal() else usable))

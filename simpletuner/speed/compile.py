@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -134,8 +134,11 @@ def compile_blocks(
         any_sizes = fast is not None or layout.compiled is not None
         # None: symbols only for sizes that are marked or change; False: a graph for every shape.
         dynamic = True if launch.dynamo_dynamic else None if any_sizes else False
+        mode, options = launch.dynamo_mode, None
+        if launch.dynamo_cpp_wrapper:  # torch takes a mode or options
+            mode, options = None, {**torch._inductor.list_mode_options(mode or "default"), "cpp_wrapper": True}
         compiled: Callable[..., Any] = torch.compile(
-            function, backend=backend, mode=launch.dynamo_mode, fullgraph=launch.dynamo_fullgraph, dynamic=dynamic
+            function, backend=backend, mode=mode, options=options, fullgraph=launch.dynamo_fullgraph, dynamic=dynamic
         )
         return compiled
 
@@ -243,19 +246,31 @@ def _shape(value: Any) -> object:
 logger = logging.getLogger(__name__)
 
 
+Reference = Callable[[], AbstractContextManager[None]]
+
+
+def always() -> bool:
+    return True
+
+
 class FirstGradients:
     """`forward` of a block that logs the error of its gradients in the first training call.
 
-    It uses the run's batch, because the error depends on outliers, which random inputs lack. The reference multiplies
-    the unpacked weights, so rounding of the weights does not count. Both run uncompiled, with equal dropout.
+    It uses the run's batch, because the error depends on outliers, which random inputs lack. Block and reference run
+    uncompiled, with equal dropout.
 
     Args:
-        name: of the products, in the log.
+        message: what is logged, with a place for the error.
+        reference: makes a context in which the block computes what it is compared with.
         fast: the state of fast blocks.
+        is_ready: false in calls that have no error to show yet.
     """
 
-    def __init__(self, name: str, block: nn.Module, fast: FastBlocks | None) -> None:
-        self.name, self.block, self.fast = name, block, fast
+    def __init__(
+        self, message: str, reference: Reference, block: nn.Module, fast: FastBlocks | None,
+        is_ready: Callable[[], bool] = always,
+    ) -> None:  # fmt: skip
+        self.message, self.reference, self.block, self.fast, self.is_ready = message, reference, block, fast, is_ready
         self.eager = self.forward = block.forward
         self.pieces = dict(fast.pieces) if fast is not None else {}
         self.is_pending = True
@@ -266,7 +281,7 @@ class FirstGradients:
         self.block.forward = self
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        if self.is_pending and torch.is_grad_enabled():
+        if self.is_pending and torch.is_grad_enabled() and self.is_ready():
             self.is_pending = False
             self._log(with_gradient(inputs[0]), *inputs[1:], **named)
         return self.forward(*inputs, **named)
@@ -275,22 +290,14 @@ class FirstGradients:
         devices = [inputs[0].device] if inputs[0].is_cuda else []
         # The run's random streams must not notice this measurement.
         with torch.random.fork_rng(devices), self._uncompiled():
-            error = gradient_error(self.block, (self._plain, self._quantised), inputs, named)
-        message = "%s products: on the first batch, gradients of block 0 differ by up to %.1e from unpacked products."
-        logger.info(message, self.name, error)
+            error = gradient_error(self.block, (self._referred, self._own), inputs, named)
+        logger.info(self.message, error)
 
-    def _plain(self, *inputs: Any, **named: Any) -> Any:
-        layers = [each for each in self.block.modules() if isinstance(each, QuantisedLinear)]
-        forms = [each.form for each in layers]
-        for layer in layers:
-            layer.form = ScaledRows()
-        try:
-            return self._quantised(*inputs, **named)
-        finally:
-            for layer, form in zip(layers, forms, strict=True):
-                layer.form = form
+    def _referred(self, *inputs: Any, **named: Any) -> Any:
+        with self.reference():
+            return self._own(*inputs, **named)
 
-    def _quantised(self, *inputs: Any, **named: Any) -> Any:
+    def _own(self, *inputs: Any, **named: Any) -> Any:
         torch.manual_seed(0)
         return self.eager(*inputs, **named)
 
@@ -307,3 +314,17 @@ class FirstGradients:
                 yield
         finally:
             self.fast.pieces.update(compiled)
+
+
+@contextmanager
+def unpacked_products(block: nn.Module) -> Iterator[None]:
+    """A context in which quantised layers multiply their unpacked weights; the rounding of the weights stays."""
+    layers = [each for each in block.modules() if isinstance(each, QuantisedLinear)]
+    forms = [each.form for each in layers]
+    for layer in layers:
+        layer.form = ScaledRows()
+    try:
+        yield
+    finally:
+        for layer, form in zip(layers, forms, strict=True):
+            layer.form = form

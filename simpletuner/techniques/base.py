@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.distributed.world import World
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter, LatentEncoder
+
+if TYPE_CHECKING:
+    from simpletuner.distributed.sequence import SequenceGroup
 
 # The model's current velocity prediction. Techniques do not act on such a forward pass.
 Predict = Callable[[NoisyBatch], Tensor]
@@ -150,8 +153,8 @@ class HiddenStates:
     part of the step's graph, so the hooks record only while a forward pass is `open`.
     """
 
-    def __init__(self, layout: BlockLayout) -> None:
-        self._layout = layout
+    def __init__(self, layout: BlockLayout, group: SequenceGroup | None = None) -> None:
+        self._layout, self._group = layout, group
         self._watched: set[int] = set()
         self._found: dict[int, Tensor] = {}
         self._is_open = False
@@ -183,7 +186,8 @@ class HiddenStates:
 
     def __getitem__(self, block: int) -> Tensor:
         """The output `B S D` of a watched block, part of the graph; `S` counts the tokens that passed through it."""
-        return self._found[block]
+        found = self._found[block]
+        return found if self._group is None else self._group.gathered(found)
 
     def _keep(self, block: int, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if self._is_open:

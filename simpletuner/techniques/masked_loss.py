@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from simpletuner.config.loss import LossConfig, MaskedLossConfig
+from simpletuner.config.techniques import LossConfig, MaskedLossConfig
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import elementwise_loss
 from simpletuner.techniques.base import Predict, Technique

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
+from simpletuner.config.techniques import ScheduledSamplingConfig
 from simpletuner.diffusion.batch import NoisyBatch, upload
 from simpletuner.diffusion.flow import per_sample
 from simpletuner.diffusion.seeds import Place

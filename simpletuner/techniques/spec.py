@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from simpletuner.caching.catalogue import FeatureCost, FeatureKind
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route
 from simpletuner.errors import Problem
 from simpletuner.models.cost import BYTES, BatchShape, TransformerCost
 from simpletuner.models.vision import VisionEncoder

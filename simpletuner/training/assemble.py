@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -46,15 +47,18 @@ from simpletuner.models.loading import DeferredWeights, keep_full_float32
 from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.spec import FamilySpec
 from simpletuner.speed.attention import kernel_chooser
-from simpletuner.speed.compile import FirstGradients, compile_blocks
+from simpletuner.speed.compile import FirstGradients, compile_blocks, unpacked_products
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.techniques.base import HiddenStates, Site, Technique
-from simpletuner.training.lora import add_lora, start_from
+from simpletuner.training.lora import BASE_CHANGING_INITS, add_lora, start_from
 from simpletuner.training.meter import count_flops
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease, HostState
 from simpletuner.training.state import Assembly, StepSettings, TrainingSpec
 from simpletuner.training.trained import FullModel, Trained
+
+if TYPE_CHECKING:
+    from simpletuner.distributed.sequence import SequenceGroup
 
 
 def make_accelerator() -> Accelerator:
@@ -87,10 +91,11 @@ def assemble(
     layout, dtype = adapter.block_layout(transformer), DTYPES[transformer_dtype(precision)]
     fast = _use_fast_blocks(transformer, config, adapter, device)
     _checkpoint_and_compile(transformer, layout, fast, config, device)
+    group = _share_tokens(layout, fast, config, world)
     load_vae = partial(adapter.load_latent_encoder, device, DTYPES[vae_dtype(precision, config.caching)])
     site = Site(
-        adapter, transformer, layout, device, dtype, techniques, trained.disabled, HiddenStates(layout), load_vae,
-        world, sharded,
+        adapter, transformer, layout, device, dtype, techniques, trained.disabled, HiddenStates(layout, group),
+        load_vae, world, sharded,
     )  # fmt: skip
     modules, wrapped = _attach(techniques, site, spec.seed, accelerator)
     if sharded:
@@ -118,7 +123,7 @@ def assemble(
         modules=modules,
         wrapped_modules=wrapped,
         streamer=streamer,
-        sample_flops=count_flops(transformer, adapter.spec.cost, techniques),
+        sample_flops=count_flops(transformer, adapter.spec.cost, trained.adapters, techniques),
         take_tiles=layout.take_tiles,
         release=_release(config, parameters, optimizer, device),
         world=world,
@@ -296,7 +301,7 @@ def _checkpoint_and_compile(
 ) -> None:
     """Checkpoint blocks, then compile them.
 
-    With `quantized_matmul` the first visual block tells the error of its gradients, uncompiled.
+    With `quantized_matmul` or `speed_fused_lora` the first visual block logs the error of its gradients, uncompiled.
     """
     dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in transformer.modules())
     keeps, inputs_leave = keeps_attention(config.speed), config.offload.offload_block_inputs
@@ -308,16 +313,52 @@ def _checkpoint_and_compile(
         block_inputs=BlockInputs(device) if inputs_leave else None,
         keep=fast.self_attention if fast is not None and keeps else None,
     )
-    stored = quantisation(config.precision.base_model_precision) if config.precision.quantized_matmul else None
-    first = stored and FirstGradients(stored.name.partition("-")[0], layout.visual_blocks[0], fast)
+    compared = list(_comparisons(transformer, layout.visual_blocks[0], fast, config))
     backend = compile_backend(config.speed, config.launch, device.type)
     if backend is not None:
         # The last functions of checkpointed blocks recompute themselves if they keep the attention's result, and their
         # inputs on the device, and do not restore the state of the random generator.
         inside, sampling = keeps and not inputs_leave and not dropout, samples_compiled(config)
         compile_blocks(layout, fast, backend, config.launch, sampling=sampling, recomputing=inside)
-    if first:
-        first.install()
+    for each in compared:
+        each.install()
+
+
+def _comparisons(
+    transformer: nn.Module, first: nn.Module, fast: FastBlocks | None, config: RunConfig
+) -> Iterator[FirstGradients]:
+    """The first block with and without what changes its gradients."""
+    stored = quantisation(config.precision.base_model_precision)
+    if stored is not None and config.precision.quantized_matmul:
+        what = f"{stored.name.partition('-')[0]} products: on the first batch, gradients of block 0"
+        message = f"{what} differ by up to %.1e from unpacked products."
+        yield FirstGradients(message, partial(unpacked_products, first), first, fast)
+    if fast is not None and config.speed.speed_fused_lora:
+        from simpletuner.training.fused_lora import FusedLora
+
+        # FSDP2 shards the weights. Inits that change the base swap the adapter between a forward pass and its backward
+        # pass, and [W | B] would keep the wrong one.
+        stays = not config.launch.fsdp_enable and config.lora.lora_init_type not in BASE_CHANGING_INITS
+        fused = FusedLora(transformer, fast, pack=stays)
+        message = (
+            "fused LoRA: after the first update, gradients of block 0 differ by up to %.1e from separate products."
+        )
+        yield FirstGradients(message, fused.separate, first, fast, fused.is_updated)
+
+
+def _share_tokens(
+    layout: BlockLayout, fast: FastBlocks | None, config: RunConfig, world: World
+) -> SequenceGroup | None:
+    """Divide the tokens among processes if `sequence_parallel_size` asks for it."""
+    if config.launch.sequence_parallel_size == 1:
+        return None
+    from simpletuner.distributed.sequence import SequenceGroup
+
+    if fast is None or layout.rope is None:  # `check_sequence` refuses such runs
+        raise ValueError("these blocks cannot share their tokens")
+    group = fast.self_attention.group = SequenceGroup.connect(world, config.launch.sequence_parallel_size)
+    group.attach(layout.visual_blocks, layout.rope)
+    return group
 
 
 def _stream(

@@ -33,7 +33,7 @@ from torch import Tensor
 from simpletuner.atomic import build_folder, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
-from simpletuner.distributed.sharding import load_shards, shard_moments, without_shards
+from simpletuner.distributed.sharding import is_part, load_shards, shard_moments, without_shards
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.models.blocks import DEVICE_FAILURES
 from simpletuner.reporting.events import CheckpointSaved, EventStream, StepReport
@@ -97,10 +97,9 @@ def _restore(
     assembly.trained.load(checkpoint.path)
     _load_modules(assembly, folder)
     # To the CPU first: the optimizer moves its state to the device of its parameters.
-    shared, groups = assembly.trained.sharers.size > 1, assembly.optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    parameters = [parameter for group in assembly.optimizer.param_groups for parameter in group["params"]]
     # Mapped where parts of it are copied elsewhere, one at a time.
-    mapped = shared or assembly.accelerator.device.type != "cpu"
+    mapped = any(map(is_part, parameters)) or assembly.accelerator.device.type != "cpu"
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
     step, epoch = content["global_step"], content["epoch"]
     if (step, epoch) != (manifest.step, manifest.epoch):
@@ -210,20 +209,19 @@ class CheckpointWriter(Callback):
         Raises:
             DiskFullError: for this checkpoint, or the one before.
         """
-        shared = assembly.trained.sharers.size > 1
-        if self.saved_step == state.global_step or not (assembly.world.is_main or shared):
+        if self.saved_step == state.global_step or not assembly.writes:
             return
         self._settle()
         self.before()
         path = self.output_dir / f"checkpoint-{state.global_step}{'-rolling' if rolling else ''}"
         started, step = time.monotonic(), state.global_step
+        shared = assembly.trained.sharers.size > 1
         # Not while others take part: if one fails, this one would wait for it forever.
         with nullcontext() if shared else assembly.world.undisturbed():
             write = self.copy if self.in_background and not shared else self.write
             complete = write(path, assembly, state)
         self.saved_step = step
-        if not assembly.world.is_main:
-            complete()
+        if complete is None:
             return
         limit = self.config.checkpoints_rolling_total_limit if rolling else self.config.checkpoints_total_limit
 
@@ -236,12 +234,12 @@ class CheckpointWriter(Callback):
 
         self._completing = self.thread.submit(finish)
 
-    def write(self, final: Path, assembly: Assembly, state: TrainState) -> Callable[[], None]:
+    def write(self, final: Path, assembly: Assembly, state: TrainState) -> Callable[[], None] | None:
         """Write the files of a checkpoint; collective if processes share the trained weights.
 
         Returns:
-            what completes the checkpoint or, if it fails, removes the files. It hashes and flushes them, for which it
-            needs neither the weights nor other processes.
+            in the main process, what completes the checkpoint or, if it fails, removes the files. It hashes and flushes
+            them, for which it needs neither the weights nor other processes.
 
         Raises:
             NonFiniteError: a weight is NaN or infinite; nothing is written.
@@ -262,7 +260,7 @@ class CheckpointWriter(Callback):
             with written:  # which gives the folder its name
                 write_manifest(folder, manifest(describe_files(folder)))
 
-        return complete if sharers.is_main else written.close
+        return sharers.main_only(lambda: complete)
 
     def copy(self, final: Path, assembly: Assembly, state: TrainState) -> Callable[[], None]:
         """Like `write`, but copies what is to be written, and leaves writing to what is returned."""

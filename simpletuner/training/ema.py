@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from simpletuner.config.schema import SLOTS, EmaConfig
 from simpletuner.distributed.sharding import as_sharded, like, local
 from simpletuner.errors import UserError
 from simpletuner.memory.offload.image import page_lock, whole_pages
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 # Numbers (64 MiB in float32) that go to another device in one copy: thousands of small LoRA tensors would be as many.
 BUNDLE = 1 << 24
@@ -213,14 +215,14 @@ def apart(flat: Tensor, shaped: Iterable[Tensor]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def in_bundles(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters in groups of at most `BUNDLE` numbers, in order; a larger one is a group of its own."""
-    bundles: list[list[nn.Parameter]] = []
+def in_bundles(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
+    """Tensors in groups of at most `BUNDLE` numbers, in order; a larger one is a group of its own."""
+    bundles: list[list[AnyTensor]] = []
     room = 0
-    for parameter in parameters:
-        room -= parameter.numel()
+    for tensor in tensors:
+        room -= tensor.numel()
         if room < 0 or not bundles:
             bundles.append([])
-            room = BUNDLE - parameter.numel()
-        bundles[-1].append(parameter)
+            room = BUNDLE - tensor.numel()
+        bundles[-1].append(tensor)
     return bundles

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import UserError, shorten
+from simpletuner.models.cost import Adapters
 from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE, Targets
 from simpletuner.training import lora_files
 from simpletuner.training.ema import Ema
@@ -55,6 +57,11 @@ class LoraAdapter(AdapterWeights):
     def scale(self) -> float:
         """The factor of B A."""
         return float(self.settings.lora_alpha) / self.settings.r
+
+    @property
+    def adapters(self) -> Adapters:
+        layers = (name for name, each in self.transformer.named_modules() if isinstance(each, BaseTunerLayer))
+        return Adapters(self.settings.r, frozenset(layers))
 
     def drafts(self, *, ema: Ema | None, note: Mapping[str, str]) -> Generator[Draft]:
         averages = {} if ema is None else {f"ema/{LORA_FILE}": plain_names(ema.average)}

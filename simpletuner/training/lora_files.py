@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -259,8 +259,8 @@ def applied_loras(transformer: nn.Module, loras: Loras, dtype: torch.dtype, devi
     Raises:
         UserError: a file does not fit the transformer, or holds NaN or infinity.
     """
-    names, handles = layer_names(transformer), []
-    try:
+    names = layer_names(transformer)
+    with ExitStack() as hooks:
         for path, strength in loras:
             weights = read_lora_file(path, names, "LoRA")
             refuse_not_finite(weights, repr(str(path)), "choose another file")
@@ -269,8 +269,5 @@ def applied_loras(transformer: nn.Module, loras: Loras, dtype: torch.dtype, devi
                 down, up = (placed[f"{layer}.lora_{side}.weight"] for side in "AB")
                 magnitudes = (placed.get(layer + suffix) for suffix in (MAGNITUDE, COMFYUI_MAGNITUDE))
                 hook = LoraHook(down, up, strength, *magnitudes)
-                handles.append(transformer.get_submodule(layer).register_forward_hook(hook))
+                hooks.callback(transformer.get_submodule(layer).register_forward_hook(hook).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

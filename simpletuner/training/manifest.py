@@ -48,7 +48,7 @@ class Identity:
         settings: keys that change the mathematics, with their effective values.
         order: keys that decide which samples share a batch, with their effective values.
         origins: what set each key that is not at its default, by key.
-        num_processes: each with batches of `train_batch_size`.
+        num_processes: each with batches of `train_batch_size`; those that share the tokens of samples count once.
     """
 
     model_family: str

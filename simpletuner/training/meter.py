@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from peft.tuners.lycoris_utils import LycorisLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from simpletuner.data.loader import BatchLoader
@@ -44,7 +42,7 @@ class StepMeter:
     def count(self, batch: Batch) -> None:
         """Count a micro-batch."""
         self._shapes.append(tuple(batch.latents.shape))
-        self._work += batch_work(self._assembly, batch)
+        self._work += batch_work(self._assembly, batch).times(1 / self._assembly.settings.sequence)
 
     def visit(self, tiles: dict[int, tuple[float, int]]) -> None:
         """Note the pairs of tiles that block-sparse attention visited, and all pairs, by tokens of a sample."""
@@ -89,17 +87,16 @@ def tokens_of(assembly: Assembly, batch: Batch) -> int:
 REMEMBERED = 4096
 
 
-def count_flops(transformer: nn.Module, cost: FamilyCost, techniques: Sequence[Technique]) -> SampleFlops:
+def count_flops(
+    transformer: nn.Module, cost: FamilyCost, adapters: Adapters, techniques: Sequence[Technique]
+) -> SampleFlops:
     """A function for the FLOPs of a sample, forward and backward, from its numbers of tokens and text tokens.
 
     What checkpointing recomputes counts once, and tokens do not count in blocks that they skip. Block-sparse attention
     counts with all tiles.
     """
     model: Any = transformer
-    costs, adapters = (
-        cost.transformer(model.config, weight_shapes(model), Kernels(tile_lists=True)),
-        adapters_of(transformer),
-    )
+    costs = cost.transformer(model.config, weight_shapes(model), Kernels(tile_lists=True))
     if costs.density is not None:
         costs = replace(costs, density=lambda tokens: 1.0)
     # Without an adapter, every weight has a gradient.
@@ -124,19 +121,3 @@ def weight_shapes(model: nn.Module) -> dict[str, Shape]:
             sides = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else module.weight.shape
             shapes[f"{name.removesuffix('.base_layer')}.weight"] = tuple(sides)
     return shapes
-
-
-def adapters_of(transformer: nn.Module) -> Adapters:
-    """The adapter inside a model, as its cost is computed; `NO_ADAPTERS` if it has none."""
-    products = {
-        name.removesuffix(".lycoris"): sum(each.numel() for each in layer.parameters() if each.requires_grad)
-        for name, layer in transformer.named_modules()
-        if isinstance(layer, LycorisLayer) or name.endswith(".lycoris")
-    }
-    if products:
-        return Adapters(0, frozenset(products), products)
-    layers = {name: each for name, each in transformer.named_modules() if isinstance(each, BaseTunerLayer)}
-    if not layers:
-        return NO_ADAPTERS
-    ranks = {rank for layer in layers.values() for rank in layer.r.values()}
-    return Adapters(max(ranks), frozenset(layers))

@@ -49,6 +49,7 @@ def _noise(batch: Batch, place: Place) -> Tensor:
 
 def place_of(assembly: Assembly, count: int, global_step: int, micro_step: int) -> Place:
     """Where in the run a micro-batch of `count` samples is."""
+    settings = assembly.settings
     # With shared noise every process draws what it would draw alone.
-    world = World() if assembly.settings.shared_noise else assembly.world
-    return Place(assembly.settings.seed, global_step, micro_step, world.slots(count), world.size * count)
+    world = World() if settings.shared_noise else assembly.world.of_groups(settings.sequence)
+    return Place(settings.seed, global_step, micro_step, world.slots(count), world.size * count)

@@ -7,8 +7,9 @@ import logging
 import math
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ import optimi
 import torch
 from optimi.optimizer import OptimiOptimizer
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from simpletuner.config.optimizers import (
     BETAS,
@@ -29,6 +31,7 @@ from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.config.speed import has_compiler
 from simpletuner.distributed.sharding import is_part
 from simpletuner.errors import ConfigError, Problem
+from simpletuner.training.ema import in_bundles
 from simpletuner.training.release import HostState, State
 
 # Key of a parameter group that names the technique whose module it holds.
@@ -350,6 +353,17 @@ class DecayingSquares(OptimiOptimizer):
     example), beta2 * v may be rounded back to v, so v only grows, and updates get too small. There v is float32.
     """
 
+    def step(self, closure: Callable[[], Any] | None = None, param: Tensor | None = None) -> Any:
+        """Update all weights."""
+        with ExitStack() as self._updating:
+            return super().step(closure, param)
+
+    def _init_group(self, group: dict[str, Any], *lists: Any, **named: Any) -> None:
+        self._updating.close()  # inside, it would slow down the loop over the next group's weights
+        super()._init_group(group, *lists, **named)
+        if group["foreach"]:
+            self._updating.enter_context(WideSquares())
+
     def is_wide(self, group: Mapping[str, Any], weight: Tensor) -> bool:
         """Whether a weight's second moment has another dtype than the weight. optimi's Triton kernels round it then."""
         return weight.dtype == torch.bfloat16 and is_lost_in_bf16(group.get("beta3", group["beta2"]))
@@ -374,6 +388,24 @@ class DecayingSquares(OptimiOptimizer):
     def _init_state(self, group: dict[str, Any], state: dict[str, Any], param: Tensor) -> None:
         super()._init_state(group, state, param)
         state.update(self.widened(group, param, state))
+
+
+class WideSquares(TorchFunctionMode):
+    """Adds the squares of narrow gradients to wide means in a few launches: torch's foreach operations launch once for
+    every weight if its tensors have several dtypes. So gradients are widened first, a bundle at a time."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func is not torch._foreach_addcmul_ or args[0][0].dtype == args[1][0].dtype:
+            return func(*args, **named)
+        gradients = iter(args[1])  # both factors
+        for means in in_bundles(args[0]):
+            factors = [*islice(gradients, len(means))]
+            if len(means) > 1:  # a large weight would need as much memory again
+                narrow, factors = factors, [torch.empty_like(each) for each in means]
+                torch._foreach_copy_(factors, narrow)
+            func(means, factors, factors, **named)
+        return None
 
 
 class AdamW(DecayingSquares, optimi.AdamW):

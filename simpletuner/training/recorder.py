@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 
 import torch
 
@@ -64,30 +63,6 @@ class Recorder(Callback):
         self.events.publish(completed)
         if notice := self.slow_steps.add(report):
             self.events.say(notice)
-
-
-@dataclass
-class DensityRecorder(Callback):
-    """Callback that stores how many tiles block-sparse attention visits, for later plans: at the first step of each
-    size, and the mean of all steps at the end.
-
-    Attributes:
-        write: stores shares by tokens of a sample.
-    """
-
-    write: Callable[[Mapping[int, float]], None]
-    steps: dict[int, list[float]] = field(default_factory=dict, init=False)
-
-    def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        is_new = not self.steps.keys() >= report.densities.keys()
-        for tokens, density in report.densities.items():
-            self.steps.setdefault(tokens, []).append(density)
-        if is_new:
-            self.on_train_end(assembly, state)
-
-    def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        if self.steps and assembly.world.is_main:
-            self.write({tokens: round(fmean(shares), 4) for tokens, shares in self.steps.items()})
 
 
 def utilisation(report: StepReport, matmul_flops: float | None) -> float | None:

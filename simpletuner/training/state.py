@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig, OptimizerConfig, RunConfig
+from simpletuner.config.techniques import LossConfig
 from simpletuner.distributed.world import World
 from simpletuner.memory.offload.streamer import Streamer
 from simpletuner.models.adapter import FamilyAdapter, TileCounts
@@ -80,6 +80,7 @@ class StepSettings(TrainingSpec):
         accumulation: micro-steps per optimizer step.
         shift_is_explicit: the user set `flow_schedule_shift`.
         shared_noise: all processes draw the same random numbers.
+        sequence: processes that share the tokens of the same samples.
     """
 
     accumulation: int
@@ -89,6 +90,7 @@ class StepSettings(TrainingSpec):
     flow: FlowConfig
     loss: LossConfig
     optimizer: OptimizerConfig
+    sequence: int = 1
 
     @classmethod
     def of(cls, config: RunConfig, spec: TrainingSpec) -> StepSettings:
@@ -102,6 +104,7 @@ class StepSettings(TrainingSpec):
             flow=config.flow,
             loss=config.loss,
             optimizer=config.optimizer,
+            sequence=config.launch.sequence_parallel_size,
         )
 
 
@@ -150,6 +153,14 @@ class Assembly:
         """Parameters of the techniques' modules, by `<technique>.<name>`."""
         modules = self.modules.items()
         return {f"{owner}.{name}": each for owner, module in modules for name, each in module.named_parameters()}
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process takes part in writing the trained weights.
+
+        Replicas hold the same ones, so one writes. Parts have to be gathered, in which every process takes part.
+        """
+        return self.world.is_main or self.trained.sharers.size > 1
 
     def updating(self) -> AbstractContextManager[None]:
         """A context for the backward pass of a step."""

@@ -73,7 +73,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         _update(assembly, size, module_size)
     with assembly.world.exchanging(f"Step {global_step + 1}"):
         gathered = assembly.world.gather(mine)
-    everyone = HostLosses.merged(gathered)
+    everyone = HostLosses.merged(gathered[:: settings.sequence])  # one of each group
     is_halfway = assembly.release is not None
     guard.stop_if_gradients_not_finite(sizes, model | modules, assembly.scaler, everyone.names, is_halfway=is_halfway)
     # After the check, which judges by the scale that this step was computed with.

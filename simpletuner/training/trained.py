@@ -24,6 +24,7 @@ from simpletuner.distributed.world import World
 from simpletuner.errors import UserError, shorten
 from simpletuner.memory.offload.image import wraps
 from simpletuner.models.adapter import FamilyAdapter
+from simpletuner.models.cost import NO_ADAPTERS, Adapters
 from simpletuner.models.source import ModelSource
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import not_finite, refuse_not_finite
@@ -91,6 +92,10 @@ class Trained(Protocol):
 
     transformer: nn.Module
     sharers: World
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapter as its cost is computed; `NO_ADAPTERS` if the model itself is trained."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters to optimize, by name, in a fixed order."""
@@ -191,6 +196,10 @@ class FullModel:
     transformer: nn.Module
     sharers: World = field(default_factory=World)
 
+    @property
+    def adapters(self) -> Adapters:
+        return NO_ADAPTERS
+
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.transformer.named_parameters())
 
@@ -226,11 +235,13 @@ class FullModel:
             RuntimeError: a tensor is missing or differs.
         """
         expected = self.transformer.state_dict()
-        with open_weights(sorted(folder.glob("*.safetensors")) if self.sharers.is_main else ()) as saved:
+        with ExitStack() as reading:
+            files = sorted(folder.glob("*.safetensors"))
+            saved = self.sharers.main_only(lambda: reading.enter_context(open_weights(files))) or {}
             wrong = set(saved) - set(expected)
             for name, tensor in expected.items():
-                trained = gathered(tensor)
-                if self.sharers.is_main and not (name in saved and torch.equal(saved[name].get_tensor(name), trained)):
+                trained = gathered(tensor)  # by all processes; one compares
+                if not (name in saved and torch.equal(saved[name].get_tensor(name), trained)):
                     wrong.add(name)
         if found := self.sharers.broadcast(sorted(wrong)):
             raise RuntimeError(f"{folder}: {shorten(found)} is not what was trained")
@@ -254,9 +265,8 @@ class FullModel:
             tensors = {}
             for key in keys:
                 # Gathering is collective, so all processes do it; only the main one keeps the result.
-                full = gathered(weights[key]) if is_part(weights[key]) else weights[key].detach()
-                if self.sharers.is_main:
-                    tensors[key] = full.contiguous()
+                whole = gathered(weights[key]) if is_part(weights[key]) else weights[key].detach()
+                tensors[key] = self.sharers.main_only(whole.contiguous)
             yield Draft(partial(_save_weights, f"{name}/{file}"), tensors)
         if files.is_sharded:
             index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}

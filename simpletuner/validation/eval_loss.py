@@ -25,7 +25,8 @@ from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise
 from simpletuner.diffusion.seeds import generator_for
 from simpletuner.distributed.sharing import Keep, share_work
-from simpletuner.reporting.events import EVALUATED, EVALUATION, Evaluated, EventStream, StepReport
+from simpletuner.reporting.events import EVALUATION, Evaluated, EventStream, StepReport
+from simpletuner.reporting.metrics import EVALUATED
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.runner import Placed, own_share, quiet, weights_to_use

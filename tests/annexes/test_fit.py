@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.fitting.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
+from simpletuner.annexes.fitting.fit import HEADROOM, STREAMED, check_fit, choose, free_batch, smallest_change
 from simpletuner.annexes.fitting.ready import check_decoding, with_faster_previews, with_strips
 from simpletuner.budget.budget import HOST_BASE, LOADING, PREVIEWS, Budget
-from simpletuner.budget.device import Device, rates_of
+from simpletuner.budget.device import DEVICE_OVERHEAD, FRAGMENTS, Device, rates_of
 from simpletuner.budget.workload import Bucket, Parts, Workload, kernels_on
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
@@ -215,6 +215,14 @@ def test_compiled_blocks_count_where_they_were_measured(
 ) -> None:
     chosen = config(family, **{"speed": "auto", **settings})
     assert kernels_on(chosen, FAMILIES[family], is_gpu=is_gpu) == Kernels(compiled, is_gpu)
+
+
+def test_all_compiled_blocks_of_sana_are_kept_on_80_gb() -> None:
+    """Of diffusers' code, compiled, there was room for half of them."""
+    before, mine = budget(gpu(80), SANA, "2b-480p", speed="auto"), parts("sanavideo", "2b-480p")
+    compiled = mine.cost.of_flavour("2b-480p", Kernels(compiled=True))
+    chosen = choose(replace(before, parts=replace(mine, transformer=compiled)))
+    assert not chosen.config.precision.gradient_checkpointing
 
 
 def test_auto_keeps_as_many_blocks_as_fit() -> None:
@@ -560,3 +568,34 @@ def test_streaming_and_moving_all_weights_exclude_each_other() -> None:
     assert not choose(before).config.offload.enable_group_offload
     (change,) = smallest_change(before)
     assert change.values == {**STREAMED, "enable_model_cpu_offload": False}
+
+
+SMALL = Bucket(256, 256, 1, 1, 1.0, 64)
+
+
+def small(gigabytes: float = 80, **settings: Any) -> Budget:
+    """Small pictures on a fast card, whose kernels take less time than launching them."""
+    return budget(gpu(gigabytes, 1e12), SMALL, "t2i-lite-sft", **{"gradient_checkpointing": True, **settings})
+
+
+def test_a_larger_batch_is_proposed_where_the_gpu_waits_for_the_host() -> None:
+    before = small()
+    batch = free_batch(before)
+    assert batch is not None
+    assert batch > 1
+    after, beyond = (
+        replace(before, workload=replace(before.workload, buckets=[replace(SMALL, batch=count)]))
+        for count in (batch, batch + 1)
+    )
+    assert after.step_seconds == before.step_seconds < beyond.step_seconds
+    assert free_batch(after) is None
+    assert free_batch(budget(gpu(80, 1e12), PICTURE, "t2i-lite-sft")) is None, "computing takes longer"
+    assert free_batch(small(dynamo_mode="reduce-overhead")) is None, "a CUDA graph needs no launches"
+
+
+def test_a_proposed_batch_fits() -> None:
+    roomy, peak = small(), small().peaks[0]
+    batch = free_batch(roomy)
+    tight = replace(roomy, device=gpu((peak * 1.02 + DEVICE_OVERHEAD) / (1 - FRAGMENTS) / 1e9, 1e12))
+    assert tight.fits
+    assert (free_batch(tight) or 1) < (batch or 1)

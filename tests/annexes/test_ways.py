@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 
-from simpletuner.annexes.fitting.fit import check_fit, check_ways, choose, find_ways
+from simpletuner.annexes.fitting.fit import check_fit, check_ways, choose, find_ways, smallest_change
 from simpletuner.annexes.fitting.ready import check_devices
 from simpletuner.budget.budget import HOST_BASE, Budget
 from simpletuner.budget.estimate import sent_bytes
+from simpletuner.budget.workload import Bucket
 from simpletuner.techniques.spec import TechniqueCost
-from tests.annexes.test_fit import budget, gpu
+from tests.annexes.test_fit import LEANEST, budget, gpu
 from tests.budget.test_device import LISTED, fake_smi
 from tests.workspace import Workspace
 
@@ -69,6 +71,32 @@ def test_a_slow_link_is_waited_for() -> None:
     far = budget(gpu(80), **FULL, fsdp_enable=True, num_processes=8, num_machines=8)
     assert far.step_seconds == max(far.steps[0].cost.seconds, far.sent.total / 12.5e9)
     assert far.sent == sent_bytes(far.model, TechniqueCost(), 1)
+
+
+def test_processes_that_share_tokens_hold_and_compute_a_share() -> None:
+    one, four = (budget(gpu(80), num_processes=4, sequence_parallel_size=size) for size in (1, 4))
+    alone, shared = one.steps[0], four.steps[0]
+    held = 2 * shared.load.samples * shared.load.tokens * shared.model.cost.hidden
+    assert [each.held for each in shared.model.activations(shared.load)[:2]] == [held, held / 4]
+    assert shared.cost.model == pytest.approx(alone.cost.model / 4)
+    assert alone.exchanged == 0
+    # Four tensors in each of the forward pass, its recomputation and the backward pass; a quarter of a share stays.
+    blocks = 2 + sum(shared.model.checkpointed) / shared.model.cost.large
+    assert four.sent.exchanged == pytest.approx(shared.model.cost.large * 4 * blocks * held / 4 * 3 / 4)
+    assert shared.cost.seconds == pytest.approx(
+        alone.cost.seconds / 4 + shared.exchanged / one.device.rates.link, rel=0.01
+    )
+
+
+def test_clips_that_are_too_long_are_shared() -> None:
+    clip = Bucket(1280, 768, 241, 1, 1.0, 256)
+    pro = partial(budget, gpu(24), clip, "t2v-pro-sft-10s-hd", speed="auto", **LEANEST)
+    assert [str(change) for change in smallest_change(pro(num_processes=8))][-1] == (
+        "sequence_parallel_size 8, with fewer samples a step"
+    )
+    assert pro(num_processes=8, sequence_parallel_size=8, speed_keep_attention=False).fits
+    for settings in ({}, {"num_processes": 8, "lora_dropout": 0.1}):
+        assert "sequence_parallel_size" not in str(smallest_change(pro(**settings))), "nobody to share with, or refused"
 
 
 def test_the_ways_to_train() -> None:
@@ -166,4 +194,6 @@ def test_a_plan_for_several_devices(workspace: Workspace, capsys: pytest.Capture
     told = json.loads(capsys.readouterr().out)["processes"]
     assert (told["count"], told["machines"], told["way"]) == (4, 2, "DDP")
     assert told["sent"]["reduced"] > 0 == told["sent"]["gathered"]
-    assert [way["fits"] for way in told["ways"]] == [True, True, True]
+    assert {way["way"]: way["fits"] for way in told["ways"]} == dict.fromkeys(
+        ("DDP", "DDP, streamed", "FSDP2", "FSDP2, hybrid"), True
+    )

@@ -233,6 +233,16 @@ def test_redirects_stay_on_their_host(
     assert told == ([f"{error} Change webhook_config if that is right."] if host == "localhost" else [])
 
 
+def test_a_message_that_is_redirected_for_ever_is_lost_with_a_warning(
+    receiver: Receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver.status, receiver.location = 307, receiver.url
+    deliver(hook(receiver.url), tmp_path, Notice("hello"))
+    assert len(receiver.got) == webhooks.MOST_REDIRECTS
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert told == ["The webhook at 127.0.0.1 redirects more than 2 times; the message is lost."]
+
+
 def test_the_end_reaches_a_slow_receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhooks, "TIMEOUT", 0.3)
     with served(Receiver(late=0.4)) as slow:

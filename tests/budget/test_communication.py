@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from simpletuner.budget.device import Device, rates_of
-from simpletuner.budget.estimate import NETWORK, Sent, StepModel, link_rate, sent_bytes
+from simpletuner.budget.estimate import Sent, StepModel, exchange_seconds, sent_bytes
+from simpletuner.config.launch import LaunchConfig
 from simpletuner.models.cost import Adapters, CostTable, TransformerCost
 from simpletuner.techniques.spec import TechniqueCost
 
@@ -36,9 +38,9 @@ LORA = replace(FULL, adapters=Adapters(2, frozenset({"blocks.0"})), number_bytes
     [
         (FULL, Sent(reduced=2 * 3 / 4 * 320)),
         (LORA, Sent(reduced=2 * 3 / 4 * 128)),
-        (replace(FULL, sharded=True), Sent(gathered=3 / 4 * 2 * 320, scattered=3 / 4 * 320)),
-        (replace(FULL, sharded=True, reshards=False), Sent(gathered=3 / 4 * 320, scattered=3 / 4 * 320)),
-        (replace(LORA, sharded=True), Sent(reduced=2 * 3 / 4 * 128, gathered=3 / 4 * 2 * 320)),
+        (replace(FULL, sharers=PROCESSES), Sent(gathered=3 / 4 * 2 * 320, scattered=3 / 4 * 320)),
+        (replace(FULL, sharers=PROCESSES, reshards=False), Sent(gathered=3 / 4 * 320, scattered=3 / 4 * 320)),
+        (replace(LORA, sharers=PROCESSES), Sent(reduced=2 * 3 / 4 * 128, gathered=3 / 4 * 2 * 320)),
         (replace(FULL, processes=1), Sent()),
         (replace(FULL, trains=False), Sent()),
     ],
@@ -54,7 +56,7 @@ def test_bytes_computed_by_hand(model: StepModel, expected: Sent) -> None:
 def test_techniques_add_gradients_and_passes() -> None:
     added = TechniqueCost(parameters=10, forwards=1, passes=2)
     assert sent_bytes(FULL, added, 1).reduced == 2 * 3 / 4 * (320 + 40)
-    sharded = sent_bytes(replace(FULL, sharded=True), added, 1)
+    sharded = sent_bytes(replace(FULL, sharers=PROCESSES), added, 1)
     assert sharded == Sent(reduced=2 * 3 / 4 * 40, gathered=3 / 4 * 320 * 7, scattered=3 / 4 * 320 * 3)
 
 
@@ -89,7 +91,9 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.bytes[func._opname] += max((each.nbytes for each in args if isinstance(each, Tensor)), default=0)
+            self.bytes[func._opname] += max(
+                (each.nbytes for each in tree_leaves(args) if isinstance(each, Tensor)), default=0
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -101,19 +105,39 @@ def test_fsdp_sends_what_is_counted(mesh: Any, reshards: bool) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
     with Counted() as counted:
         model(torch.zeros(1, WIDTH, dtype=torch.bfloat16)).sum().backward()
-    planned = sent_bytes(replace(FULL, sharded=True, reshards=reshards), TechniqueCost(), 1)
+    planned = sent_bytes(replace(FULL, sharers=PROCESSES, reshards=reshards), TechniqueCost(), 1)
     expected = {"_allgather_base_": planned.gathered, "_reduce_scatter_base_": planned.scattered}
     assert {name: nbytes * (PROCESSES - 1) / PROCESSES for name, nbytes in counted.bytes.items()} == expected
 
 
+def test_hybrid_shards_send_what_is_counted() -> None:
+    """Two machines of two processes: weights are gathered within a machine, gradients are summed across both."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=PROCESSES)
+    try:
+        mesh = init_device_mesh("cpu", (2, PROCESSES // 2), mesh_dim_names=("replicate", "shard"))
+        model = Model().to(torch.bfloat16)
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        with Counted() as counted:
+            model(torch.zeros(1, WIDTH, dtype=torch.bfloat16)).sum().backward()
+    finally:
+        distributed.destroy_process_group()
+    planned = sent_bytes(replace(FULL, sharers=2), TechniqueCost(), 1)
+    found = {name: nbytes / 2 for name, nbytes in counted.bytes.items()}
+    assert found["_allgather_base_"] == planned.gathered == 1 / 2 * 2 * 320
+    assert found["_reduce_scatter_base_"] == planned.scattered == 1 / 2 * 320
+    # Summed over two machines: each process sends as many bytes as its shard has.
+    assert 2 * found["allreduce_"] == planned.across == 320 / 2
+
+
 def test_memory_of_a_share() -> None:
-    sharded = replace(FULL, sharded=True)
+    sharded = replace(FULL, sharers=PROCESSES)
     assert sharded.trained_bytes == FULL.trained_bytes / PROCESSES
     assert replace(sharded, whole_gradients=True).trained_bytes == sharded.trained_bytes + 320 * 3 / 4
     assert FULL.frozen_bytes == 0
     buffers = 2 * 128  # what was gathered for the block that computes, and the next one's
     assert sharded.frozen_bytes == 64 + 128 + buffers + 64 + 2 * 128, "gradients have one buffer"
-    of_lora = replace(LORA, sharded=True)
+    of_lora = replace(LORA, sharers=PROCESSES)
     assert of_lora.trained_bytes == LORA.trained_bytes, "a LoRA is whole in every process"
     assert of_lora.frozen_bytes == 320 / PROCESSES + 64 + 128 + buffers
     many = replace(COST, shapes={**SHAPES, **{f"blocks.{n}.weight": (WIDTH, WIDTH) for n in range(2, 8)}})
@@ -124,4 +148,15 @@ def test_memory_of_a_share() -> None:
 
 def test_the_network_between_machines_is_slower() -> None:
     device = Device("H200", 1e12, None, True, rates_of("H200"), "")
-    assert link_rate(device, 1) == device.rates.transfer > link_rate(device, 2) == NETWORK
+    link, network = device.rates.link, 12.5e9
+    assert link > device.rates.transfer > network, "NVLink"
+    one, two = LaunchConfig(num_processes=8), LaunchConfig(num_processes=16, num_machines=2)
+    sent = Sent(gathered=4e9, scattered=2e9)
+    assert exchange_seconds(sent, device, one) == pytest.approx(6e9 / link)
+    assert exchange_seconds(sent, device, two) == pytest.approx(6e9 / network)
+    fast = two.model_copy(update={"network_gbit": 400})
+    assert exchange_seconds(sent, device, fast) == pytest.approx(6e9 / (4 * network))
+    hybrid = two.model_copy(update={"fsdp_enable": True, "fsdp_hybrid": True})
+    # Eight processes of a machine share its network card.
+    shares = replace(sent, across=1e8)
+    assert exchange_seconds(shares, device, hybrid) == pytest.approx(6e9 / link + 8e8 / network)

@@ -9,15 +9,20 @@ import pytest
 from simpletuner.budget import device as module
 from simpletuner.budget.budget import PhasePeak
 from simpletuner.budget.device import (
+    CARDS,
+    NVLINK_BYTES,
     DeviceRates,
     Gpu,
+    compared,
     compute_capability,
     find_device,
     host_memory,
+    linked,
     query_gpu,
     rates_of,
     write_rates,
 )
+from simpletuner.config.schema import all_options, parse_card
 
 
 def fake_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -133,10 +138,52 @@ def test_planning_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 23e9 < device.usable < 25e9
     assert device.host_memory is None, "that machine's is not known"
     monkeypatch.setattr(module, "query_gpu", lambda: None)
-    assert find_device(12).note == "as fast as an RTX 3060, assumed"
-    assert find_device(24).note == "as fast as an RTX 4090, assumed"
-    assert find_device(80).note == "as fast as an A100, assumed"
+    notes = {gigabytes: find_device(gigabytes).note.split(";") for gigabytes in (12, 24, 80)}
+    assert [first for first, _ in notes.values()] == [
+        f"as fast as an {card}, assumed" for card in ("RTX 3060", "RTX 4090", "A100")
+    ]
+    assert all(second == " --device names another card" for _, second in notes.values())
     assert find_device(80).rates == rates_of("NVIDIA A100-SXM4-80GB")
+
+
+def test_planning_for_a_card_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "query_gpu", lambda: None)
+    card = find_device(card="h100")
+    assert (card.name, card.memory) == ("H100 with 80 GiB", 80 * 2**30)
+    assert card.rates == rates_of("NVIDIA H100 80GB HBM3")
+    smaller = find_device(40, card="a100")
+    assert (smaller.memory, smaller.rates) == (40 * 2**30, rates_of("NVIDIA A100-SXM4-40GB"))
+
+
+def test_every_name_of_a_card_has_its_rates() -> None:
+    assert sorted(CARDS) == sorted(all_options()["plan_device"].choices)
+    found = [rates_of(f"NVIDIA GeForce {card.name}") for card in CARDS.values()]
+    assert found == [card.rates for card in CARDS.values()], "no name hides a longer one"
+
+
+@pytest.mark.parametrize("written", ["4090", 4090, "RTX 4090", "NVIDIA GeForce RTX 4090", "rtx-4090"])
+def test_a_card_may_be_written_with_its_series(written: object) -> None:
+    assert parse_card(written) == "4090"
+
+
+TOPOLOGY = """\tGPU0\tGPU1\tNIC0\tCPU Affinity
+GPU0\t X \t{link}\tSYS\t0-31
+GPU1\t{link}\t X \tNODE\t0-31"""
+
+
+@pytest.mark.parametrize(("link", "rate"), [("NV12", 12 * NVLINK_BYTES), ("PHB", None)])
+def test_the_links_between_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str, rate: float | None) -> None:
+    fake_smi(tmp_path, monkeypatch, f"if [ $1 = topo ]; then echo '{TOPOLOGY.format(link=link)}'; fi")
+    assert linked() == ({} if rate is None else {"link": rate})
+
+
+def test_measured_rates_of_a_processor_count_whatever_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "query_gpu", lambda: None)
+    write_rates(tmp_path, DeviceRates("cpu", 1e11, None, "float32"))
+    device = find_device(output_dir=tmp_path)
+    assert (device.rates.matmul, device.note) == (1e11, "matmul, attention measured")
 
 
 def test_measured_rates_count_for_the_same_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,3 +213,8 @@ def test_the_longer_name_wins() -> None:
 def test_this_machine_has_memory() -> None:
     found = host_memory()
     assert found is None or found > 1e9
+
+
+def test_numbers_that_are_compared_show_which_is_larger() -> None:
+    assert compared(16.1e9, 12e9) == ("16.1 GB", "12.0 GB")
+    assert compared(16.14e9, 16.06e9) == ("16.140 GB", "16.060 GB")

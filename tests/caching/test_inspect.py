@@ -23,7 +23,7 @@ from simpletuner.caching.inspect import (
     origin_of,
     remove_garbage,
 )
-from simpletuner.caching.keys import EncoderIdentity, LatentKey, TextKey, provenance_of
+from simpletuner.caching.keys import EncoderIdentity, FeatureKey, LatentKey, TextKey, provenance_of
 from simpletuner.caching.read import CacheStore
 
 FAMILY = "kandinsky5-image"
@@ -119,6 +119,15 @@ def test_gc_lists_first_and_removes_only_what_it_listed(store: CacheStore) -> No
     remove_garbage(store.folder, garbage)
     assert set(list_keys(store.folder)) == wanted | {later.digest()}
     assert not find_garbage(store.folder, {*wanted, later.digest()}, FAMILY).entries
+
+
+def test_features_are_of_the_family_of_their_latents(store: CacheStore) -> None:
+    feature = FeatureKey("dino", SMALL.digest(), (("size", 1),))
+    store.write(feature.digest(), {"x": torch.zeros(1)}, provenance_of(feature, "set/a.png"))
+    assert not find_garbage(store.folder, [], "sanavideo").entries
+    assert feature.digest() in find_garbage(store.folder, [], FAMILY).entries
+    entry_path(store.folder, SMALL.digest()).unlink()
+    assert set(find_garbage(store.folder, [], "sanavideo").entries) == {feature.digest()}, "nobody else would list it"
 
 
 def test_gc_takes_old_leftovers_and_spares_a_writer_at_work(store: CacheStore) -> None:

@@ -14,6 +14,7 @@ import pytest
 from simpletuner.cli import app
 from simpletuner.cli.app import main
 from simpletuner.cli.help import settings_help
+from simpletuner.cli.train import keep_compiled
 from simpletuner.config.datasets import dataset_options
 from simpletuner.config.schema import all_options
 from simpletuner.config.sections import EVERYDAY_WORDS
@@ -195,3 +196,13 @@ def test_what_nobody_foresaw_has_a_traceback(capsys: Capture, monkeypatch: pytes
     told = capsys.readouterr().err
     assert "Traceback" in told
     assert told.splitlines()[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_compiled_code_is_kept_in_the_cache_folder_unless_the_user_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/theirs")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    keep_compiled(tmp_path)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/theirs"
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")

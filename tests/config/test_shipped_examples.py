@@ -52,7 +52,7 @@ def test_every_key_of_the_config_is_known_and_in_the_order_of_the_schema() -> No
 def test_the_prompt_library_and_the_filter_list_load() -> None:
     problems = Problems()
     assert len(problems.take(read_library(SHIPPED / "user_prompt_library.json.example"))) == 4
-    edit = problems.take(read_filters(str(SHIPPED / "caption_filter_list.txt.example"), "caption_filter_list"))
+    edit = problems.take(read_filters(str(SHIPPED / "caption_filter_list.txt.example")))
     assert problems == []
     assert edit is not None
     assert list(edit("a Watermarked picture , lorem ipsum in colour")) == ["a picture, in color"]

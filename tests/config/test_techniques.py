@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from simpletuner.config.alignment import LayerSyncConfig, check_layersync
-from simpletuner.config.scheduled_sampling import ScheduledSamplingConfig
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route, ScheduledSamplingConfig
 from tests.plan.test_checks import problems
 
 GOOD = {"layersync_enabled": True, "layersync_student_block": 2, "layersync_teacher_block": 5}

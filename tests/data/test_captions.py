@@ -18,7 +18,7 @@ from simpletuner.data.captions import (
     shuffle_edit,
 )
 from simpletuner.data.files import LeftOutError
-from simpletuner.errors import Problems, result_of
+from simpletuner.errors import Problems, result_of, within
 
 
 def captions(
@@ -115,7 +115,7 @@ def test_shuffling_is_off_unless_asked_for() -> None:
 
 def filtered(caption: str, entries: Any) -> str:
     problems = Problems()
-    edit = problems.take(read_filters(entries, "text.caption_filter_list"))
+    edit = problems.take(within("text", read_filters(entries)))
     assert not problems, problems
     assert edit is not None
     return edit(caption)[0]
@@ -136,12 +136,12 @@ def test_filters_take_texts_expressions_and_replacements(tmp_path: Path) -> None
 @pytest.mark.parametrize("value", [["s/(/x/"], [r"s/a/\1/"], [1], {"a": 1}, "nowhere.txt"])
 def test_filters_that_cannot_be_read_are_problems(value: Any) -> None:
     problems = Problems()
-    problems.take(read_filters(value, "text.caption_filter_list"))
+    problems.take(within("text", read_filters(value)))
     assert [problem.where for problem in problems] == ["text.caption_filter_list"]
 
 
 def test_a_caption_that_is_filtered_away_is_reported(tmp_path: Path) -> None:
-    edit = result_of(read_filters(["house"], ""))
+    edit = result_of(read_filters(["house"]))
     source = CaptionSource(
         DatasetConfig(id="a", caption_strategy="filename"), tmp_path, {}, {}, (edit,) if edit else ()
     )
@@ -167,19 +167,21 @@ def table(tmp_path: Path) -> ParquetConfig:
 
 def test_tables_name_pictures_by_path_or_name(table: ParquetConfig) -> None:
     problems = Problems()
-    rows = problems.take(read_caption_table(table, "set"))
+    rows = problems.take(within("set", read_caption_table(table)))
     matched, unused = match_rows(rows, ["sub/a.png", "deep/b.jpg", "é.png", "other.png"])
     assert matched == {"sub/a.png": ("from a path",), "deep/b.jpg": ("from the fallback",), "é.png": ("accent",)}
     assert (unused, problems) == (["gone.png"], [])
 
 
 def test_a_list_column_holds_alternatives(table: ParquetConfig) -> None:
-    rows = result_of(read_caption_table(table.model_copy(update={"caption_column": "many"}), "set"))
+    rows = result_of(within("set", read_caption_table(table.model_copy(update={"caption_column": "many"}))))
     assert list(rows.values())[:2] == [("one", "two"), ("from the fallback",)]
 
 
 def test_names_without_extension_mean_png(table: ParquetConfig) -> None:
-    rows = result_of(read_caption_table(table.model_copy(update={"identifier_includes_extension": False}), "set"))
+    rows = result_of(
+        within("set", read_caption_table(table.model_copy(update={"identifier_includes_extension": False})))
+    )
     assert "b.jpg.png" in rows
 
 
@@ -187,7 +189,7 @@ def test_a_missing_column_names_those_that_are_there(table: ParquetConfig) -> No
     problems = Problems()
     assert (
         problems.take(
-            read_caption_table(table.model_copy(update={"caption_column": "texts", "width_column": "w"}), "set")
+            within("set", read_caption_table(table.model_copy(update={"caption_column": "texts", "width_column": "w"})))
         )
         == {}
     )
@@ -200,11 +202,11 @@ def test_a_missing_table_or_package_is_a_problem(
     table: ParquetConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems = Problems()
-    problems.take(read_caption_table(table.model_copy(update={"path": str(tmp_path / "no.parquet")}), "set"))
+    problems.take(within("set", read_caption_table(table.model_copy(update={"path": str(tmp_path / "no.parquet")}))))
     (tmp_path / "bad.parquet").write_text("no table")
-    problems.take(read_caption_table(table.model_copy(update={"path": str(tmp_path / "bad.parquet")}), "set"))
+    problems.take(within("set", read_caption_table(table.model_copy(update={"path": str(tmp_path / "bad.parquet")}))))
     assert [problem.where for problem in problems] == ["set.parquet.path"] * 2
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    problems.take(read_caption_table(table, "set"))
+    problems.take(within("set", read_caption_table(table)))
     assert "pip install 'pyarrow>=" in problems[-1].message

@@ -19,7 +19,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.entries import DataContext
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.sample import Sample
-from simpletuner.errors import Problem, Problems
+from simpletuner.errors import Problem, Problems, within
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
 from tests import pictures
 from tests.clips import BROKEN, write_clip, write_plain
@@ -37,7 +37,7 @@ def rules_of(
 ) -> tuple[ClipRules | None, list[Problem]]:
     problems = Problems()
     config = DatasetConfig(id="films", dataset_type=dataset_type, video=VideoConfig(**video))
-    return problems.take(build_clip_rules(config, context)), problems
+    return problems.take(within(config.id, build_clip_rules(config, context))), problems
 
 
 def build(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletuner.config.schema import CheckpointConfig
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed import sharding
 from simpletuner.distributed.joining import connect, settle_meeting
@@ -48,6 +48,8 @@ class Case:
     Attributes:
         fused: whether its optimizer is, as on a GPU.
         counted: whether the bytes that it exchanges are counted, which makes every operation slower.
+        adapter: of the checkpoint's family.
+        batch: file of its batch.
     """
 
     settings: Mapping[str, Any]
@@ -55,6 +57,8 @@ class Case:
     steps: int = 3
     fused: bool = False
     counted: bool = False
+    adapter: Callable[[Path], Any] = make_adapter
+    batch: str = BATCH_FILE
 
 
 CLIPPED = {"grad_clip_method": "norm", "max_grad_norm": 0.05, "gradient_accumulation_steps": 2}
@@ -65,15 +69,12 @@ CASES = {
         counted=True,
     ),
     "full-whole": Case({"model_type": "full", "fsdp_whole_gradients": True, **CLIPPED}, counted=True),
+    "full-hybrid": Case({"model_type": "full", "fsdp_hybrid": True, "num_machines": 2, **CLIPPED}),
     "full-bf16": Case({"model_type": "full", "mixed_precision": "bf16", "gradient_checkpointing": True}),
     "lora": Case({"gradient_checkpointing": True, **CLIPPED}, steps=6),
     "lora-tread": Case({}, lambda: [Tread([Route(0.5, 1, 1)])]),
 }
 RELAYED = ("full", "lora")
-
-
-def nothing() -> None:
-    """What completes no checkpoint."""
 
 
 @dataclass
@@ -113,14 +114,16 @@ class Run:
         settings = {"mixed_precision": "no", "use_ema": True, "lora_rank": 4, "fsdp_enable": True, **self.case.settings}
         config = make_config(self.checkpoint, **settings)
         spec = TrainingSpec(lora_targets=TARGETS, seed=3, total_steps=20, learning_rate=1e-3)
-        adapter = make_adapter(self.checkpoint)
+        adapter = self.case.adapter(self.checkpoint)
         kernel = (lambda *size, **where: "fused") if self.case.fused else optimizers.update_kernel
         with patch.object(assembling, "shard", self.shard), patch.object(optimizers, "update_kernel", kernel):
             self.assembly: Any = assemble(config, spec, adapter, self.case.techniques(), make_accelerator(), self.world)
         self.ema = Ema(self.assembly.parameters, config.ema, CPU)
         # Encoding takes longer than everything else.
-        batch = torch.load(self.folder / BATCH_FILE, weights_only=False)
-        mine = slice(*(len(batch.names) * rank // self.world.size for rank in (self.world.rank, self.world.rank + 1)))
+        batch = torch.load(self.folder / self.case.batch, weights_only=False)
+        self.shared = config.launch.sequence_parallel_size
+        place = self.world.of_groups(self.shared)
+        mine = slice(*(len(batch.names) * rank // place.size for rank in (place.rank, place.rank + 1)))
         self.loader: Any = Batches(Batch(batch.latents[mine], batch.embeds[mine], batch.names[mine]))
         self.state = TrainState()
 
@@ -150,7 +153,7 @@ class Run:
             for average in (False, True, False):
                 with self.ema.applied() if average else quiet(self.assembly):
                     mine = predict_now(self.assembly, self.assembly.adapter.prepare(fixed_noise(self.loader.batch)))
-                found.append(torch.cat(self.world.gather(mine)))
+                found.append(torch.cat(self.world.gather(mine)[:: self.shared]))
         return found
 
     def weights(self) -> dict[str, Tensor]:
@@ -158,8 +161,8 @@ class Run:
 
     def save(self, folder: Path, *, in_shards: bool, meanwhile: int = 0) -> None:
         """Save, and train some steps before the checkpoint is complete."""
-        complete: Callable[[], None] = nothing
-        if self.world.is_main or self.assembly.trained.sharers.size > 1:
+        complete: Callable[[], None] | None = None
+        if self.assembly.writes:
             identity = Identity("kandinsky5-image", "t2i-lite-sft", "full", 4, 3, "x", {})
             writer = CheckpointWriter(
                 folder, CheckpointConfig(), self.loader, self.ema, identity, {}, EventStream(print), lambda state: {},
@@ -167,7 +170,8 @@ class Run:
             )  # fmt: skip
             complete = writer.write(folder, self.assembly, self.state)
         self.train(meanwhile)
-        complete()
+        if complete is not None:
+            complete()
         self.world.barrier()
 
     def load(self, folder: Path) -> None:

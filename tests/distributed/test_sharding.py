@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 SIZES = [2, 1, 4, 2]  # of the legs of the relay
-CASES_OF = [list(CASES), [], ["full-accumulated"], []]  # that the same processes train
+CASES_OF = [list(CASES), [], ["full-accumulated", "full-hybrid"], []]  # that the same processes train
 SAME = 1e-6  # relative, of losses
 
 
@@ -73,6 +73,12 @@ def test_every_process_holds_its_part_alone(together: Together, size: int) -> No
 def test_blocks_are_in_memory_once_until_they_are_split(together: Together, name: str) -> None:
     (place,) = together.several[2][name]["places"]
     assert "memfd:simpletuner-offload" in place
+
+
+def test_every_machine_holds_all_parts_of_hybrid_shards(together: Together) -> None:
+    name = "full-hybrid"
+    assert together.several[2][name]["held"] == together.one[name]["held"], "two machines of one process"
+    assert together.several[4][name]["held"] < 1.1 * together.one[name]["held"] / 2
 
 
 def test_whole_gradients_are_exchanged_once_in_a_step(together: Together) -> None:

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from simpletuner.caching.read import BatchReader, CacheStore
 from simpletuner.config.sources import parse_arguments
 from simpletuner.data.files import MediaError
 from simpletuner.distributed.joining import connect
-from simpletuner.distributed.launching import shared_events
 from simpletuner.distributed.sharing import SharedPhase, share_work
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
@@ -66,8 +65,8 @@ class Process:
         self.world, self.seen = world, list[Event]()
         self.written: list[str] = []
         self.act: Callable[[Event], object] = lambda event: None
-        events = EventStream(self.seen.append, lambda event: self.act(event))
-        self.events = shared_events(events, world, 10, ExitStack())
+        self.events = EventStream(self.seen.append, lambda event: self.act(event))
+        self.events.subscribe(world.follow(self.events.stop, print))
 
     def fill(self) -> CacheFiller:
         plan, _ = ready_plan(parse_arguments([]))

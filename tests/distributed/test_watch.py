@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from simpletuner.distributed import watch
-from simpletuner.distributed.joining import join_watch, open_store
+from simpletuner.distributed import joining, watch
+from simpletuner.distributed.joining import ConnectedWorld, join_watch, open_store
 from simpletuner.distributed.watch import GONE, Beat, Link, Pulse, Watch, where_it_is
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
@@ -79,6 +79,16 @@ def test_a_process_that_leaves_is_not_taken_for_killed(joined: Joined) -> None:
     first, second = both(joined(World(0, 2), World(1, 2)))
     second.close()
     assert first.known(0.5) is None
+
+
+def test_a_lost_process_is_named_also_when_the_watch_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, gloo may notice that a process was killed some seconds before the watch looks."""
+    monkeypatch.setattr(joining, "POLL_SECONDS", 0.01)
+    late = Watch(0, 2, "key", 60.0)
+    threading.Timer(0.2, late._decide, ("Process 1 is gone.", 1)).start()
+    world = ConnectedWorld(0, 2, 0, 2, control=None, watch=late)
+    assert world.first_failure(RuntimeError("[gloo/transport] Connection closed by peer")) == "Process 1 is gone."
+    assert ConnectedWorld(0, 2, 0, 2, control=None, watch=Watch(0, 2, "key", 60.0)).first_failure(ValueError()) is None
 
 
 def test_the_first_failure_ends_all(joined: Joined) -> None:

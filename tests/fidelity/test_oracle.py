@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from simpletuner.caching.fill import to_pixels
-from simpletuner.config.loss import LossConfig
 from simpletuner.config.schema import FlowConfig
+from simpletuner.config.techniques import LossConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.seeds import Place

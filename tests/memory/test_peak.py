@@ -12,21 +12,26 @@ import pytest
 import torch
 from diffusers import Kandinsky5Transformer3DModel, SanaVideoTransformer3DModel
 from peft import LoraConfig
-from torch import nn
+from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.models import cost_of
 from simpletuner.budget.estimate import StepModel
-from simpletuner.config.schema import OptimizerConfig
+from simpletuner.config.schema import OptimizerConfig, PrecisionConfig
+from simpletuner.distributed.sequence import SequenceGroup
 from simpletuner.memory.precision import QuantisedLinear, QuantisedProducts, linear_layers
-from simpletuner.models.cost import Adapters, BatchShape, TransformerCost
+from simpletuner.models.cost import Adapters, BatchShape, Kernels, TransformerCost
+from simpletuner.models.kandinsky5 import attention, fast, nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
+from simpletuner.models.kandinsky5.image import ROPE, block_layout
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.lora_keys import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
+from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.release import GradientRelease
 from tests.peak import fake_step, hollow, peak_of_step
+from tests.tiny import NABLA
 
 BF16 = torch.bfloat16
 KANDINSKY, SANA = ["to_query", "to_key", "to_value"], ["to_q", "to_k", "to_v", "to_out.0"]
@@ -95,13 +100,27 @@ def test_with_products_in_few_bits(
     assert 0.95 <= planned_by_metered(name, load, checkpointed, levels, monkeypatch) <= 1.1
 
 
+# From 7 processes on, the output layer, which all of them compute, takes more memory than a share of a block.
+@pytest.mark.parametrize("size", [2, 7])
+def test_with_tokens_that_processes_share(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "all_to_all_single", lambda *arguments, **settings: None)
+    load = BatchShape(1, 16, 32, 48, 256)
+    assert 0.95 <= planned_by_metered("t2v-lite-sft-5s", load, True, None, monkeypatch, size) <= 1.1
+
+
 def planned_by_metered(
-    name: str, load: BatchShape, checkpointed: bool, levels: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    load: BatchShape,
+    checkpointed: bool,
+    levels: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
+    sequence: int = 1,
 ) -> float:
     """Of what is there beside the weights.
 
     Args:
         levels: of weights that are multiplied as they are stored; None for bf16 weights.
+        sequence: processes that share the tokens.
     """
     is_sana = name == "2b-480p"
     family = SANA_COST if is_sana else VIDEO_COST if name.startswith("t2v") else IMAGE_COST
@@ -113,13 +132,52 @@ def planned_by_metered(
         use_levels(model, levels)
     adapters = Adapters(16, frozenset(matching_modules(linear_modules(cost.shapes), SANA if is_sana else KANDINSKY)))
     model = train(model, cost, adapters, checkpointed)
+    if sequence > 1:
+        group = SequenceGroup(0, sequence, None)
+        fast.install(model, attention.TextPadding()).self_attention.group = group
+        group.attach(list(model.visual_transformer_blocks), ROPE)
     with fake_step(monkeypatch):
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
         metered = peak_of_step(model, sana_inputs(load) if is_sana else kandinsky_inputs(load, _channels(settings)))
     interval = 1 if checkpointed else None
-    setup = StepModel(cost, "bf16", 2, 0, adapters, checkpoint_interval=interval, multiplies=levels is not None)
+    setup = StepModel(
+        cost, "bf16", 2, 0, adapters, checkpoint_interval=interval, multiplies=levels is not None, sequence=sequence
+    )
     planned = setup.memory(load)
     return (planned.inputs + planned.block + planned.outside) / metered
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    ("flavour", "load"),
+    [("t2v-pro-sft-5s-hd", BatchShape(1, 31, 32, 48, 256)), ("t2v-lite-sft-10s", BatchShape(1, 61, 32, 48, 256))],
+    ids=["pro-512", "lite-10s"],
+)
+def test_the_planned_peak_of_sparse_attention_is_the_metered_one(
+    flavour: str, load: BatchShape, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the tiles of flex attention, whose result checkpoints keep."""
+    settings = {**VIDEO_COST.published(flavour), **NABLA, "num_visual_blocks": 3}
+    with torch.device("meta"):
+        model: Any = Kandinsky5Transformer3DModel(**settings)
+    cost = cost_of(VIDEO_COST, model, Kernels(tile_lists=True))
+    adapters = Adapters(16, frozenset(matching_modules(linear_modules(cost.shapes), KANDINSKY)))
+    model = train(model, cost, adapters, checkpointed=False)
+    precision = PrecisionConfig(gradient_checkpointing=checkpointed)
+    with fake_step(monkeypatch):
+        monkeypatch.setattr(nabla, "choose_attend", lambda *given: nabla.compiled(nabla.tile_blocks, {}, {}))
+        hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
+        nabla.install(model)
+        keep = fast.install(model, attention.install(model)).self_attention
+        enable_checkpointing(model, block_layout(model), precision, dropout=False, keep=keep)
+        inputs = kandinsky_inputs(load, _channels(settings))
+        shape = tuple(inputs["hidden_states"].shape)
+        inputs["sparse_params"] = nabla.sparse_params(shape, dict(model.config), torch.device("cpu"))
+        metered = peak_of_step(model, inputs)
+    interval = 1 if checkpointed else None
+    setup = StepModel(cost, "bf16", 2, 0, adapters, checkpoint_interval=interval, keep_attention=checkpointed)
+    planned = setup.memory(load)
+    assert 0.95 <= (planned.inputs + planned.block + planned.outside) / metered <= 1.1
 
 
 def use_levels(model: nn.Module, levels: torch.dtype) -> None:

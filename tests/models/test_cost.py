@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.cost_table import Case, Trial, metered_block, packages, shapes_of, structure_of
+from benchmarks.cost_table import Case, Trial, compiled_traffic, metered_block, packages, shapes_of, structure_of
 from benchmarks.models import cost_of
 from simpletuner.models.cost import (
     NO_ADAPTERS,
@@ -73,6 +73,10 @@ def test_the_table_is_what_is_measured(specs: list[FamilySpec]) -> None:
         assert found.reads == factors["reads"]
         planned = {name: sum_of(factors[name], trial.numbers) for name in found.bytes}
         assert planned == pytest.approx(found.bytes, rel=0.01)
+        if kind == "bf16":  # with many tokens, as in a run
+            wide = Trial(specs[0].name, Case(5, 64, 4, 4, 32, 32, 8), dtype, rows=table.rows)
+            moved = {f"compiled {way}": count for way, count in compiled_traffic(wide).items()}
+            assert {way: sum_of(factors[way], wide.numbers) for way in moved} == pytest.approx(moved, rel=0.02)
 
 
 # What performance counters say of the published models: gigabytes in bf16, tokens, forward TFLOP, attention's share,

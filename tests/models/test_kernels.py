@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +14,7 @@ import torch
 
 from simpletuner.distributed.world import World
 from simpletuner.models import blocks
-from simpletuner.models.blocks import CHOICES_FILE, KernelChoices
+from simpletuner.models.blocks import CHOICES_FILE, Choices, KernelChoices
 
 CPU, CALL, AMONG = torch.device("cpu"), "attention", ("flash", "cuDNN")
 
@@ -21,10 +23,10 @@ def on(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     monkeypatch.setattr(blocks, "describe_platform", lambda device: place)
 
 
-def opened(folder: Path | None, *earlier: Path, world: World = World()) -> KernelChoices:
+def opened(folder: Path | None, *earlier: Path, world: World = World(), shared: Path | None = None) -> KernelChoices:
     """What a process that starts now knows."""
     choices = KernelChoices()
-    choices.open(folder, *earlier, world=world)
+    choices.open(folder, *earlier, world=world, shared=shared)
     return choices
 
 
@@ -88,6 +90,37 @@ def test_a_run_that_goes_on_elsewhere_takes_its_choices_along(tmp_path: Path) ->
     assert opened(new).choose(CPU, CALL, AMONG, never) == "flash"
     opened(new, old)
     assert opened(new).choose(CPU, CALL, AMONG, never) == "cuDNN"
+
+
+def test_other_runs_need_not_time_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The cache folder may come from another machine: its choices count for equal devices and versions."""
+    old, new, shared = tmp_path / "old", tmp_path / "new", tmp_path / "cache"
+    on(monkeypatch, "H200, torch 2.13")
+    first = opened(old, shared=shared)
+    assert first.choose(CPU, CALL, AMONG, lambda: "cuDNN") == "cuDNN"
+    assert opened(new, shared=shared).choose(CPU, CALL, AMONG, never) == "cuDNN"
+    assert (new / CHOICES_FILE).read_text() == (old / CHOICES_FILE).read_text(), "kept with each run"
+    opened(new).choose(CPU, "another call", AMONG, lambda: "cuDNN")
+    (shared / CHOICES_FILE).write_text(json.dumps({"H200, torch 2.13": {CALL: "flash", "another call": "flash"}}))
+    again = opened(new, shared=shared)
+    assert again.choose(CPU, CALL, AMONG, never) == "cuDNN", "a run keeps its own"
+    on(monkeypatch, "A100, torch 2.13")
+    assert opened(tmp_path / "third", shared=shared).choose(CPU, CALL, AMONG, lambda: "flash") == "flash"
+
+
+def test_processes_that_store_at_once_lose_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on(monkeypatch, "H200, torch 2.13")
+    calls, processes, read = ("first", "second"), [opened(tmp_path) for _ in range(2)], blocks.read_choices
+
+    def read_slowly(path: Path) -> Choices | None:
+        found = read(path)
+        time.sleep(0.1)
+        return found
+
+    monkeypatch.setattr(blocks, "read_choices", read_slowly)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda process, call: process.choose(CPU, call, AMONG, lambda: "cuDNN"), processes, calls))
+    assert read(tmp_path / CHOICES_FILE) == {"H200, torch 2.13": dict.fromkeys(calls, "cuDNN")}
 
 
 class Several(World):

@@ -133,12 +133,15 @@ def test_the_backward_pass_makes_the_lists_again(
     blocks: Callable[[Tensor], BlockMask], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit-equal gradients, and one byte is saved for each pair of tiles, through the surrounding hooks."""
-    attend = differentiable_flex(monkeypatch, blocks)
-    inputs, tiles = draw(6)
+    check_saved(differentiable_flex(monkeypatch, blocks), *draw(6), monkeypatch)
+
+
+def check_saved(attend: nabla.Attend, inputs: list[Tensor], tiles: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [each.requires_grad_() for each in inputs]
     with saved_bytes(inputs) as meter:
         out = attend(*inputs, tiles)
-    assert meter.bytes == out.nbytes + out.nbytes // HEAD_DIM + tiles.nbytes, "result, log-sum-exp and tiles"
+    sums = 4 * out.numel() // HEAD_DIM
+    assert meter.bytes == out.nbytes + sums + tiles.nbytes, "result, log-sum-exp and tiles"
     with monkeypatch.context() as unhooked:
         unhooked.setattr(nabla, "RebuiltLists", lambda *given: nullcontext())
         other = attend(*inputs, tiles)
@@ -349,6 +352,14 @@ def test_a_gpu_has_a_way(dtype: torch.dtype, head_dim: int) -> None:
             torch.autograd.grad(out.sum(), moved), torch.autograd.grad(wanted.sum(), moved), strict=True
         ):
             torch.testing.assert_close(one, other, rtol=0, atol=4 * limit)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_makes_the_lists_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, (inputs, tiles) = torch.device("cuda"), draw(6)
+    attend = nabla.choose_attend(device, torch.bfloat16, HEAD_DIM)
+    check_saved(attend, [each.to(device, torch.bfloat16) for each in inputs], tiles.to(device), monkeypatch)
 
 
 @pytest.mark.gpu

@@ -204,3 +204,19 @@ def test_pickled_code_is_not_run(content: object, tmp_path: Path, monkeypatch: p
     Path("pytorch_model.bin").write_bytes(b"PK no archive")
     assert pickled_shapes(Path("pytorch_model.bin")) == {}
     assert not Path("evil").exists()
+
+
+def test_offline_says_the_two_ways_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    part = source()["vae"]
+    told = (
+        "is not on this machine, and the hub is offline (HF_HUB_OFFLINE). Unset it to download the model, or set "
+        f"{BASE} to a folder."
+    )
+    assert part.absence() == told
+    with pytest.raises(UserError) as refused:
+        part.fetch()
+    assert str(refused.value) == f"{part.location!r} {told}"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert part.absence() is None

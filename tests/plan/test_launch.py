@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 
 from simpletuner.config.load import Layer, resolve
+from simpletuner.distributed.world import World
 from simpletuner.errors import result_of
-from simpletuner.plan.checks import check_config
+from simpletuner.models.registry import FAMILIES
+from simpletuner.models.source import ModelSource
+from simpletuner.plan.build import Settings, make_sampler
+from simpletuner.plan.checks import check_config, check_sequence
 from simpletuner.plan.environment import may_shard
 
 SHARDED = {"num_processes": 4, "fsdp_enable": True}
@@ -67,6 +71,56 @@ def test_what_fsdp_excludes(settings: dict[str, Any], other: str) -> None:
     assert error.startswith(f"fsdp_enable: and {other} exclude each other: ")
     assert told(num_processes=4, **settings)[0] == [], "DDP takes it"
     assert not may_shard(config(num_processes=4, **settings))
+
+
+ROUTES = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"tread_config": ROUTES}, "and tread_config exclude each other: "),
+        ({"lora_dropout": 0.1}, "and lora_dropout exclude each other: "),
+        ({"speed": "reference"}, "2 needs speed_plain_math: "),
+    ],
+)
+def test_what_sharing_tokens_excludes(settings: dict[str, Any], error: str) -> None:
+    (found,), _ = told(num_processes=4, sequence_parallel_size=2, **settings)
+    assert found.startswith(f"sequence_parallel_size: {error}")
+    assert told(num_processes=4, **settings)[0] == [], "each process has all tokens"
+
+
+@pytest.mark.parametrize(
+    ("flavour", "processes", "machines", "size", "error"),
+    [
+        ("t2v-lite-sft-5s", 8, 1, 4, None),
+        ("t2v-pro-sft-10s-hd", 8, 1, 8, None),
+        ("t2v-lite-sft-5s", 8, 1, 8, "8 must divide the 28 heads of the model and the 8 processes of each machine: "
+         "choose one of 1, 2, 4."),
+        ("t2v-pro-sft-10s-hd", 8, 2, 8, "8 must divide the 32 heads of the model and the 4 processes of each machine: "
+         "choose one of 1, 2, 4."),
+        ("t2v-pro-sft-10s-hd", 1, 1, 2, "2 must divide the 32 heads of the model and the 1 process of each machine: "
+         "choose one of 1."),
+        ("2b-480p", 2, 1, 2, "2: a block of Sana Video needs all tokens of a sample, so they cannot be shared; use 1."),
+    ],
+)  # fmt: skip
+def test_processes_divide_heads_and_machines(
+    flavour: str, processes: int, machines: int, size: int, error: str | None
+) -> None:
+    family = FAMILIES["sanavideo" if flavour == "2b-480p" else "kandinsky5-video"]
+    launch = {"num_processes": processes, "num_machines": machines, "sequence_parallel_size": size}
+    settled = config(model_family=family.name, model_flavour=flavour, **launch)
+    chosen = family.flavour(flavour)
+    settings = Settings(settled, family, chosen, ModelSource.from_config(family, chosen, settled))
+    assert list(map(str, check_sequence(settings))) == ([f"sequence_parallel_size: {error}"] if error else [])
+
+
+def test_processes_that_share_tokens_get_the_same_samples() -> None:
+    settled = config(num_processes=4, sequence_parallel_size=2)
+    assert [make_sampler([], settled, 0, World(rank, 4)).world for rank in range(4)] == [
+        World(0, 2), World(0, 2), World(1, 2), World(1, 2),
+    ]  # fmt: skip
+    assert make_sampler([], settled, 0).world.size == settled.launch.data_processes == 2
 
 
 def test_where_fsdp_may_be_used() -> None:

@@ -84,7 +84,7 @@ def test_an_absent_package_is_told_last(
         (
             {"model_type": "full"},
             "base_model_precision: 'int8' and model_type full exclude each other: a quantised model cannot be trained "
-            "in full; use model_type lora.",
+            "in full; use model_type lora, or bf16 and offload auto.",
         ),
         *(
             (

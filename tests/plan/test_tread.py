@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from simpletuner.config.load import build_group
-from simpletuner.config.tread import Route, TreadConfig, check_routes
+from simpletuner.config.techniques import Route, TreadConfig, check_routes
 from simpletuner.errors import Problems
 from tests.complaints import complaints
 from tests.workspace import Workspace

@@ -69,6 +69,18 @@ def test_the_level_comes_from_the_environment(
     assert capsys.readouterr().err == "WARNING shown\n"
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["torchao.kernel.intmm", "torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer", "py.warnings"],
+)
+def test_what_imports_warn_of_is_not_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(None)
+    logging.getLogger(name).warning("no triton here")
+    logging.getLogger("diffusers.models").warning("a weight is missing")
+    logging.getLogger(name).error("cannot go on")
+    assert capsys.readouterr().err.splitlines()[0].endswith("a weight is missing")
+
+
 def test_an_unknown_level_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIMPLETUNER_LOG_LEVEL", "WARNIG")
     with pytest.raises(UserError, match=r"SIMPLETUNER_LOG_LEVEL: 'WARNIG'.*Did you mean 'WARNING'"):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from simpletuner import STARTED
 from simpletuner.reporting.events import (
     CACHING,
     EVALUATION,
@@ -26,7 +27,7 @@ from simpletuner.reporting.events import (
 )
 from simpletuner.reporting.log import setup_logging
 from simpletuner.reporting.pace import Pace, RunningMean, clock, pace_text, size_text
-from simpletuner.reporting.progress import PlainDisplay, make_display, shown_events
+from simpletuner.reporting.progress import PlainDisplay, Start, make_display, shown_events
 from simpletuner.reporting.terminal import LiveDisplay, sparkline
 
 
@@ -97,6 +98,22 @@ def test_a_slow_phase_prints_about_every_tenth() -> None:
     assert 10 <= len(lines) <= 14
     assert re.fullmatch(r"Encoding pictures: \d+/200 pictures \(\d+ %\) \(चित्र \d+\.png\)", lines[0])
     assert re.fullmatch(r"Encoding pictures: 200 pictures in [\d.]+ s", lines[-1])
+
+
+def test_the_phases_of_a_start_are_shown_once() -> None:
+    said, time = list[str](), Clock()
+    time.time = STARTED + 1.2
+    events = EventStream(Start(said.append, time))
+    for title, seconds in (("Loading torch", 7.0), ("Encoding pictures", 65.0)):
+        phase, part = PhaseStarted(title), PhaseStarted("Within")
+        for event in (phase, part, PhaseEnded(part, 1, 1.0, complete=True)):
+            events.publish(event)
+        events.publish(PhaseEnded(phase, 1, seconds, complete=True))
+    time.time = STARTED + 79.5
+    events.publish(report(1, 6.0))
+    events.publish(report(2, 0.1))
+    phases = "plan 1.2 s, loading torch 7.0 s, encoding pictures 65.0 s, first step 6.0 s, other 0.3 s"
+    assert said == [f"Start: 79.5 s, of which {phases}"]
 
 
 def test_an_interrupted_phase_says_where_it_stopped() -> None:

@@ -108,6 +108,15 @@ def test_techniques_do_in_two_processes_what_they_do_in_one(
         assert distance(load_file(two.path(str(path.relative_to(one.folder)))), load_file(path)) < ROTATION
 
 
+def test_processes_that_share_tokens_train_the_same(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    (one,) = runs(tmp_path, t2i_checkpoint, (1,), **KANDINSKY["projector"])
+    settings = {**PLAIN, **KANDINSKY["projector"], "train_batch_size": 4, "sequence_parallel_size": 2}
+    shared = Workspace.create(tmp_path / "shared", t2i_checkpoint, **settings)
+    assert train(shared, 2) == [0, 0], printed(shared)
+    assert_same_losses(one, shared, ROTATION / 16)
+    assert distance(load_file(shared.path(RESULT)), load_file(one.path(RESULT))) < ROTATION
+
+
 def test_a_run_continues_on_another_number_of_processes(
     tmp_path: Path, sana_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

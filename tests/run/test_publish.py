@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from simpletuner.annexes.fitting.ready import ready_plan
-from simpletuner.annexes.publishing.report import published_result
+from simpletuner.annexes.publishing.card import published_result
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.sources import parse_arguments
 from simpletuner.errors import NonFiniteError

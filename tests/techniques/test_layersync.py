@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from benchmarks import models
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.techniques.layersync import LayerSync
 from simpletuner.techniques.tread import Tread

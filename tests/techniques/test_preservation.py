@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simpletuner.config.loss import PreservationConfig
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import PreservationConfig, Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.seeds import Place
 from simpletuner.techniques.base import Technique

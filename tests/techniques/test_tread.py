@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.loss import MaskedLossConfig
 from simpletuner.config.schema import PrecisionConfig
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import MaskedLossConfig, Route
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame, make_noisy
 from simpletuner.diffusion.seeds import Place

@@ -162,7 +162,9 @@ def test_a_file_that_was_edited_together_with_its_hash_is_said(tmp_path: Path, l
     writer = CheckpointWriter(
         tmp_path, CheckpointConfig(), loader, None, IDENTITY, {}, EventStream(print), lambda state: {}
     )
-    writer.write(tmp_path / "checkpoint-2", lora, TrainState(2, 1))()
+    complete = writer.write(tmp_path / "checkpoint-2", lora, TrainState(2, 1))
+    assert complete is not None
+    complete()
     edit(tmp_path / "checkpoint-2" / STATE_FOLDER)
     write_manifest(tmp_path / "checkpoint-2", Manifest(2, 1, IDENTITY, describe_files(tmp_path / "checkpoint-2")))
     checkpoint = open_checkpoint(tmp_path / "checkpoint-2")

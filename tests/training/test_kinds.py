@@ -17,7 +17,7 @@ from torch import Tensor
 from simpletuner.annexes.adapters.converted import LOST, ConvertedAdapter, low_rank
 from simpletuner.annexes.adapters.lycoris import MULTIPLIER
 from simpletuner.config.schema import EmaConfig
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.adapter_kinds import planned_adapters
 from simpletuner.models.kandinsky5.loading import load_processor
@@ -28,7 +28,7 @@ from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora_files import applied_loras
 from simpletuner.training.manifest import ERRORS, LORA_FILE
-from simpletuner.training.meter import adapters_of, weight_shapes
+from simpletuner.training.meter import weight_shapes
 from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly, TrainingSpec
 from simpletuner.training.step import optimizer_step, predict_now
@@ -219,7 +219,7 @@ def test_the_plan_counts_what_is_trained(t2i_checkpoint: Path, kind: str) -> Non
     config = make_config(t2i_checkpoint, **KINDS[kind]).lora
     planned = planned_adapters(config, assembly.adapter.spec, ["to_query", "to_key", "to_value"], shapes)
     assert sum(planned.products.values()) == sum(each.numel() for each in assembly.parameters.values())
-    assert planned.products == adapters_of(assembly.transformer).products
+    assert planned.products == assembly.trained.adapters.products
 
 
 @pytest.mark.parametrize("kind", ["lokr", "lycoris dora"])

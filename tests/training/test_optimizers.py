@@ -31,7 +31,7 @@ from simpletuner.config.optimizers import (
 )
 from simpletuner.config.schema import OptimizerConfig, OptimizerName
 from simpletuner.errors import ConfigError, NoEffect, Problem
-from simpletuner.training import optimizers
+from simpletuner.training import ema, optimizers
 from simpletuner.training.optimizers import KERNEL_KEYS, MuonWithAdamW, build_optimizer, sampling_weights
 from simpletuner.training.release import HostState
 from tests.peak import Peak
@@ -262,6 +262,35 @@ def test_the_second_moment_of_bf16_weights_decays_as_that_of_float32_ones(name: 
     assert found[1] == pytest.approx(found[0], rel=0.01)
 
 
+@pytest.mark.parametrize(("beta2", "fades"), [(0.99, True), (0.996, True), (0.999, False)])
+def test_a_mean_that_bf16_cannot_let_go_of_is_warned_of(beta2: float, fades: bool) -> None:
+    """Lion's mean of gradients stays where it was, although there are none any more."""
+    weight = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    optimizer = build("optimi-lion", [weight], optimizer_config=f"{beta2=}")
+    for step in range(200):
+        weight.grad = torch.full_like(weight, float(step == 0))
+        if step == 1:
+            optimizer.state[weight]["exp_avg"].fill_(1)
+        optimizer.step()
+    assert bool((optimizer.state[weight]["exp_avg"] < 1).all()) is fades
+    told = [str(each) for each in problems("bf16", optimizer="optimi-lion", optimizer_config=f"{beta2=}")]
+    assert [f"with beta2 {beta2}: " in each for each in told] == [True] * (not fades)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "precision", "count"),
+    [
+        ("adamw_bf16", "beta1=.999", "bf16", 1), ("adamw_bf16", "beta2=.999", "bf16", 0),
+        ("optimi-adan", "beta1=.999,beta2=.999,beta3=.999", "bf16", 2), ("optimi-sgd", "momentum=.999", "bf16", 1),
+        ("optimi-lion", "beta1=.999", "bf16", 0), ("optimi-lion", "beta2=.999", "no", 0),
+        ("adamw", "beta1=.999", "bf16", 0), ("ao-adamw8bit", "beta1=.999", "bf16", 0),
+    ],
+)  # fmt: skip
+def test_only_means_in_bf16_are_warned_of(name: str, settings: str, precision: str, count: int) -> None:
+    found = problems(precision, optimizer=name, optimizer_config=settings)
+    assert ["from ever fading" in each.message for each in found] == [True] * count
+
+
 @pytest.mark.parametrize("beta2", [0.99, 0.996, 0.9962, 0.999])
 def test_the_second_moment_is_float32_where_bf16_loses_its_decay(beta2: float) -> None:
     """All numbers from 1 to 2, the same for every power of two, show it."""
@@ -385,6 +414,37 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += any(isinstance(each, torch.Tensor) and each.ndim for each in tree_leaves(args))
         return func(*args, **(kwargs or {}))
+
+
+class Separate(TorchDispatchMode):
+    """Counts the weights that foreach operations update one by one, since dtypes differ; copies may convert."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, lists = func.overloadpacket.__name__, [each for each in args if isinstance(each, list)]
+        if name.startswith("_foreach_") and name != "_foreach_copy_":
+            self.count += sum(len({each.dtype for each in weight}) > 1 for weight in zip(*lists, strict=True))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bundle", [1 << 24, 60, 1], ids=["one", "some", "each"])
+@pytest.mark.parametrize(("name", "beta"), [each for each in SQUARED if "foreach" in OPTIMIZERS[each[0]].kernels])
+def test_a_wide_second_moment_takes_no_launch_for_each_weight(
+    name: str, beta: str, bundle: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is updated bit for bit as by torch's mixed operation. Only single large weights are not widened."""
+    monkeypatch.setattr(ema, "BUNDLE", bundle)
+    several, alone = weights(torch.bfloat16), weights(torch.bfloat16)
+    together, one = (with_kernel(name, "foreach", each, settings=f"{beta}=.999") for each in (several, alone))
+    monkeypatch.setattr(one, "_init_group", partial(super(optimizers.DecayingSquares, one)._init_group))
+    with Separate() as counted:
+        run(together, several, 0, 6)
+    assert (counted.count == 0) is (bundle > 60)
+    with Separate() as plain:
+        run(one, alone, 0, 6)
+    assert plain.count > counted.count or bundle == 1
+    assert all(map(torch.equal, several, alone))
 
 
 @pytest.mark.parametrize(("name", "kernel"), CHOICES)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from simpletuner.caching.catalogue import Catalogue, DatasetCaches, Encoders
 from simpletuner.caching.read import BatchReader
-from simpletuner.config.tread import Route
+from simpletuner.config.techniques import Route
 from simpletuner.data.sampler import PlannedBatch, Sampler
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.world import World

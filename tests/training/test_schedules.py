@@ -88,4 +88,7 @@ def test_schedule_free_keeps_the_rate_behind_the_warmup() -> None:
 def test_scaling_by_the_samples_of_a_step(key: str, rate: float) -> None:
     step = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "num_processes": 4, key: 1}
     values = {"model_type": "lora", "model_family": "sanavideo", "learning_rate": 1e-4, **step}
-    assert peak_learning_rate(result_of(resolve([Layer("config.json", list(values.items()))]))) == pytest.approx(rate)
+    # Processes that share the tokens of samples count once.
+    for shared in ({}, {"num_processes": 8, "sequence_parallel_size": 2}):
+        config = result_of(resolve([Layer("config.json", list((values | shared).items()))]))
+        assert peak_learning_rate(config) == pytest.approx(rate)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,15 +23,22 @@ import torch
 from peft import LoHaConfig, LoKrConfig, PeftConfig
 from peft.tuners.lycoris_utils import LycorisLayer
 from torch import Tensor, nn
-from torch.nn import functional
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
+from simpletuner.models.cost import Adapters
 from simpletuner.models.lora_keys import Targets
 from simpletuner.models.spec import FamilySpec
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
-from simpletuner.training.lora_files import PREFIXES, file_settings, write_named, write_verified, write_weights
+from simpletuner.training.lora_files import (
+    PREFIXES,
+    LoraHook,
+    file_settings,
+    write_named,
+    write_verified,
+    write_weights,
+)
 from simpletuner.training.manifest import ERRORS, LORA_FILE, describe_errors
 from simpletuner.training.trained import AdapterWeights, Draft, Publication
 
@@ -63,15 +70,10 @@ class ConvertedLora:
     @contextmanager
     def added(self, transformer: nn.Module) -> Iterator[None]:
         """A context in which the layers of a transformer add this LoRA to their output."""
-        hooks = [
-            transformer.get_submodule(name).register_forward_hook(partial(_add, down, up))
-            for name, (down, up) in self.factors.items()
-        ]
-        try:
+        with ExitStack() as hooks:
+            for name, (down, up) in self.factors.items():
+                hooks.callback(transformer.get_submodule(name).register_forward_hook(LoraHook(down, up, 1.0)).remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 @dataclass
@@ -90,6 +92,18 @@ class ConvertedAdapter(AdapterWeights, ABC):
     def native_use(self) -> str:
         """What has to be known to use that file."""
         return ""
+
+    @property
+    def adapters(self) -> Adapters:
+        numbers = {
+            name: sum(each.numel() for each in module.parameters() if each.requires_grad)
+            for name, module in self.layers()
+        }
+        return Adapters(0, frozenset(numbers), numbers)
+
+    @abstractmethod
+    def layers(self) -> Iterable[tuple[str, Any]]:
+        """The modules with the trained numbers of each layer."""
 
     @abstractmethod
     def updates(self) -> Iterator[tuple[str, Tensor]]:
@@ -177,10 +191,12 @@ class ProductAdapter(ConvertedAdapter):
 
     settings: PeftConfig
 
+    def layers(self) -> Iterable[tuple[str, Any]]:
+        return ((name, each) for name, each in self.transformer.named_modules() if isinstance(each, LycorisLayer))
+
     def updates(self) -> Iterator[tuple[str, Tensor]]:
-        for name, layer in self.transformer.named_modules():
-            if isinstance(layer, LycorisLayer):
-                yield name, layer.get_delta_weight(ADAPTER).float()
+        for name, layer in self.layers():
+            yield name, layer.get_delta_weight(ADAPTER).float()
 
     def native(self, note: Mapping[str, str]) -> Draft:
         prefix, end = PREFIXES["diffusers"], f".{ADAPTER}"
@@ -236,12 +252,6 @@ def low_rank(update: Tensor, energy: float, most: int) -> tuple[Tensor, Tensor]:
     # Split evenly, so that A and B have the same norm.
     down, up = root[:, None] * right[:, :rank].T, left[:, :rank] * root
     return down.reshape(rank, *update.shape[1:]), up.reshape(len(up), rank, *ones)
-
-
-def _add(down: Tensor, up: Tensor, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """A forward hook that adds B A x."""
-    apply: Any = functional.linear if down.dim() == 2 else functional.conv2d
-    return output + apply(apply(inputs[0].to(down.dtype), down), up).to(output.dtype)
 
 
 def _lora_settings(ranks: Mapping[str, int]) -> dict[str, Any]:

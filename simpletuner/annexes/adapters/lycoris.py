@@ -8,7 +8,7 @@ plus update to the weight's dtype, in which small updates vanish.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +46,9 @@ class LycorisAdapter(ConvertedAdapter):
     @property
     def native_use(self) -> str:
         return f" (for a multiplier of {self.file.content['multiplier']})"
+
+    def layers(self) -> Iterable[tuple[str, Any]]:
+        return self.modules.items()
 
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         for name, module in self.modules.items():

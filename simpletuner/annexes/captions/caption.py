@@ -22,13 +22,13 @@ from simpletuner.config.schema import RunConfig
 from simpletuner.data.dataset import DatasetFile
 from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.files import MediaError
+from simpletuner.distributed.world import compute_threads
 from simpletuner.errors import Problems, UserError
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.source import Part
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream
 from simpletuner.run.caches import download, load_encoder
-from simpletuner.run.train import compute_threads
 from simpletuner.training.assemble import make_accelerator
 
 logger = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from tokenizers import Tokenizer
 
+from simpletuner.annexes.report.html import render, thumbnail
 from simpletuner.atomic import write_atomically
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.dataset import NOTICEABLE_ENLARGEMENT, Dataset, DatasetFile
@@ -23,7 +24,6 @@ from simpletuner.data.sample import LedgerEntry
 from simpletuner.distributed.world import usable_cores
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream
-from simpletuner.reporting.html import render, thumbnail
 
 TOKENIZER = "tokenizer.json"
 FRAMES = 8  # of a clip, whose changes are its motion
@@ -95,14 +95,14 @@ def write_page(survey: Plan, path: Path, events: EventStream) -> None:
     # Near-duplicates are sought across datasets; partners and masks are not compared.
     mark_twins([card for each in survey.datasets if not each.config.is_conditioning for card in cards[each.id]])
     page = render(
-        "dataset.html.jinja",
+        "captions/dataset.html.jinja",
         survey=survey,
         cards=cards,
         found=Counter(kind for shown in cards.values() for card in shown for kind in card.kinds),
         kinds=KINDS,
         room=survey.spec.words.room(survey.config.text),
         counted=tokenizer_file(survey) is not None,
-        scripts=("dataset.js",),
+        scripts=("captions/dataset.js",),
         refresh=None,
     )
     write_atomically(path, page, durable=False)

@@ -5,6 +5,7 @@ Both walk one ordered list (`possible_changes`): changes that only cost time com
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from simpletuner.budget.device import gigabytes
 from simpletuner.budget.workload import Workload
 from simpletuner.config.optimizers import may_change
 from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS, RunConfig
-from simpletuner.config.speed import graph_key, keeps_attention
+from simpletuner.config.speed import graph_key, keeps_attention, plain_math
 from simpletuner.errors import Problem
 from simpletuner.plan.checks import exclusions
 from simpletuner.plan.environment import check_launch, check_offload, may_shard
@@ -117,6 +118,7 @@ def possible_changes(budget: Budget) -> Iterator[Change]:
         yield Change(LOW_BIT, "last", f"without state in 8 bits the run does not fit {room}")
     if config.precision.text_encoder_1_precision in PLAIN_PRECISIONS:
         yield Change({"text_encoder_1_precision": "int8-quanto"})
+    yield from _shared_tokens(budget)
     batch = max((bucket.batch for bucket in workload.buckets), default=1)
     while batch > 1:
         batch //= 2
@@ -197,6 +199,17 @@ def _may_stream(budget: Budget) -> bool:
     config = budget.config
     is_free = not (config.offload.enable_group_offload or config.launch.fsdp_enable)
     return _may_move(budget) and is_free and config.model.model_type == "lora"
+
+
+def _shared_tokens(budget: Budget) -> Iterator[Change]:
+    """As many processes as heads and machines allow share the tokens of samples, of which a step then has fewer."""
+    config, cost = budget.config, budget.parts.transformer
+    size = math.gcd(config.launch.local_processes, cost.hidden // cost.head)
+    if budget.parts.spec.heads is None or size <= config.launch.sequence_parallel_size or not plain_math(config.speed):
+        return
+    change = Change({"sequence_parallel_size": size}, words=f"sequence_parallel_size {size}, with fewer samples a step")
+    if not any(exclusions(change.of(budget).config)):
+        yield change
 
 
 def _smaller_samples(budget: Budget) -> Iterator[Change]:
@@ -364,17 +377,35 @@ def _levels(budget: Budget, keys: set[str]) -> list[list[Change]]:
     return levels
 
 
+def free_batch(budget: Budget) -> int | None:
+    """The largest train_batch_size that is as fast a step as the present one, and fits; None if that is the largest.
+
+    Small pictures on a fast GPU: a step takes as long as the host takes to launch its kernels. CUDA graphs need no
+    launches.
+    """
+    batches = {bucket.batch for bucket in budget.workload.buckets}
+    if len(batches) != 1 or graph_key(budget.config.launch) is not None:
+        return None
+    (present,) = batches
+    for batch in range(min(step.free_samples for step in budget.steps), present, -1):
+        buckets = [replace(bucket, batch=batch) for bucket in budget.workload.buckets]
+        if replace(budget, workload=replace(budget.workload, buckets=buckets)).fits:
+            return batch
+    return None
+
+
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "DDP": {"fsdp_enable": False, "enable_group_offload": False},
     "DDP, streamed": {"fsdp_enable": False, **STREAMED},
-    "FSDP2": {"fsdp_enable": True, "enable_group_offload": False},
+    "FSDP2": {"fsdp_enable": True, "fsdp_hybrid": False, "enable_group_offload": False},
+    "FSDP2, hybrid": {"fsdp_enable": True, "fsdp_hybrid": True, "enable_group_offload": False},
 }
 
 
 def way_of(config: RunConfig) -> str:
     """The way to train on several devices that the settings choose."""
     if config.launch.is_sharded:
-        return "FSDP2"
+        return "FSDP2, hybrid" if config.launch.fsdp_hybrid else "FSDP2"
     return "DDP, streamed" if config.offload.enable_group_offload else "DDP"
 
 
@@ -385,6 +416,8 @@ def find_ways(budget: Budget) -> dict[str, Budget | str]:
         return {}
     # On a CPU, weights have nowhere to stream to.
     names = [name for name in WAYS if budget.device.is_gpu or not WAYS[name]["enable_group_offload"]]
+    if budget.config.launch.num_machines == 1:
+        names.remove("FSDP2, hybrid")
     return {name: _other_way(budget, name) for name in names}
 
 

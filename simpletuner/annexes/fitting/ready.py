@@ -7,12 +7,21 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 
-from simpletuner.annexes.fitting.fit import DECODING, check_fit, check_ways, choose
+from simpletuner.annexes.fitting.fit import DECODING, check_fit, check_ways, choose, free_batch
 from simpletuner.annexes.fitting.show import MISSING_GPU, duration
 from simpletuner.budget import device as devices
 from simpletuner.budget.budget import PREVIEWS, Budget, make_budget, remaining_seconds
-from simpletuner.budget.device import NCCL_BUFFERS, compute_capability, count_gpus, find_device, this_cpu, with_measured
+from simpletuner.budget.device import (
+    NCCL_BUFFERS,
+    compute_capability,
+    count_gpus,
+    find_device,
+    linked,
+    this_cpu,
+    with_measured,
+)
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
+from simpletuner.budget.outcomes import find_outcome
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.schema import BY_SIZE
 from simpletuner.config.sources import Arguments
@@ -70,9 +79,12 @@ def weigh_plan(arguments: Arguments) -> tuple[Plan, Budget]:
 
 def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
     """The same for a plan that is there already."""
-    device = find_device(plan.config.offload.plan_device_memory_gb, plan.output_dir)
+    offload = plan.config.offload
+    device = find_device(offload.plan_device_memory_gb, plan.output_dir, offload.plan_device)
     if plan.config.launch.num_processes > 1:
-        device = replace(device, buffers=NCCL_BUFFERS)
+        is_here = offload.plan_device is None and offload.plan_device_memory_gb is None and device.is_gpu
+        links = linked() if is_here else {}
+        device = replace(device, buffers=NCCL_BUFFERS, rates=replace(device.rates, **links))
     budget = with_strips(make_budget(plan, device))
     plan = replace(plan, config=budget.config)
     # Before `offload: auto`, whose choice depends on whether features are cached.
@@ -86,7 +98,7 @@ def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
     judged = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
     judged += check_disk(plan, find_writings(plan, budget))
     # Of another machine's GPU it is unknown which products it has.
-    if multiplied(plan.config.precision) and plan.config.offload.plan_device_memory_gb is None:
+    if multiplied(plan.config.precision) and offload.plan_device_memory_gb is None and offload.plan_device is None:
         judged += check_capability(plan.config.precision, compute_capability())
     yield from judged
     return replace(plan, warnings=[*plan.warnings, *(problem for problem in judged if not problem.fatal)]), budget
@@ -97,12 +109,19 @@ def _sparing(plan: Plan, budget: Budget) -> dict[str, object]:
     kinds = (kind for technique in plan.techniques for kind in technique.features)
     sparing = {key: value for kind in kinds for key, value in kind.spared_by.items()}
     features = feature_costs(plan.spec, budget.listing).stored
-    return sparing if features and sparing and features > feature_room(plan) else {}
+    if not (features and sparing):
+        return {}
+    # The disk that holds the latents.
+    return sparing if features > FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free else {}
 
 
 def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
     """The plan and its budget with what `offload: auto` chooses."""
     budget = choose(budget)
+    if batch := free_batch(budget):
+        # It changes results, so that it is only proposed.
+        advice = f"train_batch_size {batch} would be as fast a step: the GPU waits for the host"
+        budget = replace(budget, decisions=[*budget.decisions, advice])
     chosen = replace(plan, config=budget.config)
     if budget.config.caching.vae_enable_tiling != plan.config.caching.vae_enable_tiling:
         # Tiled latents have separate cache entries, so the missing ones are listed again.
@@ -157,11 +176,6 @@ def check_decoding(budget: Budget) -> Iterator[Problem]:
         yield Problem(DECODING, f"{message} strips and tiles do not.", fatal=False)
 
 
-def feature_room(plan: Plan) -> float:
-    """Bytes that features may take on the disk with the latents."""
-    return FEATURE_SHARE * shutil.disk_usage(existing(plan.datasets[0].latent_dir)).free
-
-
 def check_gpu(plan: Plan, budget: Budget) -> Iterator[Problem]:
     """A warning about a published model without a GPU; `train` refuses it if consent is needed."""
     device, seconds = budget.device, sum(remaining_seconds(plan, budget))
@@ -189,4 +203,4 @@ def on_cpu(plan: Plan, budget: Budget) -> Budget:
     device = find_device(output_dir=plan.output_dir)
     if device.is_gpu:
         device = with_measured(this_cpu(idle=device.name), plan.output_dir)
-    return replace(budget, device=device)
+    return replace(budget, device=device, outcome=find_outcome(plan, budget.workload, device))

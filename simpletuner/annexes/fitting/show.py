@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from simpletuner.annexes.fitting.fit import find_ways, way_of
+from simpletuner.annexes.fitting.fit import find_ways, free_batch, way_of
 from simpletuner.budget.budget import Budget, halved_previews, preview_rounds, remaining_seconds, remaining_steps
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.disk import feature_costs, find_writings
+from simpletuner.budget.outcomes import UNCORRECTED
 from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
 from simpletuner.config.schema import all_options
@@ -80,8 +81,7 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
 
 def _length_lines(plan: Plan) -> Iterator[str]:
     length, schedule = plan.length, plan.config.schedule
-    processes = plan.config.launch.num_processes
-    per_step = processes * schedule.train_batch_size * schedule.gradient_accumulation_steps
+    per_step = plan.config.launch.data_processes * schedule.train_batch_size * schedule.gradient_accumulation_steps
     yield f"{_count(length.total_steps, 'step')} of {_count(per_step, 'sample')}"
     peak, rate = peak_learning_rate(plan.config), learning_rate(plan.config.optimizer, plan.config.model.model_type)
     if peak != rate:
@@ -139,7 +139,13 @@ def _fate(entry: LedgerEntry) -> str:
 def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     listing = budget.listing
     if listing is None:
-        yield "Caches: the checkpoint will be downloaded first; then everything is encoded once."
+        transformer = plan.source["transformer"]
+        absence = transformer.absence()
+        yield "Caches: " + (
+            f"{transformer.location!r} {absence}"
+            if absence
+            else "the checkpoint will be downloaded first; then everything is encoded once."
+        )
         return
     noun, later = plan.spec.media_noun, len(listing.encoded_in_training)
     for what, entries in (("captions and prompts", listing.texts), (noun, listing.ahead)):
@@ -186,6 +192,9 @@ def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if launch.num_processes > 1:
         where = _count(launch.num_machines, "machine")
         yield f"  {launch.num_processes} processes on {where}, one per device, {way_of(budget.config)}"
+        if launch.sequence_parallel_size > 1:
+            shared = f"the tokens of a sample are shared by {launch.sequence_parallel_size} processes"
+            yield f"  {shared}, each of which exchanges {gigabytes(budget.sent.exchanged)} a step"
         yield "  memory is that of one device, and on the host of all processes of a machine"
     yield from _phase_lines(budget)
     yield from _bucket_lines(budget)
@@ -237,12 +246,12 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
 
 def _density_lines(budget: Budget) -> Iterator[str]:
     """How many tiles block-sparse attention visits in the largest buckets, which the TFLOP and the time include."""
-    density, known = budget.parts.transformer.density, budget.parts.densities
+    density, known = budget.parts.transformer.density, budget.outcome.densities
     if density is not None:
         buckets = list(zip(budget.workload.buckets, (step.load.tokens for step in budget.steps), strict=True))
-        shares = (f"{density(tokens):.0%} at {bucket.label} ({'measured' if tokens in known else 'assumed'})"
+        shares = (f"{density(tokens) * 100:.0f} % at {bucket.label} ({'measured' if tokens in known else 'assumed'})"
                   for bucket, tokens in buckets[:SHOWN_BUCKETS])  # fmt: skip
-        yield f"  block-sparse attention visits of all tiles {', '.join(shares)}"
+        yield f"  attention density (share of the tiles visited): {', '.join(shares)}"
 
 
 def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
@@ -256,6 +265,10 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if previews:
         count, share = preview_rounds(plan), previews / (training + previews)
         yield f"  {_count(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
+    if budget.outcome != UNCORRECTED:
+        yield f"  {budget.outcome}"
+    if batch := free_batch(budget):
+        yield f"  the GPU waits for the host, which launches its kernels: train_batch_size {batch} is as fast a step"
 
 
 def _way_lines(budget: Budget) -> Iterator[str]:
@@ -378,7 +391,7 @@ def _density(budget: Budget, tokens: int) -> dict[str, Any]:
     density = budget.parts.transformer.density
     if density is None:
         return {}
-    return {"attention_density": density(tokens), "attention_density_measured": tokens in budget.parts.densities}
+    return {"attention_density": density(tokens), "attention_density_measured": tokens in budget.outcome.densities}
 
 
 def _dataset(dataset: Dataset) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from simpletuner.annexes.page.project import Refusal, project_of
+from simpletuner.annexes.report.html import render
 from simpletuner.budget.device import ask_driver, host_memory
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.config.option import Group, Option, describe
@@ -19,7 +20,6 @@ from simpletuner.config.sections import DATASETS, EVERYDAY_WORDS, SECTIONS, TABS
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.spec import FamilySpec
 from simpletuner.redaction import SECRET_NAME
-from simpletuner.reporting.html import render
 
 Field = dict[str, Any]
 # The type of a field by the function that parses its values, and by what the reference page calls them.
@@ -44,7 +44,7 @@ GPU_QUERY = ("--query-gpu=index,name,memory.total,memory.free", "--format=csv,no
 
 def page(request: Request) -> Response:
     """The page with every tab; inside a run it shows the run only."""
-    return rendered("annexes/page/page.html.jinja", in_run=project_of(request).run is not None)
+    return rendered("page/page.html.jinja", in_run=project_of(request).run is not None)
 
 
 def tab(request: Request) -> Response:
@@ -52,7 +52,7 @@ def tab(request: Request) -> Response:
     name = request.path_params["tab"]
     if name not in TABS:
         raise Refusal(404, f"{name!r} is not one of: {', '.join(TABS)}.")
-    return rendered("annexes/page/tab.html.jinja", tab=name)
+    return rendered("page/tab.html.jinja", tab=name)
 
 
 def rendered(template: str, **values: object) -> Response:

@@ -21,11 +21,11 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Redire
 from simpletuner.annexes.page.control import Runs, ask, cancel
 from simpletuner.annexes.page.project import SANDBOX_WITH_CLIPS, Refusal, project_of, wanted
 from simpletuner.annexes.page.runs import Run, Tail, record_in
+from simpletuner.annexes.report import html
+from simpletuner.annexes.report.html import build_grid, hours_of, thin_extremes
 from simpletuner.atomic import writing_to
 from simpletuner.errors import UserError, WriteError
 from simpletuner.redaction import redact
-from simpletuner.reporting import html
-from simpletuner.reporting.html import build_grid, hours_of, thin_extremes
 from simpletuner.reporting.metrics import (
     MEDIA_FILE,
     MIME,
@@ -182,7 +182,7 @@ def report(request: Request) -> Response:
 def listing(request: Request) -> Response:
     """All runs, as HTML."""
     shown = [(run, run.status()) for run in runs_of(request).all()]
-    return HTMLResponse(html.render("annexes/page/run_parts.html.jinja", part="list", runs=shown))
+    return HTMLResponse(html.render("page/run_parts.html.jinja", part="list", runs=shown))
 
 
 def view(request: Request) -> Response:
@@ -191,7 +191,7 @@ def view(request: Request) -> Response:
     if name not in PARTS:
         raise Refusal(404, f"A run has no part {name!r}.")
     run = chosen(request)
-    return HTMLResponse(html.render("annexes/page/run_parts.html.jinja", part=name, run=run, **PARTS[name](run)))
+    return HTMLResponse(html.render("page/run_parts.html.jinja", part=name, run=run, **PARTS[name](run)))
 
 
 def head(run: Run) -> dict[str, Any]:

@@ -15,14 +15,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from simpletuner.annexes.page.files import Configuration
-from simpletuner.annexes.page.project import (
-    SANDBOX,
-    Refusal,
-    chosen_by,
-    problems_json,
-    project_of,
-    read_object,
-)
+from simpletuner.annexes.page.project import SANDBOX, Refusal, chosen_by, problems_json, project_of, read_object
 from simpletuner.redaction import redact, redact_settings
 
 GONE = 499  # what nginx answers to a client that has left; nobody reads it
@@ -48,9 +41,9 @@ def validate(request: Request, body: dict[str, Any]) -> Response:
 async def plan_unsaved(request: Request) -> Response:
     """The document of `simpletuner plan --json` for settings that need not be saved.
 
-    `device_memory_gb` plans for another GPU. Remote datasets are planned from the files that are here; with `fetch` the
-    others are downloaded first. The plan is made by a process of its own, which ends as soon as the client no longer
-    waits: the page asks again after every change.
+    `device_memory_gb` and `device` plan for another GPU. Remote datasets are planned from the files that are here; with
+    `fetch` the others are downloaded first. The plan is made by a process of its own, which ends as soon as the client
+    no longer waits: the page asks again after every change.
     """
     body, project = await read_object(request), project_of(request)
     unsaved = await run_in_threadpool(Configuration.sent, project, body)
@@ -61,8 +54,9 @@ async def plan_unsaved(request: Request) -> Response:
         command = [*PROGRAM, "plan", "--json", *unsaved.write(Path(folder))]
         if body.get("fetch") is not True:
             command.append("--cached")
-        if body.get("device_memory_gb") is not None:
-            command.append(f"plan_device_memory_gb={body['device_memory_gb']}")
+        for sent, key in (("device_memory_gb", "plan_device_memory_gb"), ("device", "plan_device")):
+            if body.get(sent) is not None:
+                command.append(f"{key}={body[sent]}")
         output, messages = await run_while_wanted(request, command, project.folder)
     return JSONResponse(document_in(output, messages, folder))
 

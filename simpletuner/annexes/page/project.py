@@ -18,6 +18,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from simpletuner.annexes.report.html import POLICY
 from simpletuner.config.datasets import PATH_KEYS, DatasetConfig
 from simpletuner.config.load import Layer, canonical
 from simpletuner.config.option import JSON_OR_FILE
@@ -26,7 +27,6 @@ from simpletuner.config.sources import EXAMPLES, example_names, resolve_alias
 from simpletuner.config.values import json_kind, parse_json, parse_path
 from simpletuner.errors import ConfigError, Problem, result_of
 from simpletuner.redaction import redact
-from simpletuner.reporting.html import POLICY
 
 EXAMPLE = "examples/"  # begins the names of packaged configs
 # Pages of other commands hold their scripts, so they get an origin of their own: they can call nothing here.

@@ -29,9 +29,9 @@ from simpletuner.annexes.page import files, form, live, plans
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
 from simpletuner.annexes.page.project import Project, Refusal, read_object
+from simpletuner.annexes.report.html import FOLDER as REPORT
 from simpletuner.errors import ConfigError, DiskFullError, UserError
 from simpletuner.reporting.events import EventStream
-from simpletuner.reporting.html import FOLDER as REPORTING
 
 # What is served: the page, the events of runs elsewhere, or both.
 Mode = Literal["unified", "trainer", "callback"]
@@ -57,7 +57,7 @@ def taking(path: str, act: Callable[[Request, dict[str, Any]], Response], method
 
 def shared(name: str) -> Route:
     """The route of a file of the HTML report."""
-    return Route(f"/static/{name}", lambda request: FileResponse(REPORTING / name))
+    return Route(f"/static/{name}", lambda request: FileResponse(REPORT / name))
 
 
 ALWAYS = [Route("/health", health), Route("/api/metrics/health/live", health)]

@@ -33,8 +33,15 @@ from simpletuner.models.registry import load_adapter
 from simpletuner.models.usage import Usage
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import HIDDEN, redact, redact_settings
-from simpletuner.reporting.html import evaluation_points
-from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, Columns, MediaRecord, read_media, read_rows
+from simpletuner.reporting.metrics import (
+    MEDIA_FILE,
+    METRICS_FILE,
+    Columns,
+    MediaRecord,
+    evaluation_points,
+    read_media,
+    read_rows,
+)
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, describe_errors, result_step
 
 CARD_FOLDER, README, SETTINGS_FILE, ASSETS = "model_card", "README.md", "simpletuner_config.json", "assets"

@@ -21,8 +21,9 @@ from simpletuner.config.publishing import PLACEHOLDERS, BucketConfig, PublishCon
 from simpletuner.distributed.requests import FOLDER as REQUESTS
 from simpletuner.errors import Interrupted, UserError
 from simpletuner.reporting.events import UPLOADING, CheckpointSaved, Event, EventStream, Uploaded
-from simpletuner.run.companions import Companion, Ledger, Task, strike
-from simpletuner.training.manifest import Checkpoint, find_checkpoints, result_step
+from simpletuner.run.companions import LEDGER_FILE, Companion, Ledger, Task, strike
+from simpletuner.run.lock import LOCK_FILE
+from simpletuner.training.manifest import PIPELINE_FOLDER, Checkpoint, find_checkpoints, result_step
 
 if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
@@ -244,11 +245,11 @@ class Uploads(Companion):
             self.events.say(f"{key} failed: {error}", warning=True)
 
 
-PIPELINE_FOLDER = "pipeline"
 # What users load from a checkpoint or an output folder, besides the LoRA.
 LOADED = ("*_weights.safetensors", "lycoris_config.json", "ema/*", "transformer/*", "transformer_ema/*")
 # Not part of a copy of the output folder: caches that can be made again, and what is for this machine only.
-LEFT_OUT = ("cache", REQUESTS, "run.lock", "unfinished.json")
+LEFT_OUT = ("cache", REQUESTS, LOCK_FILE, LEDGER_FILE)
+MODIFIED = "modified"  # note of an object: when its file was written, in nanoseconds of this machine's clock
 FORBIDDEN = {
     401: "the hub does not accept the token (log in with `hf auth login`, or set HF_TOKEN), so it cannot write",
     403: "the token of the hub has no permission to write",
@@ -400,7 +401,7 @@ class BucketCopy:
         return ""
 
     def upload(self, upload: Upload) -> str:
-        """Upload what is not there yet in the same size since it was written; returns the address."""
+        """Upload what is not there yet as it is here; returns the address."""
         from boto3.s3.transfer import TransferConfig
 
         # S3 takes at most 5 GiB in one part.
@@ -408,14 +409,20 @@ class BucketCopy:
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self.store.bucket, Prefix=f"{self.prefix}/"
         )
-        uploaded = {entry["Key"]: entry for page in pages for entry in page.get("Contents", ())}
+        sizes = {entry["Key"]: entry["Size"] for page in pages for entry in page.get("Contents", ())}
         for path, local in copied_files(self.output_dir).items():
             key, facts = f"{self.prefix}/{path}", local.stat()
-            copy = uploaded.get(key)
-            if not copy or copy["Size"] != facts.st_size or copy["LastModified"].timestamp() < facts.st_mtime:
-                self._client.upload_file(str(local), self.store.bucket, key, Config=TransferConfig(**whole))
+            # Times of this machine alone are compared: the store's clock may be another.
+            written = {MODIFIED: str(facts.st_mtime_ns)}
+            if sizes.get(key) != facts.st_size or self._notes(key) != written:
+                more = {"Metadata": written}
+                self._client.upload_file(str(local), self.store.bucket, key, more, Config=TransferConfig(**whole))
         public = self.store.public_base_url
         return f"{public.rstrip('/')}/{self.prefix}" if public else self.title
+
+    def _notes(self, key: str) -> dict[str, str]:
+        notes: dict[str, str] = self._client.head_object(Bucket=self.store.bucket, Key=key)["Metadata"]
+        return notes
 
 
 def copied_files(folder: Path) -> dict[str, Path]:

@@ -82,8 +82,9 @@ class Question:
         """Allowed words with a remark each; empty if any answer is allowed."""
         return self.names(draft) if self.names else dict.fromkeys(self.option.choices, "")
 
-    def refusals(self, value: Any, choices: Mapping[str, str], draft: Draft) -> list[Problem]:
+    def refusals(self, value: Any, draft: Draft) -> list[Problem]:
         """Why an answer cannot be used, apart from the checks of training."""
+        choices = self.choices(draft)
         if choices and not self.is_open and value is not None and value not in choices:
             message = f"{value!r} is not one of: {', '.join(choices)}.{did_you_mean(str(value), choices)}"
             return [Problem(self.key, message)]
@@ -94,9 +95,9 @@ class Question:
             return [Problem(self.key, f"{value} does not fit the model; the {are} {' and '.join(better)}.")]
         return []
 
-    def suggestion(self, answer: str, choices: Mapping[str, str], draft: Draft) -> str | None:
+    def suggestion(self, answer: str, draft: Draft) -> str | None:
         """What to propose after an invalid answer; None if it was spelled right and is wrong for another reason."""
-        better = self.alternatives(answer, draft)
+        better, choices = self.alternatives(answer, draft), self.choices(draft)
         if better or answer in choices:
             return better[-1] if better else None
         return nearest(answer, choices, cutoff=MISSPELLED)

@@ -61,31 +61,30 @@ class Talk:
     def ask(self, question: Question, draft: Draft) -> None:
         """Ask for one setting and put the answer into the draft."""
         proposed = question.default(draft)
-        choices = question.choices(draft)
-        self._list_choices(question, choices, proposed)
+        self._list_choices(question, question.choices(draft), proposed)
         for _ in range(PATIENCE):
             answer = self._read(f"  {question.text} {_bracketed(proposed, question)}: ")
             if answer == HELP:
-                self._explain(question, draft, choices)
+                self._explain(question, draft)
                 continue
             if answer.lower() == BACK:
                 raise Back
-            value = _interpret(answer, question, proposed, choices)
-            if self._accept(question, draft, value, choices, is_proposed=not answer):
+            value = _interpret(answer, question, proposed, question.choices(draft))
+            if self._accept(question, draft, value, is_proposed=not answer):
                 draft.change(question.changes(value, draft))
                 return
             # Enter now takes the corrected spelling.
-            proposed = question.suggestion(answer, choices, draft) or proposed
-        self._give_up(question, draft, choices)
+            proposed = question.suggestion(answer, draft) or proposed
+        self._give_up(question, draft)
 
-    def _give_up(self, question: Question, draft: Draft, choices: Mapping[str, str]) -> None:
+    def _give_up(self, question: Question, draft: Draft) -> None:
         """Take the default after too many invalid answers.
 
         Raises:
             InputEnded: the default is invalid too.
         """
         value = question.default(draft)
-        if not self._accept(question, draft, value, choices, is_proposed=True):
+        if not self._accept(question, draft, value, is_proposed=True):
             raise InputEnded(f"{question.key}: {PATIENCE} invalid answers. Nothing was written.")
         self.refuse(f"Left at {_worded(value, question)}; name {question.key} at the end to change it.")
         draft.change(question.changes(value, draft))
@@ -146,9 +145,7 @@ class Talk:
             mark = "*" if name == _worded(proposed, question) else " "
             self.say(f"  {mark} {number:>{digits}}  {name:<{width}}  {note}".rstrip())
 
-    def _accept(
-        self, question: Question, draft: Draft, value: Any, choices: Mapping[str, str], *, is_proposed: bool
-    ) -> bool:
+    def _accept(self, question: Question, draft: Draft, value: Any, *, is_proposed: bool) -> bool:
         """Whether an answer is valid, or doubtful and confirmed; otherwise the reasons are shown.
 
         The wizard's own proposal needs no confirmation.
@@ -156,7 +153,7 @@ class Talk:
         Raises:
             ConfigError: it is invalid, and nothing is asked.
         """
-        problems = _problems_of(question, draft, value, choices)
+        problems = _problems_of(question, draft, value)
         fatal = [problem for problem in problems if problem.fatal]
         if self.defaults and fatal:
             raise ConfigError(fatal)
@@ -164,9 +161,9 @@ class Talk:
             self.refuse(problem.message if problem.where == question.key else str(problem))
         return not problems or (not fatal and (is_proposed or self.confirm("  Keep it?", default=False)))
 
-    def _explain(self, question: Question, draft: Draft, choices: Mapping[str, str]) -> None:
+    def _explain(self, question: Question, draft: Draft) -> None:
         """Show the help of the option."""
-        option = question.option
+        option, choices = question.option, question.choices(draft)
         self.say(f"    {option.help}", "cyan")
         allowed = ", ".join(choices) if choices else " ".join(filter(None, (option.type_name, option.limit_text)))
         self.say(f"    Allowed: {allowed}. Setting: {option.name}.", "cyan")
@@ -179,13 +176,13 @@ class Talk:
             self.say(f"    {NONE} leaves it out.", "cyan")
 
 
-def _problems_of(question: Question, draft: Draft, value: Any, choices: Mapping[str, str]) -> list[Problem]:
+def _problems_of(question: Question, draft: Draft, value: Any) -> list[Problem]:
     """What speaks against an answer. Problems of the file were shown when it was loaded."""
     if question.key in draft.loaded and value == draft.values.get(question.key):
         return []
     changes = question.changes(value, draft)
     judged = {**dict.fromkeys(stale_keys(draft, changes)), **changes}
-    return question.refusals(value, choices, draft) or draft.weigh(question.key, judged)
+    return question.refusals(value, draft) or draft.weigh(question.key, judged)
 
 
 def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[str, str]) -> Any:

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -108,10 +109,8 @@ def shared_by_machine(flat: Tensor, world: World, folder: Path | None) -> Tensor
             f"/proc nor the same files. Let their containers share process IDs (docker run --pid=host), or {place}."
         )
     with file:
-        if world.is_leader:
-            with writing_to(folder or SHARED_MEMORY):
-                _write(flat, file)
-        world.barrier()
+        with writing_to(folder or SHARED_MEMORY):
+            world.on_leader(partial(_write, flat, file))
         return _mapped(file, flat, shared=True)
 
 
@@ -127,19 +126,22 @@ def _open_together(world: World, folder: Path | None, *, named: bool) -> IO[byte
     Args:
         named: it has a name meanwhile; otherwise the others open it through the first process in /proc.
     """
-    file, path, mark = None, "", secrets.token_bytes(MARK)
+    made: list[IO[bytes]] = []
     with ExitStack() as names:
-        if world.is_leader:
+
+        def make() -> tuple[str, bytes]:
             with writing_to(folder or SHARED_MEMORY):
-                file = _named_file(folder or SHARED_MEMORY) if named else _unnamed_file(folder)
-                path = str(file.name) if named else f"{PROCESSES}/{os.getpid()}/fd/{file.fileno()}"
+                made.append(_named_file(folder or SHARED_MEMORY) if named else _unnamed_file(folder))
+                path = str(made[0].name) if named else f"{PROCESSES}/{os.getpid()}/fd/{made[0].fileno()}"
                 if named:
                     names.callback(os.unlink, path)
-                file.write(mark)
-                file.flush()
-        # Those of the first process of this machine.
-        path, mark = world.gather((path, mark))[world.rank - world.local_rank]
-        file = file or _opened(path, mark)
+                mark = secrets.token_bytes(MARK)
+                made[0].write(mark)
+                made[0].flush()
+                return path, mark
+
+        path, mark = world.on_leader(make)
+        file = made[0] if made else _opened(path, mark)
         if all(world.gather(file is not None)):
             return file
     if file is not None:

@@ -6,7 +6,7 @@ processors of the text blocks and of the cross-attention mask padding keys. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +27,9 @@ class RotaryTables(NamedTuple):
 # The rotation matrices `B S 1 D/2 2 2` that the stock transformer passes to its blocks, or tables of their entries.
 Rope = Tensor | RotaryTables
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]  # of `B S H D` tensors
+# Layers that share their input, in self-attention and in cross-attention.
+QUERY_KEY_VALUE = ("to_query", "to_key", "to_value")
+QUERY, KEY_VALUE = QUERY_KEY_VALUE[:1], QUERY_KEY_VALUE[1:]
 
 
 class TextPadding:
@@ -100,15 +103,25 @@ def project(
     attn: Kandinsky5Attention, hidden_states: Tensor, context: Tensor, rotary_emb: Rope | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of `hidden_states`, and keys and values of `context`, normalised and rotated; each `B S H D`."""
-    query = attn.to_query(hidden_states).unflatten(-1, (attn.num_heads, -1))
-    key = attn.to_key(context).unflatten(-1, (attn.num_heads, -1))
-    value = attn.to_value(context).unflatten(-1, (attn.num_heads, -1))
+    if hidden_states is context:
+        parts = products(attn, QUERY_KEY_VALUE, context)
+    else:
+        parts = [*products(attn, QUERY, hidden_states), *products(attn, KEY_VALUE, context)]
+    query, key, value = (part.unflatten(-1, (attn.num_heads, -1)) for part in parts)
     # In float32 and back, as in the stock processor.
     query = attn.query_norm(query.float()).type_as(query)
     key = attn.key_norm(key.float()).type_as(key)
     if rotary_emb is not None:
         query, key = rotate(query, rotary_emb), rotate(key, rotary_emb)
     return query, key, value
+
+
+def products(attn: Kandinsky5Attention, names: tuple[str, ...], x: Tensor) -> Sequence[Tensor]:
+    """`x` through layers of an attention, which `speed_fused_lora` computes together."""
+    if attn.fused_projections and names in attn.shared_inputs:
+        together: Sequence[Tensor] = attn.shared_inputs[names](x)
+        return together
+    return [attn.get_submodule(name)(x) for name in names]
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:

@@ -47,13 +47,22 @@ def published(flavour: str) -> dict[str, object]:
     return {**CHANNELS, "num_text_blocks": 2, **size, "visual_cond": task != "t2i", "attention_type": attention}
 
 
+def head_width(settings: Mapping[str, object]) -> int:
+    """Width of an attention head."""
+    axes = settings.get("axes_dims")
+    return sum(axes) if isinstance(axes, list | tuple) else 64
+
+
+def attention_heads(settings: Mapping[str, object]) -> int:
+    """Attention heads, which processes may share; see `FamilySpec.heads`."""
+    return number(settings, "model_dim", 2048) // head_width(settings)
+
+
 def transformer_cost(
     settings: Mapping[str, object], shapes: Mapping[str, Shape], kernels: Kernels = STOCK
 ) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
-    axes = settings.get("axes_dims", (16, 24, 24))
-    head = sum(axes) if isinstance(axes, list | tuple) else 64
-    heads = number(settings, "model_dim", 2048) // head
+    head, heads = head_width(settings), attention_heads(settings)
 
     def tile_bytes(batch: BatchShape, size: int) -> TileBytes:
         """Quadratic in tokens, unlike the measured costs."""
@@ -69,7 +78,7 @@ def transformer_cost(
     unit = TILE if is_sparse(settings) else 1
     # Masks leave nothing out.
     density = (lambda tokens: ASSUMED_DENSITY) if is_sparse(settings) and kernels.tile_lists else None
-    return TransformerCost(read_cost_table(PACKAGE), shapes, head, unit, tile_bytes, kernels.compiled, density)
+    return TransformerCost(read_cost_table(PACKAGE), shapes, head, unit, tile_bytes, kernels.compiled, density=density)
 
 
 def _base_channels(settings: Mapping[str, object]) -> int:

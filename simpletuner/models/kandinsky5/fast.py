@@ -24,7 +24,14 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from simpletuner.models.blocks import FastBlocks, torch_attention
-from simpletuner.models.kandinsky5.attention import RotaryTables, TextPadding, project
+from simpletuner.models.kandinsky5.attention import (
+    KEY_VALUE,
+    QUERY,
+    QUERY_KEY_VALUE,
+    RotaryTables,
+    TextPadding,
+    project,
+)
 
 
 class FastForward:
@@ -68,7 +75,12 @@ def install(transformer: nn.Module, padding: TextPadding) -> FastBlocks:
     fast = FastBlocks(
         {"text": text_block, "before_attention": before_attention, "after_attention": after_attention},
         last=("text", "after_attention"),
-    )
+        shared_inputs=[
+            (module, names)
+            for path, module in transformer.named_modules() if isinstance(module, Kandinsky5Attention)
+            for names in ([QUERY, KEY_VALUE] if path.endswith("cross_attention") else [QUERY_KEY_VALUE])
+        ],
+    )  # fmt: skip
     forward, model = FastForward(fast, padding), cast(Any, transformer)
     for block in model.text_transformer_blocks:
         block.forward = partial(forward.text, block)

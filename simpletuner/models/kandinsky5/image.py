@@ -216,6 +216,7 @@ def block_layout(transformer: nn.Module) -> BlockLayout:
         width=model.config["model_dim"],
         order=tile_order if tiled else raster_order,
         routing=TokenRouting(TILE if tiled else 1, {ROPE: cut_rope, SPARSE_PARAMS: cut_window}),
+        rope=ROPE,
     )
 
 

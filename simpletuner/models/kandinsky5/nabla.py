@@ -373,16 +373,16 @@ class TileAttention:
     """Sparse attention of a transformer; its processors share the implementation chosen for the device."""
 
     def __init__(self) -> None:
-        self._attend: Attend | None = None
+        self._attend: dict[int, Attend] = {}  # by number of heads, which processes may share
         self._visible: TileCounts = {}
 
     def settle(self, device: torch.device, dtype: torch.dtype, head_dim: int, heads: int) -> None:
         """Choose an implementation now, outside all blocks: compilation and checkpointing must not trace the test."""
-        self._attend = choose_attend(device, dtype, head_dim, heads)
+        self._attend[heads] = choose_attend(device, dtype, head_dim, heads)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, params: dict[str, Any]) -> Tensor:
         """Attention of `B S H D` queries to the tiles chosen for them; `B S H D`."""
-        if self._attend is None:  # pipelines do not call `settle`
+        if query.shape[-2] not in self._attend:  # pipelines do not call `settle`
             self.settle(query.device, query.dtype, query.shape[-1], query.shape[-2])
         with torch.no_grad():
             tiles = tile_mask(query, key, params["sta_mask"], params["P"])
@@ -390,7 +390,7 @@ class TileAttention:
             # On the device: to look at the number would make the host wait.
             visible, pairs = self._visible.get(query.shape[1], (0, 0))
             self._visible[query.shape[1]] = visible + tiles.sum(), pairs + tiles.numel()
-        attend: Any = self._attend
+        attend: Any = self._attend[query.shape[-2]]
         out: Tensor = attend(query, key, value, tiles)
         return out
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from simpletuner.config.schema import FamilyOptions, RunConfig
 from simpletuner.config.values import Size
 from simpletuner.errors import Problem
-from simpletuner.models.kandinsky5.cost import IMAGE_COST, TRANSFORMER_CLASS, VIDEO_COST
+from simpletuner.models.kandinsky5.cost import IMAGE_COST, TRANSFORMER_CLASS, VIDEO_COST, attention_heads
 from simpletuner.models.kandinsky5.options import (
     TILE_SIDE,
     KandinskyOptions,
@@ -108,10 +109,13 @@ def check_image_sizes(
 ) -> Iterator[Problem]:
     """Warnings about preview sizes that the stock pipeline does not render by default."""
     others = [size for size in used if size not in IMAGE_SIZES]
-    if others and not config.validation.validation_disable:
+    given = config.model.pretrained_model_name_or_path
+    # A checkpoint of another name may have sizes of its own.
+    is_published = given is None or Path(given).name == Path(flavour.repository).name
+    if others and is_published and not config.validation.validation_disable:
         message = (
-            f"{_sizes(others)}: previews have this size, but the stock pipeline renders {_sizes(IMAGE_SIZES)} only and "
-            "would take the nearest of them; set its `resolutions` to [(width, height)] to reproduce a preview."
+            f"the stock pipeline cannot repeat previews of {_sizes(others)}: it takes the nearest of "
+            f"{_sizes(IMAGE_SIZES)}. Choose one of these, or set the pipeline's resolutions to [(width, height)]."
         )
         yield Problem("validation_resolution", message, fatal=False)
 
@@ -150,11 +154,11 @@ def check_video_sizes(
         strange = [size for size in sizes if rope_scale_of_size(size, flavour.name) != scale]
         if strange:
             theirs = write_rope_scale(rope_scale_of_size(strange[0], flavour.name))
-            at = f", as {_sizes(used[:1])} is sampled" if used else ""
+            at = f"at {_sizes(used[:1])}, as previews are," if used else "at the model's own sizes,"
             message = (
-                f"{_sizes(strange)} of {name}: the pipeline samples this size with {theirs}, it is trained with "
-                f"{write_rope_scale(scale)}{at}. Samples of the bucket's size would differ from training; "
-                "ignore this if you will sample at another size."
+                f"clips of {name} are trained at {_sizes(strange)}. If you will sample {at} ignore this; else set "
+                f"crop_aspect closest: {_sizes(strange[:1])} is sampled with RoPE scale {theirs}, and trained with "
+                f"{write_rope_scale(scale)}."
             )
             yield Problem("rope_scale", message, fatal=False)
 
@@ -231,6 +235,7 @@ KANDINSKY5_IMAGE = FamilySpec(
         captioner="simpletuner.annexes.captions.captioner:QwenCaptioner",
     ),
     fast_blocks=True,
+    heads=attention_heads,
     cost=IMAGE_COST,
     in_comfyui=True,
     token_blocks="num_visual_blocks",

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
 from simpletuner.models.adapter import BlockLayout, CheckpointSetup
+from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import nabla
+from simpletuner.models.kandinsky5.cost import attention_heads
 from simpletuner.models.kandinsky5.image import Kandinsky5Adapter, SampledLatents, channels_last
 from simpletuner.models.kandinsky5.options import is_sparse, rope_scale_of_size
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
@@ -41,6 +43,7 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
         self.rope_scale = self.options.rope_scale or rope_scale_of_size(setup.use_size, setup.flavour.name)
         self._tiles: nabla.TileAttention | None = None
         self._settings: dict[str, Any] = {}
+        self._fast: FastBlocks | None = None
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
         vae = self.load_vae(device, dtype)
@@ -57,6 +60,10 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
         self._tiles = nabla.install(transformer) if is_sparse(self._settings) else None
         return transformer
 
+    def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks:
+        self._fast = super().use_fast_blocks(transformer)
+        return self._fast
+
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
         """For i2v, frame 0 is the clean picture and is excluded from the loss. Pictures and t2v clips are unchanged."""
         return hold_first_frame(noisy) if self.takes_picture else noisy
@@ -65,8 +72,8 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
         if self._tiles is None:
             return None
         latents, settings = channels_last(noisy.noisy_latents), self._settings
-        head_dim = sum(settings["axes_dims"])
-        self._tiles.settle(latents.device, self.dtype, head_dim, settings["model_dim"] // head_dim)
+        heads = attention_heads(settings) // (self._fast.self_attention.shares if self._fast else 1)
+        self._tiles.settle(latents.device, self.dtype, sum(settings["axes_dims"]), heads)
         return nabla.sparse_params(tuple(latents.shape), settings, latents.device)
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:

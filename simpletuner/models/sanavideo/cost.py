@@ -32,7 +32,11 @@ def transformer_cost(
 ) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
     head = number(settings, "attention_head_dim", 112)
-    return TransformerCost(read_cost_table(PACKAGE), shapes, head, compiled=kernels.compiled)
+    return TransformerCost(
+        read_cost_table(PACKAGE), shapes, head, compiled=kernels.compiled,
+        # Without an adapter these are products with weights that are not trained (`fast.py`).
+        compiled_reads={name: name for name in ("ff.conv_inverted", "ff.conv_point")},
+    )  # fmt: skip
 
 
 def vae_encode(settings: Mapping[str, object], load: VaeLoad) -> float:

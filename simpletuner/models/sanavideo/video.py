@@ -49,6 +49,7 @@ from simpletuner.models.loading import (
 )
 from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.sanavideo.cost import TEXT_LENGTH
+from simpletuner.models.sanavideo.fast import run_block
 from simpletuner.models.sanavideo.options import SanaOptions
 from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO, clean_caption, with_motion_score
 from simpletuner.models.usage import Usage, snippet, solver_code, text
@@ -250,28 +251,12 @@ class DistinctTimesteps:
         return None if places is None else tuple(functional.embedding(places, output) for output in outputs)
 
 
-def on_grid(
-    block: nn.Module, hidden: Tensor, text: Tensor, mask: Tensor, timestep: Tensor, rotary: Sequence[Tensor]
-) -> Tensor:
-    """`forward` of a block with tokens, timesteps and rotary tables as `B T H W C`, whose shape gives the grid. With
-    tokens as `B S C` and separate sizes, compiled code would specialise on the sizes, or contain symbolic quotients
-    such as S / (T H), on which inductor fails.
-    """
-    for each in (text, mask, timestep):
-        torch._check(len(each) == len(hidden))  # else the batch would have a symbol in each of them
-    tokens, tables = hidden.flatten(1, 3), tuple(each.flatten(1, 3) for each in rotary)
-    out: Tensor = type(block).forward(
-        block, tokens, None, text, mask, timestep.flatten(1, 3), *hidden.shape[1:4], tables
-    )
-    return out
-
-
 class CompiledOnGrid:
     """`forward` of a block, compiled for a grid of any size and batches of one, or of more."""
 
     def __init__(self, compiler: Compiler, forward: Forward) -> None:
         bound: Any = forward
-        self.block, self.compiled, self.sizes = bound.__self__, compiler(on_grid), FreeSizes()
+        self.block, self.compiled, self.sizes = bound.__self__, compiler(run_block), FreeSizes()
 
     def __call__(
         self, hidden: Tensor, no_mask: None, text: Tensor, mask: Tensor, timestep: Tensor,

@@ -183,6 +183,7 @@ def test_plan_is_for_what_is_not_saved_yet(client: TestClient, workspace: Worksp
     assert (dataset["id"], dataset["left_out"][0]["file"]) == ("renamed", "broken.png")
     workspace.path("datasets/pictures/broken.png").unlink()
     assert sorted(workspace.folder.rglob("*")) == before
+    assert ask(client, "/api/plan", values=values, device="RTX 4090")["device"]["name"] == "RTX 4090 with 24 GiB"
     short = ask(client, "/api/plan", values=opened["values"], device_memory_gb=1)
     assert not short["ok"]
     assert "memory" in [problem["key"] for problem in short["problems"]]

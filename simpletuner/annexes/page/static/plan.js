@@ -16,7 +16,9 @@ export async function showPlan(settings) {
   pending?.abort();
   pending = new AbortController();
   document.querySelector("#plan").setAttribute("aria-busy", "true");
-  const device = Number(whatIf.value) > 0 ? { device_memory_gb: Number(whatIf.value) } : {};
+  const card = whatIf.value.trim(), memory = Number(card);
+  // 4090 is a card, not an amount of memory.
+  const device = memory > 0 && memory < 1000 ? { device_memory_gb: memory } : card ? { device: card } : {};
   try {
     const { data } = await api("/api/plan", { method: "POST", body: { ...settings, ...device }, signal: pending.signal });
     document.querySelector("#plan").removeAttribute("aria-busy");

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, Literal
 
 from simpletuner.annexes.publishing.card import published_result
+from simpletuner.annexes.report.html import TrainingSample, gallery, render, thin, thumbnail
 from simpletuner.atomic import write_atomically
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.config.schema import RunConfig, all_options
@@ -27,7 +28,6 @@ from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting import events as happened
 from simpletuner.reporting.environment import describe_environment
 from simpletuner.reporting.events import ENDED, PREVIEWS, Event, EventStream
-from simpletuner.reporting.html import TrainingSample, evenly_spaced, gallery, render, thumbnail
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, REPORT_FILE, Columns, read_media, read_rows, shares
 from simpletuner.reporting.pace import clock, pace_text, shares_text
 from simpletuner.run.companions import Companion, Ledger
@@ -159,7 +159,7 @@ class RunReport(Companion):
                 is_clip=sample.frames > 1,
                 edited_from=_thumbnail(sample.partner) if sample.partner else "",
             )
-            for sample in evenly_spaced(SAMPLES, samples)
+            for sample in thin(samples, SAMPLES)
         ]
 
     def __call__(self, event: Event) -> None:

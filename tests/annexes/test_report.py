@@ -16,18 +16,8 @@ import pytest
 from PIL import Image
 
 from simpletuner.annexes.publishing.card import Result
-from simpletuner.annexes.publishing.report import (
-    LEDGER_ROWS,
-    settings_of,
-    write_report,
-)
-from simpletuner.config.load import Layer, resolve
-from simpletuner.data.buckets import Geometry
-from simpletuner.data.sample import LedgerEntry
-from simpletuner.errors import Problems, result_of
-from simpletuner.reporting import html
-from simpletuner.reporting.environment import describe_environment
-from simpletuner.reporting.html import (
+from simpletuner.annexes.report import html
+from simpletuner.annexes.report.html import (
     TrainingSample,
     breakable,
     build_grid,
@@ -39,6 +29,16 @@ from simpletuner.reporting.html import (
     thin_extremes,
     thumbnail,
 )
+from simpletuner.annexes.report.report import (
+    LEDGER_ROWS,
+    settings_of,
+    write_report,
+)
+from simpletuner.config.load import Layer, resolve
+from simpletuner.data.buckets import Geometry
+from simpletuner.data.sample import LedgerEntry
+from simpletuner.errors import Problems, result_of
+from simpletuner.reporting.environment import describe_environment
 from simpletuner.reporting.metrics import Columns, MediaRecord
 
 VOID = {"br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"}
@@ -342,7 +342,7 @@ def test_settings_know_what_changed_and_hide_secrets() -> None:
 def test_the_files_of_the_page_are_shipped() -> None:
     pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     shipped = pyproject["tool"]["setuptools"]["package-data"]["simpletuner"]
-    assert {"reporting/*.css", "reporting/*.jinja", "reporting/*.js"} <= set(shipped)
+    assert {"annexes/*/*.css", "annexes/*/*.jinja", "annexes/*/*.js"} <= set(shipped)
 
 
 def test_the_environment_needs_no_torch() -> None:

@@ -1,4 +1,4 @@
-"""HTML pages from the Jinja templates in this package, or as `room/name` in another; all texts are escaped.
+"""HTML pages from the Jinja templates in this folder, or as `annex/name` in that of another; all texts are escaped.
 
 Free of torch.
 """
@@ -24,8 +24,16 @@ from markupsafe import Markup
 from PIL import Image
 
 from simpletuner.config.schema import NOISE_LEVELS
-from simpletuner.reporting.events import EVALUATED
-from simpletuner.reporting.metrics import BARS, MIME, VIDEO_MIME, Columns, MediaRecord, Point
+from simpletuner.reporting.metrics import (
+    BARS,
+    EVALUATED,
+    MIME,
+    VIDEO_MIME,
+    Columns,
+    MediaRecord,
+    Point,
+    evaluation_names,
+)
 from simpletuner.reporting.pace import RunningMean
 
 FOLDER = Path(__file__).parent
@@ -70,8 +78,9 @@ def breakable(text: str) -> Markup:
 
 @functools.cache
 def _environment() -> Environment:
+    loader = FileSystemLoader([FOLDER, FOLDER.parent])
     environment = Environment(
-        loader=FileSystemLoader([FOLDER, FOLDER.parent]),
+        loader=loader,
         autoescape=True,
         # A misspelt name in a template raises, where the default would leave a hole in the page.
         undefined=StrictUndefined,
@@ -80,10 +89,12 @@ def _environment() -> Environment:
     )
     environment.filters["breakable"] = breakable
     environment.filters["grouped"] = "{:,}".format
-    environment.globals["resource"] = lambda name: Markup((FOLDER / name).read_text(encoding="utf-8"))
+    environment.globals["resource"] = lambda name: Markup(loader.get_source(environment, name)[0])
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return environment
 
+
+Item = TypeVar("Item")
 
 POINTS = 1000  # more than a chart has pixels
 # A curve is smoothed over this share of its length, within these bounds in steps.
@@ -95,6 +106,7 @@ MEASURED = {
     "grad_norm": ("Gradient norm", "before clipping"),
     "grad_absmax": ("Largest gradient", "before clipping"),
     "seconds": ("Seconds per step", ""),
+    "attention_density": ("Attention density", "share of the tiles that block-sparse attention visits"),
     "peak_memory_gb": ("Peak memory", "GB, the highest so far"),
 }
 # Columns that have a chart of their own, are no measurements, or would repeat the waits as shares of a step.
@@ -198,12 +210,12 @@ def smoothing_span(count: int) -> int:
     return round(min(max(count * SMOOTHING_SHARE, SHORTEST_SPAN), LONGEST_SPAN))
 
 
-def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
-    """At most `limit` evenly spaced points, including the first and the last."""
-    if len(points) <= limit:
-        return list(points)
-    last = len(points) - 1
-    return [points[round(index * last / (limit - 1))] for index in range(limit)]
+def thin(items: Sequence[Item], limit: int = POINTS) -> list[Item]:
+    """At most `limit` evenly spaced items, including the first and the last."""
+    if len(items) <= limit:
+        return list(items)
+    last = len(items) - 1
+    return [items[round(index * last / (limit - 1))] for index in range(limit)]
 
 
 def thin_extremes(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
@@ -245,28 +257,10 @@ def _timestep_chart(metrics: Columns) -> Iterator[Chart]:
         yield Chart("Timesteps", [Series("samples", bars)], "samples by noise level; 1000 is pure noise", bars=True)
 
 
-def evaluation_names(metrics: Columns) -> list[str]:
-    """The names of the evaluation losses in a record."""
-    return [key for key in metrics.names if key.startswith(EVALUATED)]
-
-
 def _compact(points: Sequence[Point]) -> list[list[float]]:
     # Five digits are finer than a pixel of a chart.
     return [[step, float(f"{value:.5g}")] for step, value in points]
 
-
-def evaluation_points(metrics: Columns) -> list[Point]:
-    """(step, evaluation loss) where it was measured: of the trained weights if possible, the mean over the datasets."""
-    # The pooled loss is a mean over the datasets already.
-    names = [name for name in sorted(evaluation_names(metrics)) if not name.endswith("/pooled")]
-    plain = [name for name in names if not name.endswith("/ema")] or names
-    curves = [dict(metrics.points(name)) for name in plain]
-    # Only where all datasets were evaluated: means over different datasets would jump.
-    steps = sorted(set.intersection(*map(set, curves))) if curves else []
-    return [(step, sum(curve[step] for curve in curves) / len(curves)) for step in steps]
-
-
-Item = TypeVar("Item")
 
 # Short name of `validation_prompt`.
 MAIN_PROMPT = "validation"
@@ -457,9 +451,3 @@ def _webp(picture: Image.Image, side: int) -> bytes:
 
 def _data_uri(mime: str, content: bytes) -> str:
     return f"data:{mime};base64,{base64.b64encode(content).decode('ascii')}"
-
-
-def evenly_spaced(count: int, items: Sequence[Item]) -> list[Item]:
-    """At most `count` items, evenly spaced."""
-    count = min(count, len(items))
-    return [items[index * len(items) // count] for index in range(count)]

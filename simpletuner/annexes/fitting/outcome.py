@@ -1,0 +1,82 @@
+"""Compares a run with its estimate when it ends, and remembers the difference for the next estimate."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from statistics import fmean, median
+
+from simpletuner.budget.budget import Budget, round_seconds
+from simpletuner.budget.device import gigabytes
+from simpletuner.budget.outcomes import Outcome, remember
+from simpletuner.errors import WriteError
+from simpletuner.plan.build import Plan
+from simpletuner.reporting.events import PREVIEWS, Event, EventStream, PhaseEnded, StepReport
+from simpletuner.run.companions import Companion, Ledger
+from simpletuner.run.session import Session
+
+FEWEST = 10  # steps that are worth a comparison
+
+
+@dataclass
+class Comparison(Companion):
+    """Companion that notes durations and peak memory of a session."""
+
+    events: EventStream
+    steps: defaultdict[Hashable, list[float]] = field(default_factory=lambda: defaultdict(list), init=False)
+    densities: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list), init=False)
+    rounds: list[float] = field(default_factory=list, init=False)
+    peak: float = field(default=0.0, init=False)
+    planned: tuple[Plan, Budget] | None = field(default=None, init=False)
+
+    def begin(self, plan: Plan, step: int) -> None:
+        self.events.subscribe(self._note)
+
+    def around(self, session: Session, budget: Budget) -> AbstractContextManager[object]:
+        self.planned = session.plan, budget
+        return nullcontext()
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case StepReport():
+                # Only steps of equal shapes and passes take comparable time.
+                self.steps[event.shapes, event.passes].append(event.seconds)
+                self.peak = max(self.peak, event.memory_bytes or 0)
+                for tokens, density in event.densities.items():
+                    self.densities[tokens].append(density)
+            case PhaseEnded() if event.complete and event.phase.kind == PREVIEWS:
+                self.rounds.append(event.seconds)
+
+    def finish(self, ledger: Ledger) -> str:
+        count = sum(map(len, self.steps.values()))
+        if self.planned is None or count < FEWEST:
+            return ""
+        plan, budget = self.planned
+        # Medians, since the first step of a shape also compiles.
+        step = sum(len(each) * median(each) for each in self.steps.values()) / count
+        known, expected = budget.outcome, round_seconds(plan, budget)
+        parts = [_compared("step", step, budget.step_seconds)]
+        previews = known.previews
+        if self.rounds and expected:
+            found = median(self.rounds)
+            previews *= found / expected
+            parts.append(_compared("round of previews", found, expected))
+        needed = max(phase.needed(budget.device) for phase in budget.phases)
+        parts.append(f"peak {gigabytes(self.peak)}, planned {gigabytes(needed)}")
+        day = datetime.now(UTC).date().isoformat()
+        densities = {**known.densities, **{tokens: fmean(each) for tokens, each in self.densities.items()}}
+        # The next estimate knows the densities: only what they do not explain corrects it.
+        informed = replace(budget, parts=budget.parts.with_densities(densities))
+        outcome = Outcome(day, known.step * step / informed.step_seconds, previews, densities)
+        try:
+            remember(plan, budget.workload, budget.device, outcome)
+        except (OSError, WriteError) as error:  # the next estimate does without it
+            parts.append(f"not stored for the next estimate: {error}")
+        return f"Estimate and run: {'; '.join(parts)}."
+
+
+def _compared(what: str, seconds: float, predicted: float) -> str:
+    return f"{what} {seconds:.3g} s, predicted {predicted:.3g} s"

@@ -1,0 +1,368 @@
+"""What changes a step: token routes (TREAD), terms of the loss (distance, masks, preservation), scheduled sampling with
+ReflexFlow. Their keys, what follows from them, and the rules between them. Free of torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from simpletuner.config.option import Group, TechniqueGroup, common, option, unless, when
+from simpletuner.config.values import Flag, Integer, Number, Text, parse_json_text
+from simpletuner.errors import NoEffect, Problem
+
+if TYPE_CHECKING:
+    from simpletuner.config.schema import RunConfig
+    from simpletuner.data.dataset import Dataset
+    from simpletuner.models.spec import FamilySpec
+
+
+@dataclass(frozen=True)
+class Route:
+    """A range of blocks that some of the tokens skip.
+
+    Attributes:
+        ratio: share of the tokens that skip the blocks, at least 0 and below 1.
+        first, last: the first and the last block of the range, inclusive; negative numbers count from the end.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # where pydantic looks in a plain dataclass
+
+    ratio: Annotated[Number, Field(alias="selection_ratio", ge=0, lt=1)]
+    first: Annotated[Integer, Field(alias="start_layer_idx")]
+    last: Annotated[Integer, Field(alias="end_layer_idx")]
+
+    def among(self, blocks: int) -> Route:
+        """The same range in a model of `blocks` blocks, both ends counted from the start."""
+        first, last = (edge + blocks if edge < 0 else edge for edge in (self.first, self.last))
+        return replace(self, first=first, last=last)
+
+    def holds(self, *blocks: int) -> bool:
+        """Whether the range, counted from the start, has any of these blocks."""
+        return any(self.first <= block <= self.last for block in blocks)
+
+    @property
+    def written(self) -> str:
+        """The ends of the range as in the config."""
+        return f"{self.first} to {self.last}"
+
+
+class RouteGroup(Group):
+    """The value of `tread_config`."""
+
+    routes: Annotated[list[Route], Field(min_length=1)]
+
+
+class TreadConfig(TechniqueGroup):
+    """TREAD"""
+
+    tread_config: Annotated[RouteGroup, BeforeValidator(parse_json_text)] | None = common(
+        None,
+        'Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}, see docs/TREAD.md.',
+        form="JSON",
+        label="TREAD Routes",
+    )
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        """The ranges of blocks that tokens skip; empty without `tread_config`."""
+        return () if self.tread_config is None else tuple(self.tread_config.routes)
+
+    def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
+        yield from check_routes(routes, blocks)
+
+
+_problem = partial(Problem, "tread_config")
+
+
+def check_routes(routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
+    """Check that ranges are within the model's blocks, start before they end and do not overlap.
+
+    Args:
+        blocks: number of blocks; None if the checkpoint is not on this machine. Ends that count from different ends
+            of the model cannot be compared then.
+    """
+    inside: list[tuple[Route, Route]] = []  # counted from the start, and as written
+    for route in routes:
+        if blocks is None:
+            if (route.first < 0) == (route.last < 0) and route.first > route.last:
+                yield _problem(f"the route from {route.written} starts after its end.")
+            continue
+        outside = {edge: None for edge in (route.first, route.last) if not -blocks <= edge < blocks}
+        for edge in outside:
+            message = f"the model has {blocks} blocks, so an index is between {-blocks} and {blocks - 1},"
+            yield _problem(f"{message} not {edge}.")
+        if outside:
+            continue
+        # Only now comparable: -1 and 31 may be the same block.
+        counted = route.among(blocks)
+        if counted.first > counted.last:
+            ends = f"(block {counted.first} of {blocks} to block {counted.last})"
+            yield _problem(f"the route from {route.written} {ends} starts after its end.")
+            continue
+        inside.append((counted, route))
+    yield from _check_overlaps(inside)
+
+
+def _check_overlaps(routes: Sequence[tuple[Route, Route]]) -> Iterator[Problem]:
+    """Routes counted from the start, with the same as written."""
+    # In the order of their starts, overlapping routes have overlapping neighbours.
+    in_order = sorted(routes, key=lambda pair: pair[0].first)
+    for (one, first), (following, second) in itertools.pairwise(in_order):
+        if following.first <= one.last:
+            shared = f"block {following.first}" if following.first == one.last else f"blocks {following.first} and on"
+            yield _problem(f"the routes from {first.written} and {second.written} overlap ({shared}).")
+
+
+def count_kept(ratio: float, units: int) -> int:
+    """How many of a sample's units a route keeps: `(1 - ratio) * units`, rounded, at least 1."""
+    return max(1, round((1 - ratio) * units))
+
+
+def tokens_by_block(routes: Sequence[Route], blocks: int, tokens: int, unit: int) -> tuple[int, ...]:
+    """How many tokens of a sample each block processes; empty if every block processes all of them.
+
+    Protected tokens beyond a route's share are not counted. Block indices that the model does not have are ignored.
+
+    Args:
+        unit: how many tokens are kept or dropped together.
+    """
+    counts = [tokens] * blocks
+    for route in (each.among(blocks) for each in routes):
+        kept = count_kept(route.ratio, tokens // unit)
+        if kept < tokens // unit:
+            counts = [kept * unit if route.holds(block) else n for block, n in enumerate(counts)]
+    # A ratio can be too small to drop even one unit.
+    return tuple(counts) if min(counts) < tokens else ()
+
+
+huber = partial(option, requires=when(loss_type=("huber", "smooth_l1")))
+preserved = partial(option, requires=when("preservation_probability"))
+
+
+class LossConfig(Group):
+    """Loss"""
+
+    loss_type: Literal["l2", "huber", "smooth_l1"] = common("l2", "Distance between prediction and target.")
+    huber_schedule: Literal["snr", "exponential", "constant"] = huber("snr", "How huber_c depends on the timestep.")
+    huber_c: Number = huber(0.1, "Where huber and smooth_l1 change from quadratic to linear.", gt=0, common=True)
+    input_perturbation: Number = option(0.0, "Extra noise on the input only.", ge=0)
+    input_perturbation_steps: Integer = option(
+        0, "Decay input_perturbation linearly to 0 at this step; 0 keeps it constant.", ge=0
+    )
+    noise_offset: Number = option(0.0, "Offset of the noise mean per sample and channel.", ge=0)
+    noise_offset_probability: Number = option(1.0, "Share of samples with noise_offset.", ge=0, le=1)
+
+    def input_perturbation_at(self, step: int) -> float:
+        """The strength of `input_perturbation` after `step` optimizer steps."""
+        if not self.input_perturbation_steps:
+            return self.input_perturbation
+        return self.input_perturbation * max(0.0, 1 - step / self.input_perturbation_steps)
+
+
+class MaskedLossConfig(TechniqueGroup):
+    """Masked loss"""
+
+    masked_loss_probability: Number = common(
+        1.0, "Share of batches that use masks; the rest learn from the whole picture.", ge=0, le=1
+    )
+    masked_loss_normalise: Flag = option(
+        False, "Divide a sample's loss by the mean of its mask (at least 0.05), so that small masks learn as fast."
+    )
+    masked_loss_floor: Number = option(0.0, "Weight of black areas; white areas weigh 1.", ge=0, le=1)
+    masked_loss_prior: Number = option(
+        0.0,
+        "Weight of keeping black areas at the base model's prediction (LoRA only, one more forward pass).",
+        ge=0,
+        requires=when(model_type="lora", because="the base model is the one without the LoRA", fatal=True),
+    )
+
+    def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
+        """Masks for what needs them."""
+        if not any(dataset.masks for dataset in datasets if dataset.config.is_trained):
+            for key in filter(config.is_explicit, type(self).model_fields):
+                yield Problem(key, "has no effect: no dataset that is trained has masks.", fatal=False)
+
+
+class PreservationConfig(TechniqueGroup):
+    """Preservation"""
+
+    requires = when("preservation_weight")
+
+    preservation_weight: Number = common(
+        0.0,
+        "LoRA only: weight of preserving the predictions for other captions; 0 is off. See docs/DREAMBOOTH.md.",
+        ge=0,
+        requires=when(
+            model_type="lora",
+            because="the model as it was is the one without the LoRA. In a full training, also train on pictures of "
+            "what it should keep",
+            fatal=True,
+        ),
+    )
+    preservation_probability: Number = option(
+        0.5,
+        "Share of micro-batches with preservation, which run the model twice more: without and with gradients.",
+        ge=0,
+        le=1,
+    )
+    preservation_prompt: Text | None = preserved(
+        None,
+        "The class word that replaces preservation_trigger or, without a trigger, the whole caption.",
+        default_note="the empty caption",
+        common=True,
+    )
+    preservation_trigger: Text | None = preserved(None, "The words in captions that name the subject.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is preserved."""
+        return self.preservation_weight > 0 and self.preservation_probability > 0
+
+    def other_caption(self, caption: str) -> str:
+        """The caption for which the prediction is preserved while a sample with `caption` is trained."""
+        prompt = self.preservation_prompt or ""
+        # A function, since a backslash in a replacement text would begin an escape.
+        replaced, found = self._trigger.subn(lambda match: prompt, caption)
+        return replaced if found else prompt
+
+    @property
+    def _trigger(self) -> re.Pattern[str]:
+        """Finds the trigger as whole words in any letter case; without a trigger it finds nothing."""
+        if self.preservation_trigger is None:
+            return re.compile(r"(?!)")
+        # Not \b: it fails beside a mark, as in the trigger <me>.
+        return re.compile(rf"(?<!\w){re.escape(self.preservation_trigger)}(?!\w)", re.IGNORECASE)
+
+    def check(self, config: RunConfig) -> Iterator[Problem]:
+        """A trigger needs what takes its place."""
+        if self.is_on and self.preservation_trigger and not self.preservation_prompt:
+            message = f"{self.preservation_trigger!r} needs preservation_prompt, the class word to put in its place."
+            yield Problem("preservation_trigger", message)
+
+    def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
+        """The trigger must occur in the captions; where it does not, the prompt replaces the whole caption."""
+        if not self.is_on or self.preservation_trigger is None:
+            return
+        preserving = [each for each in datasets if each.config.is_trained and not each.config.is_regularisation_data]
+        captions = (caption for each in preserving for sample in each.samples for caption in sample.captions)
+        named = [bool(self._trigger.search(caption)) for caption in captions]
+        if not all(named):
+            message = f"{self.preservation_trigger!r} is in {sum(named)} of {len(named)} captions"
+            rest = "; for the others preservation_prompt is the whole caption." if any(named) else "."
+            yield Problem("preservation_trigger", message + rest, fatal=not any(named))
+
+
+PREFIX = "scheduled_sampling_"
+OFFSET, PROBABILITY, RAMP = (f"{PREFIX}{name}" for name in ("max_step_offset", "probability", "ramp_steps"))
+ramped = partial(option, requires=when(RAMP))
+reflexflow = partial(option, requires=when(f"{PREFIX}reflexflow"))
+
+FINENESS = 1000  # points at which means are computed
+# (a uniform number in [0, 1), the largest offset) -> an offset.
+STRATEGIES: Mapping[str, Callable[[float, int], int]] = {
+    # The share is below 1, so all of 0 to most are as likely; squares crowd near 0.
+    "uniform": lambda share, most: int(share * (most + 1)),
+    "biased_early": lambda share, most: round(share * share * most),
+    "biased_late": lambda share, most: round((1 - share * share) * most),
+}
+
+
+class ScheduledSamplingConfig(TechniqueGroup):
+    """Scheduled sampling"""
+
+    requires = when(OFFSET)
+
+    scheduled_sampling_max_step_offset: Integer = common(
+        0, "Maximum number of sampler steps rolled out to make an input; see docs/experimental/SCHEDULED_SAMPLING.md.",
+        ge=0,)  # fmt: skip
+    scheduled_sampling_probability: Number = common(
+        0.0,
+        "Probability per sample, without a ramp.",
+        ge=0,
+        le=1,
+        requires=unless(RAMP, because=f"{RAMP} is set, so the probability follows prob_start and prob_end"),
+    )
+    scheduled_sampling_prob_start: Number = ramped(0.0, "Probability before and at the start of a ramp.", ge=0, le=1)
+    scheduled_sampling_prob_end: Number = ramped(0.5, "Probability at the end of a ramp and after it.", ge=0, le=1)
+    scheduled_sampling_ramp_steps: Integer = option(0, "Length of the ramp; 0 is none.", ge=0)
+    scheduled_sampling_start_step: Integer = option(0, "Start of the ramp, or of a fixed probability.", ge=0)
+    scheduled_sampling_ramp_shape: Literal["linear", "cosine"] = ramped("linear", "Shape of the ramp.")
+    scheduled_sampling_strategy: Literal["uniform", "biased_early", "biased_late"] = option(
+        "uniform", "Distribution of the number of steps: uniform, mostly few, or mostly many."
+    )
+    scheduled_sampling_sampler: Literal["unipc", "euler", "dpm"] = option("unipc", "The solver of these steps.")
+    scheduled_sampling_order: Integer = option(
+        2, "Order of unipc and dpm.", ge=1, le=3, requires=when(scheduled_sampling_sampler=("unipc", "dpm"))
+    )
+    scheduled_sampling_reflexflow: Flag = common(True, "Correct the drift of these samples in the loss (ReflexFlow).")
+    scheduled_sampling_reflexflow_alpha: Number = reflexflow(
+        1.0, "Extra weight of positions where sampling lost content.", ge=0
+    )
+    scheduled_sampling_reflexflow_beta1: Number = reflexflow(10.0, "Weight of the direction (reflexflow_adr).", ge=0)
+    scheduled_sampling_reflexflow_beta2: Number = reflexflow(1.0, "Factor of the loss of these samples.", ge=0)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any sample can have an offset."""
+        fixed, ramp = self.scheduled_sampling_probability, self.scheduled_sampling_ramp_steps
+        # A ramp may also lead down.
+        highest = max(self.scheduled_sampling_prob_start, self.scheduled_sampling_prob_end) if ramp else fixed
+        return self.scheduled_sampling_max_step_offset > 0 and highest > 0
+
+    @property
+    def compares_clean(self) -> bool:
+        """Whether the loss needs the prediction from the plain input, too."""
+        return self.scheduled_sampling_reflexflow and self.scheduled_sampling_reflexflow_alpha > 0
+
+    def probability_at(self, step: int) -> float:
+        """Probability per sample after `step` optimizer steps."""
+        since = step - self.scheduled_sampling_start_step
+        if not self.scheduled_sampling_ramp_steps:
+            return self.scheduled_sampling_probability if since >= 0 else 0.0
+        share = min(max(since / self.scheduled_sampling_ramp_steps, 0.0), 1.0)
+        if self.scheduled_sampling_ramp_shape == "cosine":
+            share = 0.5 - 0.5 * math.cos(math.pi * share)
+        start, end = self.scheduled_sampling_prob_start, self.scheduled_sampling_prob_end
+        return start + (end - start) * share
+
+    def offset_at(self, share: float) -> int:
+        """The offset for a uniform number in [0, 1)."""
+        return STRATEGIES[self.scheduled_sampling_strategy](share, self.scheduled_sampling_max_step_offset)
+
+    def mean_passes(self, total_steps: int) -> float:
+        """Mean number of extra forward passes of a sample, over a run of that length."""
+        # At most FINENESS steps of the run, and the middles of FINENESS equal slices of [0, 1).
+        steps = range(0, max(total_steps, 1), total_steps // FINENESS + 1)
+        offsets = [self.offset_at((index + 0.5) / FINENESS) for index in range(FINENESS)]
+        passes = fmean(offset + (self.compares_clean and offset > 0) for offset in offsets)
+        return fmean(map(self.probability_at, steps)) * passes
+
+    def check(self, config: RunConfig) -> Iterator[Problem]:
+        """Offsets that the sampler of previews can have, with a probability; and no other way to make inputs."""
+        offset, ramp = self.scheduled_sampling_max_step_offset, self.scheduled_sampling_ramp_steps
+        if offset and not self.is_on:
+            reason = "probabilities are 0" if ramp else f"{PROBABILITY} is 0"
+            yield NoEffect(OFFSET, f"has no effect: {reason}.")
+        steps = config.validation.validation_num_inference_steps
+        if steps is not None and offset > steps:
+            message = f"{offset} is more than the {steps} steps of the sampler (validation_num_inference_steps)."
+            yield Problem(OFFSET, message)
+        if config.flow.mixflow_enabled and self.is_on:
+            yield Problem("mixflow_enabled", f"and {OFFSET} exclude each other: both make inputs for the same end.")
+
+    @property
+    def late(self) -> Mapping[str, str]:
+        return {f"{PREFIX}start_step": "no input is rolled out"} if self.is_on else {}
+
+    @property
+    def related(self) -> Sequence[str]:
+        """Its steps are those of the sampler of previews."""
+        return ("validation_num_inference_steps",) if self.is_on else ()

@@ -1,0 +1,151 @@
+"""The block of Sana Video as training compiles it: the arithmetic of the diffusers class, with less kept for gradients.
+
+Compiled, diffusers' own code keeps 39 times the hidden states, 47 times with a given first frame. Here it is 19 and 20:
+the results of products and of the depthwise convolution. Normalised, rotated and modulated tensors are computed again,
+and a convolution with frozen weights does not keep its input. Modules and weights are unchanged, rounding is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, linear, relu, scaled_dot_product_attention, silu
+from torch.utils.checkpoint import checkpoint
+
+
+def run_block(
+    block: Any, hidden: Tensor, text: Tensor, mask: Tensor, timestep: Tensor, tables: Sequence[Tensor]
+) -> Tensor:
+    """`forward` of a block with tokens `B T H W C`, whose shape gives the grid.
+
+    With tokens as `B S C` and separate sizes, compiled code would specialise on the sizes, or contain symbolic
+    quotients such as S / (T H), on which inductor fails.
+
+    Args:
+        text, mask: of the caption, as the class takes them.
+        timestep: its embedding `B 1 1 1 6C`, or `B T H W 6C` for tokens with their own timesteps.
+        tables: cosines and sines `1 T H W 1 D`.
+    """
+    for each in (text, mask, timestep):
+        torch._check(len(each) == len(hidden))  # else the batch would have a symbol in each of them
+    grid, tokens, tables = hidden.shape[1:4], hidden.flatten(1, 3), [each.flatten(1, 3) for each in tables]
+    modulation = recomputed(_modulation, block.scale_shift_table, timestep.flatten(1, 3))
+    shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation
+    modulated = (block.norm1(tokens) * (1 + scale) + shift).to(tokens.dtype)
+    tokens = tokens + gate * _self_attention(block.attn1, modulated, tables)
+    tokens = _cross_attention(block.attn2, tokens, text, mask) + tokens
+    modulated = block.norm2(tokens) * (1 + ff_scale) + ff_shift
+    return tokens + ff_gate * _feed_forward(block.ff, modulated.unflatten(1, grid))
+
+
+def recomputed(function: Callable[..., Any], *inputs: Tensor) -> Any:
+    """The result of a function that the backward pass computes again from its inputs."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def _modulation(table: Tensor, timestep: Tensor) -> tuple[Tensor, ...]:
+    """Shift, scale and gate of the attention, and of the feed-forward."""
+    return (table + timestep.unflatten(-1, table.shape)).unbind(2)
+
+
+def _self_attention(attention: Any, hidden: Tensor, tables: Sequence[Tensor]) -> Tensor:
+    inputs = [layer(hidden) for layer in (attention.to_q, attention.to_k, attention.to_v)]
+    attended = recomputed(partial(_attend, attention), *inputs, *tables)
+    out: Tensor = attention.to_out[1](attention.to_out[0](attended))
+    return out
+
+
+def _cross_attention(attention: Any, hidden: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+    """Attention of tokens `B S C` to a text with the biases `B 1 L`."""
+    # Kept, the transposed queries would be a view with symbolic strides, on which inductor fails.
+    query = recomputed(partial(_by_head, attention.norm_q, attention.heads), attention.to_q(hidden))
+    key, value = _by_head(attention.norm_k, attention.heads, attention.to_k(text)), attention.to_v(text)
+    value = _by_head(None, attention.heads, value)
+    attended = scaled_dot_product_attention(query, key, value, attn_mask=mask.unsqueeze(1))
+    out: Tensor = attention.to_out[1](attention.to_out[0](attended.transpose(1, 2).flatten(2)))
+    return out
+
+
+def _by_head(norm: Any, heads: int, x: Tensor) -> Tensor:
+    """`B S C` as `B H S D`, past a norm over all heads."""
+    normalised: Tensor = x if norm is None else norm(x)
+    return normalised.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def _attend(attention: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Linear attention, R(q) (R(k)ᵀ v) / (q · Σ k) with q and k past a norm and a ReLU, of `B S C` tensors.
+
+    R, the rotation by position, is no part of the divisor (SANA-Video, arXiv 2509.24695).
+    """
+    query = query if attention.norm_q is None else attention.norm_q(query)
+    key = key if attention.norm_k is None else attention.norm_k(key)
+    query, key, value = (each.unflatten(2, (attention.heads, -1)) for each in (query, key, value))  # B S H D
+    query, key = relu(query), relu(key)
+    turned = _rotate(query, cos, sin), _rotate(key, cos, sin)
+    rotated, rotated_key, value = (each.transpose(1, 2).float() for each in (*turned, value))  # B H S D
+    divisor = query.transpose(1, 2) @ key.sum(dim=1).unsqueeze(-1) + 1e-15
+    out = rotated @ (rotated_key.transpose(-1, -2) @ value) * (1 / divisor)
+    return out.transpose(1, 2).flatten(2).type_as(query)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs of neighbours, rotated and rounded to the dtype of `x`. The tables hold every number twice."""
+    (left, right), cos, sin = x.unflatten(-1, (-1, 2)).unbind(-1), cos[..., 0::2], sin[..., 1::2]
+    return torch.stack([left * cos - right * sin, left * sin + right * cos], dim=-1).flatten(-2).type_as(x)
+
+
+def _feed_forward(layers: Any, hidden: Tensor) -> Tensor:
+    """The gated convolutions of tokens `B T H W C`, returned as `B S C`."""
+    samples = len(hidden)
+    hidden = silu(_pointwise(layers.conv_inverted, hidden.flatten(0, 1)))
+    value, gate = _centred(layers.conv_depth, hidden).chunk(2, dim=-1)
+    hidden = _pointwise(layers.conv_point, value * silu(gate)).unflatten(0, (samples, -1)).flatten(2, 3)
+    return (hidden + _centred(layers.conv_temp, hidden)).flatten(1, 2)
+
+
+def _pointwise(layer: nn.Module, x: Tensor) -> Tensor:
+    """A convolution of `N H W C` position by position, as a product."""
+    if _is_bare(layer):
+        return linear(x, layer.weight.flatten(1), layer.bias)
+    return _channels_last(layer, x)
+
+
+def _centred(layer: nn.Module, x: Tensor) -> Tensor:
+    """A convolution of `N H W C` that keeps the size."""
+    if _is_bare(layer) and not layer.weight.requires_grad:
+        frozen = (layer.weight, layer.bias, layer.padding, layer.groups)
+        return _channels_last(lambda each: FrozenConvolution.apply(each, *frozen), x)
+    return _channels_last(layer, x)
+
+
+def _channels_last(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return layer(x.movedim(-1, 1)).movedim(1, -1)
+
+
+def _is_bare(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether no adapter is in a layer or, as LyCORIS does, around its forward pass."""
+    return type(layer) is nn.Conv2d and "forward" not in vars(layer)
+
+
+class FrozenConvolution(torch.autograd.Function):
+    """A convolution that keeps the size of its input, with frozen weights. torch's own would save the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Any, groups: int) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.padding, ctx.groups = padding, groups
+        return conv2d(x, weight, bias, padding=padding, groups=groups)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,), (weight,) = gradients, ctx.saved_tensors
+        # The input's gradient depends on the shape of the input only, which is that of the result.
+        found = torch.ops.aten.convolution_backward(
+            gradient, gradient, weight, None, (1, 1), ctx.padding, (1, 1), False, (0, 0), ctx.groups,
+            (True, False, False),
+        )  # fmt: skip
+        return found[0], None, None, None, None

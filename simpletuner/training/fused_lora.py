@@ -1,0 +1,169 @@
+"""LoRA in fewer products (`speed_fused_lora`).
+
+Layers with the same input x (T K), weights Wᵢ and adapters Aᵢ (r K), Bᵢ compute yᵢ = x Wᵢᵀ + s (x Aᵢᵀ) Bᵢᵀ, in peft by
+three products each. Here all A are one product, h = s x [A₁; A₂; ...]ᵀ, and then, with B on the diagonal of blocks,
+
+    [y₁ | y₂ | ...] = [x | h] · [W | B]ᵀ             one product for all layers, which adds in its accumulators
+
+on a GPU where the weights are plain and stay on the device. Other weights (quantised, streamed, sharded) and CPUs, on
+which the zeros of [W | B] cost more than the sums that they save, add h Bᵢᵀ to each layer's own product.
+
+Elementwise traffic of q, k, v and the query of cross-attention, in units of one tensor T K: peft reads x and writes and
+reads h Bᵀ for each, 12; [x | h] is written beside x, and x read once, for each of the two inputs: 4.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from simpletuner.models.blocks import FastBlocks
+from simpletuner.training.lora import ADAPTER
+
+PACKED_ON = ("cuda",)  # types of devices on which the wide product is faster
+
+logger = logging.getLogger(__name__)
+
+
+class SharedInput:
+    """Layers that read the same input, each with a LoRA of one rank and scale.
+
+    Attributes:
+        layers: as peft has them.
+        bases, downs, ups: their frozen layers, A and B. Compiled code checks every attribute on the way to a tensor,
+            and from here the way is short.
+        packed: [W | B] of all layers, of which the layers' weights are views; None for separate products.
+        bias: of all layers, with `packed`; None if they have none.
+        is_fused: false to let peft compute, for comparison.
+    """
+
+    def __init__(self, layers: Sequence[LoraLinear]) -> None:
+        self.layers = tuple(layers)
+        self.bases: tuple[Any, ...] = tuple(layer.base_layer for layer in layers)
+        self.downs, self.ups = (
+            tuple(each[ADAPTER].weight for each in matrices)
+            for matrices in zip(*((layer.lora_A, layer.lora_B) for layer in layers), strict=True)
+        )
+        self.packed: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.is_fused = True
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """The layers' outputs, each (..., out), of an input (..., K)."""
+        first = self.layers[0]
+        # Without adapters, as for a teacher, or with others, as in previews, peft knows what to do.
+        if not self.is_fused or first.disable_adapters or first.merged or first.active_adapters != [ADAPTER]:
+            return [layer(x) for layer in self.layers]
+        down, scale = torch.cat(self.downs).to(x.dtype), first.scaling[ADAPTER]
+        if self.packed is None:
+            thin = (linear(x, down) * scale).chunk(len(self.ups), dim=-1)
+            parts = zip(self.bases, thin, self.ups, strict=True)
+            return [base(x) + linear(part, up.to(x.dtype)) for base, part, up in parts]
+        out: Tensor = WideProduct.apply(x.flatten(0, -2), down, self.packed, self.bias, scale, *self.ups)
+        return out.unflatten(0, x.shape[:-1]).split([len(up) for up in self.ups], dim=-1)
+
+    def pack(self) -> bool:
+        """Move plain weights on a GPU into one matrix with columns for B, which replaces theirs; False for others."""
+        weights = [base.weight.detach() for base in self.bases if type(base) is nn.Linear]
+        if len(weights) < len(self.bases) or weights[0].device.type not in PACKED_ON:
+            return False
+        rows, width = [len(weight) for weight in weights], weights[0].shape[1]
+        self.packed = weights[0].new_zeros(sum(rows), width + sum(map(len, self.downs)))
+        for base, part in zip(self.bases, self.packed[:, :width].split(rows), strict=True):
+            base.weight.data = part.copy_(base.weight.detach())
+        if self.bases[0].bias is not None:
+            self.bias = torch.cat([base.bias.detach() for base in self.bases])
+        return True
+
+    def places(self) -> Iterator[Tensor]:
+        """The place of each B in [W | B]."""
+        assert self.packed is not None
+        row, column = 0, self.packed.shape[1] - sum(map(len, self.downs))
+        for width, rank in (up.shape for up in self.ups):
+            # `data`: a second forward pass copies the same numbers, and must not invalidate what the first one saved.
+            yield self.packed.data[row : row + width, column : column + rank]
+            row, column = row + width, column + rank
+
+
+class WideProduct(torch.autograd.Function):
+    """[x | h] · [W | B]ᵀ + bias, with h = scale · x Aᵀ; W is frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, down: Tensor, packed: Tensor, bias: Tensor | None, scale: float, *ups: Tensor
+    ) -> Tensor:
+        wide = torch.cat([x, (x @ down.t()) * scale], dim=1)
+        ctx.save_for_backward(wide, down, packed)
+        ctx.scale, ctx.rows, ctx.dtypes = scale, [len(up) for up in ups], [up.dtype for up in ups]
+        return linear(wide, packed, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        wide, down, packed = ctx.saved_tensors
+        width = down.shape[1]
+        # dx of the frozen part, and the gradient of h
+        both = gradient @ packed
+        thin = both[:, width:] * ctx.scale
+        inputs = both[:, :width] + thin @ down if ctx.needs_input_grad[0] else None
+        # Of this product only the blocks on the diagonal are gradients; on tensor cores, separate ones take as long.
+        blocks = gradient.t() @ wide[:, width:]
+        rank = len(down) // len(ctx.rows)
+        parts = zip(blocks.split(ctx.rows), ctx.dtypes, strict=True)
+        ups = [part[:, i * rank : (i + 1) * rank].to(dtype) for i, (part, dtype) in enumerate(parts)]
+        return (inputs, thin.t() @ wide[:, :width], None, None, None, *ups)
+
+
+class FusedLora:
+    """The groups of a transformer's layers that share their input and all have a LoRA.
+
+    Args:
+        pack: pack the weights that are plain and on a GPU; they and B must not change between a forward pass and its
+            backward pass.
+    """
+
+    def __init__(self, transformer: nn.Module, fast: FastBlocks, *, pack: bool) -> None:
+        self.groups: list[SharedInput] = []
+        self._packed: list[SharedInput] | None = None
+        for module, names in fast.shared_inputs:
+            attention: Any = module
+            layers = [attention.get_submodule(name) for name in names]
+            if all(isinstance(layer, LoraLinear) for layer in layers):
+                self.groups.append(SharedInput(layers))
+                others = attention.shared_inputs if attention.fused_projections else {}
+                attention.shared_inputs, attention.fused_projections = {**others, names: self.groups[-1]}, True
+        if not self.groups:
+            logger.warning("speed_fused_lora has no effect: no layers that share their input all have a LoRA.")
+        elif pack:
+            transformer.register_forward_pre_hook(self._refresh)
+
+    def _refresh(self, *call: Any) -> None:
+        """Copy every B beside its weight, before each forward pass: optimizers, checkpoints and averages write to it,
+        some without a trace in autograd's version counters."""
+        if self._packed is None:  # the weights are on their final device by now, those of streamed blocks on the CPU
+            self._packed = [group for group in self.groups if group.pack()]
+        if self._packed:
+            places = [place for group in self._packed for place in group.places()]
+            torch._foreach_copy_(places, [up.detach() for group in self._packed for up in group.ups])
+
+    def is_updated(self) -> bool:
+        """Whether a B is not 0, so that A has a gradient."""
+        return any(bool(group.ups[0].any()) for group in self.groups[:1])
+
+    @contextmanager
+    def separate(self) -> Iterator[None]:
+        """A context in which peft computes every layer by itself."""
+        for group in self.groups:
+            group.is_fused = False
+        try:
+            yield
+        finally:
+            for group in self.groups:
+                group.is_fused = True

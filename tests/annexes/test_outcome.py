@@ -1,0 +1,82 @@
+"""A run is compared with its estimate, and corrects the next one."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from simpletuner.annexes.fitting import outcome
+from simpletuner.annexes.fitting.outcome import FEWEST, Comparison
+from simpletuner.budget.outcomes import Outcome
+from simpletuner.reporting.events import EventStream, StepReport
+from tests.annexes.test_fit import CLIP, PRO, budget, gpu
+from tests.workspace import Workspace
+
+KEPT = "cache/outcomes.json"
+
+
+def planned(workspace: Workspace, capsys: pytest.CaptureFixture[str], *settings: str) -> dict[str, float]:
+    capsys.readouterr()
+    assert workspace.run("plan", "--json", "max_train_steps=10", "validation_disable=false", *settings) == 0
+    seconds: dict[str, float] = json.loads(capsys.readouterr().out)["seconds"]
+    return seconds
+
+
+def test_a_run_corrects_the_next_estimate(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    previews = ("validation_disable=false", "validation_num_inference_steps=1")
+    before, other = planned(workspace, capsys, *previews), planned(workspace, capsys, "train_batch_size=4")
+    assert workspace.train("max_train_steps=10", *previews) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Estimate and run: ")]
+    assert "; round of previews " in line
+    assert "; peak " in line
+    ((outcome,),) = (runs.values() for runs in json.loads(workspace.path(KEPT).read_text()).values())
+    # The rates that the run measured are in its output folder; another one has the same estimate as before.
+    after = planned(workspace, capsys, *previews, "output_dir=elsewhere")
+    assert after["step"] == pytest.approx(before["step"] * outcome["step"])
+    assert after["previews"] == pytest.approx(before["previews"] * outcome["previews"])
+    assert planned(workspace, capsys, "train_batch_size=4", "output_dir=elsewhere") == other, "another shape"
+    assert workspace.run("plan", "max_train_steps=10", "output_dir=elsewhere") == 0
+    assert f"  corrected by the run of {outcome['day']}: x{outcome['step']:.2f}" in capsys.readouterr().out.splitlines()
+    # A corrected estimate is compared as well: the next outcome is relative to the uncorrected one.
+    assert workspace.train("max_train_steps=10", "validation_disable=true", "output_dir=elsewhere") == 0
+    ((again,),) = (runs.values() for runs in json.loads(workspace.path(KEPT).read_text()).values())
+    assert again["previews"] == outcome["previews"], "there were none"
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Estimate and run: "))
+    taken, predicted = map(float, re.findall(r"([\d.]+) s", line))
+    assert predicted == pytest.approx(after["step"], rel=0.01)
+    assert again["step"] == pytest.approx(outcome["step"] * taken / predicted, rel=0.02)
+    workspace.path(KEPT).write_text("{")
+    assert planned(workspace, capsys, *previews, "output_dir=another") == before
+
+
+def test_a_few_steps_say_nothing_about_speed(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert workspace.train("max_train_steps=2", "validation_disable=true") == 0
+    assert "Estimate and run" not in capsys.readouterr().out
+    assert not workspace.path(KEPT).exists()
+
+
+def test_a_file_that_cannot_be_written_ends_no_run(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    workspace.path(KEPT).mkdir(parents=True)
+    assert workspace.train("max_train_steps=10", "validation_disable=true") == 0
+    assert "not stored for the next estimate: " in capsys.readouterr().out
+
+
+def test_the_next_estimate_knows_how_many_tiles_are_visited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they explain is not corrected a second time."""
+    before, kept = budget(gpu(80), CLIP, PRO), list[Outcome]()
+    tokens = before.steps[0].load.tokens
+    informed = replace(before, parts=before.parts.with_densities({tokens: 0.5}))
+    assert informed.step_seconds > 1.1 * before.step_seconds, "25 % were assumed"
+    monkeypatch.setattr(outcome, "round_seconds", lambda *given: 0.0)
+    monkeypatch.setattr(outcome, "remember", lambda *given: kept.append(given[-1]))
+    comparison, unused = Comparison(EventStream()), cast(Any, None)
+    comparison.planned = unused, before
+    for step, density in enumerate((0.4, 0.6) * FEWEST):
+        comparison._note(StepReport(step, 1, {}, 2 * informed.step_seconds, densities={tokens: density}))
+    comparison.finish(unused)
+    assert kept[0].densities == {tokens: pytest.approx(0.5)}
+    assert kept[0].step == pytest.approx(2)
