@@ -18,9 +18,10 @@ from simpletuner.budget.estimate import AVERAGE, Sent, Step, StepModel, exchange
 from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
-from simpletuner.config.schema import RunConfig
+from simpletuner.config.schema import BY_SIZE, RunConfig
 from simpletuner.models.cost import BYTES, TILE, VaeLoad
 from simpletuner.plan.build import Plan
+from simpletuner.plan.checks import BACKGROUND_KEYS
 from simpletuner.plan.entries import Listing, evaluated, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EVALUATION, SAVING, Rounds
 from simpletuner.reporting.events import PREVIEWS as PREVIEW_ROUNDS
@@ -34,6 +35,8 @@ TEXT_ACTIVATIONS = 0.03
 STREAMED_TEXT = 0.3
 # Share of the host's memory that a copy of what is saved leaves free.
 SPARE = 0.1
+# Faster previews must never be what does not fit: estimates may be off by a tenth.
+BATCHED, PREVIEW_ROOM = "validation_batched_guidance", 0.1
 # Rounds of previews that no interval decides: of the untrained model, and at the end.
 BARE_ROUNDS = 2
 # Of a clip's decoding, what cuDNN may take beside it for 3D convolutions: 20 to 40 %, assumed.
@@ -306,6 +309,33 @@ class Budget:
     def preview_dtype(self) -> str:
         """The dtype in which the VAE of previews decodes, whatever `vae_dtype` is for encoding."""
         return "fp32" if self.parts.spec.defaults.get("vae_dtype") == "fp32" else self.model.dtype
+
+
+def with_faster_previews(budget: Budget) -> Budget:
+    """With what makes previews faster and fits with room to spare, unless the user decided."""
+    if not budget.workload.previews or budget.device.memory is None:
+        return budget
+    for key in _faster_previews(budget):
+        faster = replace(budget, config=budget.config.with_values({key: True}, BY_SIZE))
+        lacking = any(each.trains or each.name == PREVIEWS for each, _ in faster.shortages(headroom=PREVIEW_ROOM))
+        if not lacking and not budget.config.is_explicit(key):
+            budget = faster
+    return budget
+
+
+def _faster_previews(budget: Budget) -> Iterator[str]:
+    """Settings that make previews faster if memory allows."""
+    config = budget.config
+    if not budget.parts.cost.guided_together:
+        yield BATCHED
+    if not budget.device.is_gpu or not budget.parts.trains:
+        return
+    moves = config.offload.enable_model_cpu_offload or config.offload.group_offload_vae
+    if not moves:
+        yield "keep_vae_loaded"
+    # In float32, decoding changes settings of the process.
+    if not moves and config.launch.num_processes == 1 and budget.preview_dtype != "fp32":
+        yield from BACKGROUND_KEYS
 
 
 def make_budget(plan: Plan, device: Device) -> Budget:

@@ -16,10 +16,10 @@ from __future__ import annotations
 import logging
 import struct
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -182,6 +182,7 @@ class CheckpointWriter(Callback):
     thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     saved_step: int | None = field(default=None, init=False)
     _completing: Future[CheckpointSaved] | None = field(default=None, init=False)
+    _prune: Callable[..., Sequence[Path]] = field(default=prune, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         # A resumed run need not save what it has just loaded.
@@ -228,11 +229,10 @@ class CheckpointWriter(Callback):
         def finish() -> CheckpointSaved:
             with assembly.world.undisturbed():
                 complete()
-            # Only now: an old checkpoint must not go for a new one that may still fail.
-            removed = prune(self.output_dir, limit, rolling=rolling, in_use=self.in_use())
-            return CheckpointSaved(path, step, time.monotonic() - started, removed)
+            return CheckpointSaved(path, step, time.monotonic() - started)
 
         self._completing = self.thread.submit(finish)
+        self._prune = partial(prune, self.output_dir, limit, rolling=rolling)
 
     def write(self, final: Path, assembly: Assembly, state: TrainState) -> Callable[[], None] | None:
         """Write the files of a checkpoint; collective if processes share the trained weights.
@@ -311,4 +311,7 @@ class CheckpointWriter(Callback):
         """Wait for the checkpoint that is being completed, and publish it."""
         completing, self._completing = self._completing, None
         if completing is not None:
-            self.events.publish(completing.result())
+            saved = completing.result()
+            # Only now: an old checkpoint must not go for a new one that may still fail. And in this thread, in which
+            # uploads choose theirs.
+            self.events.publish(replace(saved, removed=self._prune(in_use=self.in_use())))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from simpletuner.annexes.fitting.fit import DECODING, check_fit, check_ways, choose, free_batch
 from simpletuner.annexes.fitting.show import MISSING_GPU, duration
 from simpletuner.budget import device as devices
-from simpletuner.budget.budget import PREVIEWS, Budget, make_budget, remaining_seconds
+from simpletuner.budget.budget import PREVIEWS, Budget, make_budget, remaining_seconds, with_faster_previews
 from simpletuner.budget.device import (
     NCCL_BUFFERS,
     compute_capability,
@@ -30,13 +30,10 @@ from simpletuner.distributed.world import launched
 from simpletuner.errors import Problem, Reading
 from simpletuner.models.cost import VaeLoad
 from simpletuner.plan.build import Plan, make_plan
-from simpletuner.plan.checks import BACKGROUND_KEYS
 from simpletuner.plan.environment import existing
 
 # torch's `upsample_nearest3d` on CUDA refused more (pytorch #144855), and since then counts them in 32 unsigned bits.
 MOST_UPSAMPLED = 2**31
-# Faster previews must never be what does not fit: estimates may be off by a tenth.
-BATCHED, PREVIEW_ROOM = "validation_batched_guidance", 0.1
 FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
 FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
 DAY = 86400.0
@@ -137,33 +134,6 @@ def with_strips(budget: Budget) -> Budget:
     whole, lean = (any(phase.name == PREVIEWS for phase, _ in each.shortages()) for each in (budget, strips))
     only_so = whole and not lean and budget.config.offload.offload != "auto"  # which has more to choose from
     return strips if only_so or any(check_decoding(budget)) else budget
-
-
-def with_faster_previews(budget: Budget) -> Budget:
-    """With what makes previews faster and fits with room to spare, unless the user decided."""
-    if not budget.workload.previews or budget.device.memory is None:
-        return budget
-    for key in _faster_previews(budget):
-        faster = replace(budget, config=budget.config.with_values({key: True}, BY_SIZE))
-        lacking = any(each.trains or each.name == PREVIEWS for each, _ in faster.shortages(headroom=PREVIEW_ROOM))
-        if not lacking and not budget.config.is_explicit(key):
-            budget = faster
-    return budget
-
-
-def _faster_previews(budget: Budget) -> Iterator[str]:
-    """Settings that make previews faster if memory allows."""
-    config = budget.config
-    if not budget.parts.cost.guided_together:
-        yield BATCHED
-    if not budget.device.is_gpu or not budget.parts.trains:
-        return
-    moves = config.offload.enable_model_cpu_offload or config.offload.group_offload_vae
-    if not moves:
-        yield "keep_vae_loaded"
-    # In float32, decoding changes settings of the process.
-    if not moves and config.launch.num_processes == 1 and budget.preview_dtype != "fp32":
-        yield from BACKGROUND_KEYS
 
 
 def check_decoding(budget: Budget) -> Iterator[Problem]:
