@@ -1,7 +1,7 @@
 """Our optimizer step against a plain diffusers + peft loop: same model, LoRA, optimizer, checkpointing, batch.
 
-`reference` runs diffusers' blocks as the loop does, `eager` ours, `compiled` ours through torch.compile. The compiled
-one has a second rival: the same loop after `transformer.compile_repeated_blocks()`.
+`reference` runs diffusers' blocks as the loop does, `eager` ours, `compiled` ours through torch.compile, `fused` with
+`speed_fused_lora` too. Compiled ones have a second rival: the same loop after `transformer.compile_repeated_blocks()`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "reference": {"speed": "reference", "dynamo_backend": "no"},
     "eager": {"speed": "auto", "dynamo_backend": "no"},
     "compiled": {"speed": "auto", "dynamo_backend": "inductor"},
+    "fused": {"speed": "auto", "dynamo_backend": "inductor", "speed_fused_lora": True},
 }
-BARS = {"reference": 1.05, "eager": 0.95, "compiled": 0.75}
+BARS = {"reference": 1.05, "eager": 0.95, "compiled": 0.75, "fused": 0.75}
+COMPILED = ("compiled", "fused")
 RIVAL = "plain loop with compile_repeated_blocks"
 RIVAL_BAR = 0.9
 # What everything together must reach on one H100.
@@ -168,7 +170,7 @@ def main() -> None:
     common = {"mixed_precision": precision, "gradient_checkpointing": True, "lora_rank": 16, "learning_rate": RATE}
     configs = {name: config_of(options.size, **common, **settings) for name, settings in VARIANTS.items()}
     config = configs["eager"]
-    bars = BARS | ({"compiled": GPU_BARS.get(options.size, BARS["compiled"])} if options.device == "cuda" else {})
+    bars = BARS | (dict.fromkeys(COMPILED, GPU_BARS.get(options.size, 0.75)) if options.device == "cuda" else {})
     if not FAMILIES[SHAPES[options.size].family].fast_blocks:
         bars |= {"eager": BARS["reference"]}  # its blocks are those of diffusers
     batches = options.batches or ([1, 4] if SHAPES[options.size].gigabytes is None else [1])
@@ -181,7 +183,8 @@ def main() -> None:
             }
             for name in options.variants:
                 makers[name] = lambda batch=batch, name=name: ours(options.size, options.device, configs[name], batch)
-            has_rival = "compiled" in options.variants and transformer_class(options.size)._repeated_blocks
+            rivalled = [name for name in COMPILED if name in options.variants]
+            has_rival = rivalled and transformer_class(options.size)._repeated_blocks
             if has_rival:
                 makers[RIVAL] = lambda batch=batch: plain(options.size, options.device, config, batch, repeated=True)
             if SHAPES[options.size].gigabytes is None:  # another copy of a real model would prove nothing
@@ -193,9 +196,9 @@ def main() -> None:
             for name in options.variants:
                 title = f"step, {name} / plain loop, batch {count}"
                 ratios.append(compare(title, seconds, name, "plain", bars[name]))
-            if has_rival:
-                name = f"step, compiled / {RIVAL}, batch {count}"
-                ratios.append(compare(name, seconds, "compiled", RIVAL, RIVAL_BAR))
+            for name in rivalled if has_rival else ():
+                title = f"step, {name} / {RIVAL}, batch {count}"
+                ratios.append(compare(title, seconds, name, RIVAL, RIVAL_BAR))
             if "recorded" in seconds:
                 name = f"step and its record / plain loop, batch {count}"
                 ratios.append(compare(name, seconds, "recorded", "plain", 1.05))

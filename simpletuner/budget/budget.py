@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from simpletuner.budget.device import Device, compared
 from simpletuner.budget.estimate import AVERAGE, Sent, Step, StepModel, exchange_seconds, sent_bytes
@@ -19,6 +18,8 @@ from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import BY_SIZE, RunConfig
+from simpletuner.config.speed import graph_key
+from simpletuner.errors import Problem
 from simpletuner.models.cost import BYTES, TILE, VaeLoad
 from simpletuner.plan.build import Plan
 from simpletuner.plan.checks import BACKGROUND_KEYS
@@ -35,10 +36,11 @@ TEXT_ACTIVATIONS = 0.03
 STREAMED_TEXT = 0.3
 # Share of the host's memory that a copy of what is saved leaves free.
 SPARE = 0.1
+# torch's `upsample_nearest3d` on CUDA refused more (pytorch #144855), and since then counts them in 32 unsigned bits.
+MOST_UPSAMPLED = 2**31
+DECODING = "validation_decoding"
 # Faster previews must never be what does not fit: estimates may be off by a tenth.
 BATCHED, PREVIEW_ROOM = "validation_batched_guidance", 0.1
-# Rounds of previews that no interval decides: of the untrained model, and at the end.
-BARE_ROUNDS = 2
 # Of a clip's decoding, what cuDNN may take beside it for 3D convolutions: 20 to 40 %, assumed.
 WORKSPACE = 0.3
 
@@ -311,6 +313,26 @@ class Budget:
         return "fp32" if self.parts.spec.defaults.get("vae_dtype") == "fp32" else self.model.dtype
 
 
+def with_strips(budget: Budget) -> Budget:
+    """Decode previews in strips where `check_decoding` has doubts or they fit only so, unless the user chose how."""
+    if budget.config.is_explicit(DECODING) or not budget.parts.spec.decodes_in_strips:
+        return budget
+    strips = replace(budget, config=budget.config.with_values({DECODING: "strips"}, BY_SIZE))
+    whole, lean = (any(phase.name == PREVIEWS for phase, _ in each.shortages()) for each in (budget, strips))
+    only_so = whole and not lean and budget.config.offload.offload != "auto"  # which has more to choose from
+    return strips if only_so or any(check_decoding(budget)) else budget
+
+
+def check_decoding(budget: Budget) -> Iterator[Problem]:
+    """Whether previews are small enough for torch to decode them whole."""
+    sizes = budget.workload.previews if budget.config.validation.validation_decoding == "whole" else ()
+    loads = {each.label: VaeLoad(1, each.frames, each.width, each.height) for each in sizes}
+    numbers = {label: budget.parts.cost.vae_upsampled(budget.parts.vae, load) for label, load in loads.items()}
+    if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
+        message = f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch get wrong;"
+        yield Problem(DECODING, f"{message} strips and tiles do not.", fatal=False)
+
+
 def with_faster_previews(budget: Budget) -> Budget:
     """With what makes previews faster and fits with room to spare, unless the user decided."""
     if not budget.workload.previews or budget.device.memory is None:
@@ -346,6 +368,23 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     outcome = find_outcome(plan, workload, device)
     parts = parts_of(plan, is_gpu=device.is_gpu).with_densities(outcome.densities)
     return Budget(plan.config, parts, workload, device, listing, outcome=outcome)
+
+
+def free_batch(budget: Budget) -> int | None:
+    """The largest train_batch_size that is as fast a step as the present one, and fits; None if that is the largest.
+
+    Small pictures on a fast GPU: a step takes as long as the host takes to launch its kernels. CUDA graphs need no
+    launches.
+    """
+    batches = {bucket.batch for bucket in budget.workload.buckets}
+    if len(batches) != 1 or graph_key(budget.config.launch) is not None:
+        return None
+    (present,) = batches
+    for batch in range(min(step.free_samples for step in budget.steps), present, -1):
+        buckets = [replace(bucket, batch=batch) for bucket in budget.workload.buckets]
+        if replace(budget, workload=replace(budget.workload, buckets=buckets)).fits:
+            return batch
+    return None
 
 
 def steps_per_epoch(plan: Plan) -> float:
@@ -400,13 +439,3 @@ def round_seconds(plan: Plan, budget: Budget) -> float:
 def remaining_seconds(plan: Plan, budget: Budget) -> tuple[float, float]:
     """Seconds of training and of previews left for a session that starts now."""
     return remaining_steps(plan) * budget.step_seconds, preview_rounds(plan) * round_seconds(plan, budget)
-
-
-def halved_previews(plan: Plan) -> str:
-    """The setting that halves the time of previews."""
-    validation: Any = plan.config.validation  # the plan has filled in the family's defaults
-    if preview_rounds(plan) <= BARE_ROUNDS:
-        return f"validation_num_inference_steps {max(1, validation.validation_num_inference_steps // 2)}"
-    if validation.validation_step_interval is None:
-        return f"validation_epoch_interval {2 * validation.validation_epoch_interval}"
-    return f"validation_step_interval {2 * validation.validation_step_interval}"

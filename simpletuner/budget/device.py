@@ -271,6 +271,16 @@ def core_flops() -> float:
     return next(flops for instructions, flops in CORE_FLOPS.items() if instructions in listed)
 
 
+def one_of_several(device: Device, *, is_planned: bool) -> Device:
+    """A device whose process trains with others: with NCCL's buffers, and with the links that this machine has.
+
+    Args:
+        is_planned: it need not be in this machine.
+    """
+    links = linked() if device.is_gpu and not is_planned else {}
+    return replace(device, buffers=NCCL_BUFFERS, rates=replace(device.rates, **links))
+
+
 def linked() -> dict[str, float]:
     """The rate of the NVLinks between this machine's GPUs, as `link` of `Rates`; empty if the driver does not tell.
 

@@ -135,6 +135,7 @@ class StepModel:
             adapters are whole in each. 1 without FSDP2; fewer than all where each machine has all shares.
         reshards: a block's gathered weights are given up after its forward pass.
         whole_gradients: gradients of sharded weights are whole until the last micro-step.
+        samples_compiled: previews run compiled blocks, where training does.
         from_base: blocks wait on the host until the adapters have been computed from them.
     """
 
@@ -164,6 +165,7 @@ class StepModel:
     sequence: int = 1
     sharers: int = 1
     reshards: bool = True
+    samples_compiled: bool = False
     from_base: bool = False
     whole_gradients: bool = False
 
@@ -441,8 +443,12 @@ class Step:
 
     @property
     def forward_seconds(self) -> float:
-        """Seconds of a forward pass without gradients."""
-        return self._together(self._seconds(self._forward(self.load), self._forward_traffic), self._eager_launches / 3)
+        """Seconds of a forward pass without gradients, as of previews."""
+        traffic, launches = self._forward_traffic, self._eager_launches
+        if self.model.samples_compiled:
+            activations = self.model.cost.activations(self.load, BYTES[self.model.dtype], self.model.adapters)
+            traffic, launches = self.model.cost.large * activations.forward, self._launches
+        return self._together(self._seconds(self._forward(self.load), traffic), launches / 3)
 
     def _pass(self, load: BatchShape) -> tuple[float, Work, float]:
         """Forward and backward: FLOPs without and with recomputation, and bytes of elementwise operations.

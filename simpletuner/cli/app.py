@@ -14,7 +14,7 @@ import typer
 from typer.exceptions import TyperException
 
 from simpletuner.atomic import DISK_FULL_CODES, UNWRITABLE_CODES
-from simpletuner.cli import cache, caption, help, plan, sample, server, train
+from simpletuner.cli import cache, caption, help, plan, sample, server, start, train
 from simpletuner.cli.settings import PASS_THROUGH
 from simpletuner.errors import ConfigError, SimpleTunerError, full_text, is_out_of_memory
 from simpletuner.redaction import redact
@@ -30,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 WITH_SETTINGS = (
-    train.train, plan.plan, sample.sample, sample.sweep, caption.caption, caption.dataset, plan.publish,
+    start.start, train.train, plan.plan, sample.sample, sample.sweep, caption.caption, caption.dataset, plan.publish,
 )  # fmt: skip
 for command in WITH_SETTINGS:
     app.command(cls=help.SettingsCommand, context_settings=PASS_THROUGH)(command)

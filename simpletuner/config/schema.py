@@ -392,6 +392,11 @@ class OffloadConfig(Group):
         False, "In previews, move the transformer off the device while the VAE decodes."
     )
 
+    @property
+    def plans_elsewhere(self) -> bool:
+        """Whether the plan is for another device than that of this machine."""
+        return self.plan_device is not None or self.plan_device_memory_gb is not None
+
 
 class CachingConfig(Group):
     """Caching"""

@@ -185,6 +185,24 @@ class Plan(Settings):
         return self.spec.frame_rate and (self.config.validation.framerate or self.spec.frame_rate)
 
     @property
+    def preview_intervals(self) -> str:
+        """How often previews are rendered, in words."""
+        validation = self.config.validation
+        intervals = {"steps": validation.validation_step_interval, "epochs": validation.validation_epoch_interval}
+        return " and ".join(f"every {each} {unit}" for unit, each in intervals.items() if each is not None)
+
+    @property
+    def halved_previews(self) -> str:
+        """The setting that halves the time of previews."""
+        validation = self.config.validation
+        steps, epochs = validation.validation_step_interval, validation.validation_epoch_interval
+        if steps is not None and steps < self.length.total_steps:
+            return f"validation_step_interval {2 * steps}"
+        if steps is None and epochs is not None:
+            return f"validation_epoch_interval {2 * epochs}"
+        return f"validation_num_inference_steps {max(1, (validation.validation_num_inference_steps or 1) // 2)}"
+
+    @property
     def trained(self) -> list[Dataset]:
         """The datasets whose samples are drawn in training."""
         return [dataset for dataset in self.datasets if dataset.config.is_trained]

@@ -16,8 +16,8 @@ LEVELS = {logging.getLevelName(level): level for level in range(logging.DEBUG, l
 OWN_LOGGER = "simpletuner"
 # These install their own console handlers and do not propagate records to ours.
 # With the extra [torchao], its import warns of kernels for other machines, and torch and diffusers warn of its types.
-IMPORT_NOISE = re.compile(r"py\.warnings$|torchao\b|torch\.utils\._pytree$")
-TORCHAO_IN_DIFFUSERS = "diffusers.quantizers.torchao.torchao_quantizer"
+IMPORT_NOISE = re.compile(r"py\.warnings$|torchao\b")
+NOISY_IMPORTERS = ("torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
 STUBBORN_LIBRARIES = ("accelerate", "diffusers", "huggingface_hub", "peft", "torch", "transformers")
 
 
@@ -81,8 +81,9 @@ def install(handlers: list[logging.Handler]) -> None:
     root.setLevel(logging.INFO)
     logging.getLogger(OWN_LOGGER).setLevel(logging.DEBUG)
     logging.captureWarnings(True)
-    # diffusers gives itself a handler when it is imported, and in the same moment warns of torchao's types.
-    logging.getLogger(TORCHAO_IN_DIFFUSERS).setLevel(logging.ERROR)
+    # torch and diffusers give themselves handlers when they are imported, and warn before these can be replaced.
+    for name in NOISY_IMPORTERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     for name in STUBBORN_LIBRARIES:
         logger = logging.getLogger(name)
         logger.handlers.clear()

@@ -28,6 +28,8 @@ from simpletuner.models.blocks import FastBlocks
 from simpletuner.training.lora import ADAPTER
 
 PACKED_ON = ("cuda",)  # types of devices on which the wide product is faster
+# cuBLAS leaves the tensor cores' fast path where rows of 16-bit numbers do not start at multiples of 16 bytes.
+MULTIPLE = 8
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +77,10 @@ class SharedInput:
         if len(weights) < len(self.bases) or weights[0].device.type not in PACKED_ON:
             return False
         rows, width = [len(weight) for weight in weights], weights[0].shape[1]
-        self.packed = weights[0].new_zeros(sum(rows), width + sum(map(len, self.downs)))
+        columns = width + sum(map(len, self.downs))
+        if columns % MULTIPLE:
+            return False
+        self.packed = weights[0].new_zeros(sum(rows), columns)
         for base, part in zip(self.bases, self.packed[:, :width].split(rows), strict=True):
             base.weight.data = part.copy_(base.weight.detach())
         if self.bases[0].bias is not None:

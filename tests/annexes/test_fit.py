@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.fitting.fit import HEADROOM, STREAMED, check_fit, choose, free_batch, smallest_change
-from simpletuner.annexes.fitting.ready import check_decoding, with_strips
-from simpletuner.budget.budget import HOST_BASE, LOADING, PREVIEWS, Budget, with_faster_previews
+from simpletuner.annexes.fitting.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
+from simpletuner.budget.budget import (
+    HOST_BASE,
+    LOADING,
+    PREVIEWS,
+    Budget,
+    check_decoding,
+    free_batch,
+    with_faster_previews,
+    with_strips,
+)
 from simpletuner.budget.device import DEVICE_OVERHEAD, FRAGMENTS, Device, rates_of
 from simpletuner.budget.workload import Bucket, Parts, Workload, kernels_on
 from simpletuner.config.load import Layer, resolve

@@ -24,6 +24,7 @@ ON = {
     "webhook_config": {"webhook_type": "raw", "callback_url": "https://example.org/x"},
     "peft_lora_target_modules": "all-linear",
     "post_upload_script": "true",
+    "tread_config": {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}]},
 }
 ERROR_SAYS_MORE = "quantized_matmul"  # where the key is on without effect
 

@@ -182,7 +182,7 @@ def test_settings_are_hidden_by_name_and_by_content() -> None:
 
 
 def test_reporting_imports_without_torch() -> None:
-    names = "environment events html log metrics pace payloads progress terminal"
+    names = "environment events log metrics pace payloads progress terminal"
     modules = ["simpletuner.config.publishing", *(f"simpletuner.reporting.{name}" for name in names.split())]
     code = (
         "import importlib, sys\n"

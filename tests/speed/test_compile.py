@@ -323,6 +323,27 @@ def test_previews_share_graphs_and_training_keeps_its_own(
     assert graphs() == sampled
 
 
+@pytest.mark.parametrize("mode", [None, "max-autotune-no-cudagraphs"])
+def test_the_launcher_in_c_goes_with_every_mode(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mode: str | None
+) -> None:
+    """torch takes either a mode or options, of which a mode is a set."""
+    given: list[dict[str, Any]] = []
+
+    def noted(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+        given.append(settings)
+        return function
+
+    monkeypatch.setattr(torch, "compile", noted)
+    for launcher in (False, True):
+        make_assembly(t2i_checkpoint, dynamo_backend="inductor", dynamo_mode=mode, dynamo_cpp_wrapper=launcher)
+    python, native = given[0], given[-1]
+    assert (python["mode"], python["options"]) == (mode, None)
+    expected = {"max_autotune": True} if mode else {}
+    assert native["mode"] is None
+    assert native["options"].items() >= {"cpp_wrapper": True, **expected}.items()
+
+
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C compiler")
 def test_inductor_on_one_block() -> None:
     """With padded captions, and modulation that is stored in bf16."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, Literal
 
-from simpletuner.budget.budget import PREVIEWS, Budget
+from simpletuner.budget.budget import DECODING, PREVIEWS, Budget
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.workload import Workload
 from simpletuner.config.optimizers import may_change
@@ -27,7 +27,7 @@ STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
 RELEASED = {"optimizer_release_gradients": True}
 STATE_ON_HOST = {**RELEASED, "offload_optimizer_state": True}
 LOW_BIT = {"optimizer": "ao-adamw8bit"}
-DISK, DECODING, KEPT = "group_offload_to_disk_path", "validation_decoding", "gradient_checkpointing_kept_blocks"
+DISK, KEPT = "group_offload_to_disk_path", "gradient_checkpointing_kept_blocks"
 DECODINGS = {"strips": "only their rounding", "tiles": "pixels slightly at the seams"}  # and what each changes
 
 
@@ -375,23 +375,6 @@ def _levels(budget: Budget, keys: set[str]) -> list[list[Change]]:
             levels.append([Change({KEPT: count}, reason=reason)])
         levels.append([Change({checkpointing: False}, reason="memory holds all activations, so none is recomputed")])
     return levels
-
-
-def free_batch(budget: Budget) -> int | None:
-    """The largest train_batch_size that is as fast a step as the present one, and fits; None if that is the largest.
-
-    Small pictures on a fast GPU: a step takes as long as the host takes to launch its kernels. CUDA graphs need no
-    launches.
-    """
-    batches = {bucket.batch for bucket in budget.workload.buckets}
-    if len(batches) != 1 or graph_key(budget.config.launch) is not None:
-        return None
-    (present,) = batches
-    for batch in range(min(step.free_samples for step in budget.steps), present, -1):
-        buckets = [replace(bucket, batch=batch) for bucket in budget.workload.buckets]
-        if replace(budget, workload=replace(budget.workload, buckets=buckets)).fits:
-            return batch
-    return None
 
 
 WAYS: Mapping[str, Mapping[str, Any]] = {

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from simpletuner.annexes.fitting.fit import find_ways, free_batch, way_of
-from simpletuner.budget.budget import Budget, halved_previews, preview_rounds, remaining_seconds, remaining_steps
+from simpletuner.annexes.fitting.fit import find_ways, way_of
+from simpletuner.budget.budget import Budget, free_batch, preview_rounds, remaining_seconds, remaining_steps
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.budget.outcomes import UNCORRECTED
@@ -171,10 +171,7 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
     if plan.prompts:
         sizes = ", ".join(f"{width}x{height}" for width, height in plan.sizes)
         names = ", ".join(prompt.short_name for prompt in plan.prompts)
-        validation = plan.config.validation
-        intervals = {"steps": validation.validation_step_interval, "epochs": validation.validation_epoch_interval}
-        often = " and ".join(f"every {each} {unit}" for unit, each in intervals.items() if each is not None)
-        yield f"Previews {often} at {sizes}: {names}"
+        yield f"Previews {plan.preview_intervals} at {sizes}: {names}"
     for hook in plan.config.webhooks.hooks:
         yield f"Events are sent to a {hook}"
 
@@ -264,7 +261,7 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield f"  about {step} a step, {whole} for {steps} steps{beside}; without filling the caches"
     if previews:
         count, share = preview_rounds(plan), previews / (training + previews)
-        yield f"  {_count(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
+        yield f"  {_count(count, 'round')} of previews, {share:.0%} of that time; {plan.halved_previews} halves it"
     if budget.outcome != UNCORRECTED:
         yield f"  {budget.outcome}"
     if batch := free_batch(budget):

@@ -63,7 +63,7 @@ class Talk:
         proposed = question.default(draft)
         self._list_choices(question, question.choices(draft), proposed)
         for _ in range(PATIENCE):
-            answer = self._read(f"  {question.text} {_bracketed(proposed, question)}: ")
+            answer = self.read_line(f"  {question.text} {_bracketed(proposed, question)}: ")
             if answer == HELP:
                 self._explain(question, draft)
                 continue
@@ -92,7 +92,7 @@ class Talk:
     def confirm(self, text: str, *, default: bool) -> bool:
         """Ask yes or no; the default after too many other answers."""
         for _ in range(PATIENCE):
-            answer = self._read(f"  {text} {_bracketed(default)}: ")
+            answer = self.read_line(f"  {text} {_bracketed(default)}: ")
             try:
                 return default if not answer else bool(parse_flag(_word(answer)))
             except ValueError:
@@ -102,7 +102,7 @@ class Talk:
     def choose(self, text: str, names: Sequence[str]) -> str | None:
         """Ask for yes (None), no (an empty text) or one of the names; no after too many other answers."""
         for _ in range(PATIENCE):
-            answer = self._read(f"  {text} [Y/n]: ")
+            answer = self.read_line(f"  {text} [Y/n]: ")
             try:
                 return None if not answer or parse_flag(_word(answer)) else ""
             except ValueError:
@@ -117,7 +117,7 @@ class Talk:
         """Say what is wrong, even if nothing is asked."""
         self.tell(f"    {reason}", "yellow")
 
-    def _read(self, prompt: str) -> str:
+    def read_line(self, prompt: str) -> str:
         """One stripped line; empty for the default.
 
         Raises:

@@ -1,0 +1,65 @@
+"""`simpletuner start FOLDER`: from a folder of files to a trained LoRA, with at most three questions."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+STRENGTHS = "0.75,1.0"  # that the sweep compares; a LoRA of few files is often best below 1
+
+
+def start(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(help="Pictures, clips, or two folders named before and after.")],
+    purpose: Annotated[str | None, typer.Option(help="subject, style, motion or edit.")] = None,
+    trigger: Annotated[str | None, typer.Option(metavar="WORDS", help="What to call it: zkt, a grey cat.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model to train, such as kandinsky5-image.")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the run; the folder's by default.")] = None,
+    caption: Annotated[bool, typer.Option("--caption", help="Write captions for files without one.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: take all defaults.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the config, show the plan, start nothing.")] = False,
+) -> None:
+    """Train on a folder: writes config/NAME, captions if asked, trains, and compares the checkpoints.
+
+    Settings on the command line go into the config, as in start my_cat max_train_steps=500.
+    """
+    from simpletuner.annexes.start import ask
+    from simpletuner.annexes.wizard.talk import Talk
+    from simpletuner.config.sources import parse_arguments
+
+    arguments = parse_arguments(context.args)
+    arguments.problems.raise_if_fatal()
+    given = {"purpose": purpose, "trigger": trigger, "model": model, "name": name}
+    made = ask(folder, Talk(defaults=yes), given, arguments.settings, captions=caption)
+    made.save()
+    print(f"Written: {made.folder}/config.json, multidatabackend.json and user_prompt_library.json", flush=True)
+    run = f"env={made.name}"
+    if caption:
+        _run("caption", run, *(["--trigger", made.phrase] if made.phrase else []))
+    if dry_run:
+        _run("plan", run)
+        return
+    output = str(made.config()["output_dir"])
+    _run("train", run)
+    _run("sweep", output, "--strengths", STRENGTHS)
+    print(f"The LoRA: {output}/pytorch_lora_weights.safetensors")
+    print("Columns of the sheet are checkpoints, rows are strengths; docs/CHOOSING.md says what to look for.")
+
+
+def _run(*command: str) -> None:
+    """Run a command of ours as the user would type it: its memory is free again when it ends.
+
+    Raises:
+        typer.Exit: it failed, and has said why; what is done stays.
+    """
+    shown = f"simpletuner {shlex.join(command)}"
+    print(f"$ {shown}", flush=True)
+    code = subprocess.call([sys.executable, "-m", "simpletuner", *command])
+    if code:
+        print(f"Stopped. To go on: {shown}", file=sys.stderr)
+        raise typer.Exit(code)

@@ -1,0 +1,172 @@
+"""From a folder to a run: what is asked, what is written, and which commands follow."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from simpletuner.annexes.start import Material, Recipe, Start
+from simpletuner.cli.app import main
+from simpletuner.data.clips import ClipFacts
+from simpletuner.data.discovery import Scan
+from tests.clips import write_clip
+
+Capture = pytest.CaptureFixture[str]
+
+
+def put_pictures(folder: Path, count: int, *, captions: int | None = None) -> Path:
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.new("RGB", (1024, 1024), (number, 0, 0)).save(folder / f"{number}.png")
+        if captions is None or number < captions:
+            (folder / f"{number}.txt").write_text("it stands there")
+    return folder
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What is run, instead of running it."""
+    monkeypatch.chdir(tmp_path)
+    called: list[list[str]] = []
+
+    def call(command: Sequence[str]) -> int:
+        assert command[:3] == [sys.executable, "-m", "simpletuner"]
+        called.append(list(command[3:]))
+        return 0
+
+    monkeypatch.setattr(subprocess, "call", call)
+    return called
+
+
+def written(name: str, file: str = "config.json") -> Any:
+    return json.loads((Path("config") / name / file).read_text())
+
+
+def test_a_folder_of_pictures_is_trained_and_compared(commands: list[list[str]], capsys: Capture) -> None:
+    put_pictures(Path("my cat"), 12)
+    assert main(["start", "my cat", "--yes", "--trigger", "zkt, a grey cat", "learning_rate=2e-4"]) == 0
+    config, (trained, texts) = written("my-cat"), written("my-cat", "multidatabackend.json")
+    assert commands == [["train", "env=my-cat"], ["sweep", "output/my-cat", "--strengths", "0.75,1.0"]]
+    assert config["model_flavour"] == "t2i-lite-sft"
+    assert config["max_train_steps"] == 900
+    assert config["learning_rate"] == 2e-4
+    assert config["offload"] == "auto"
+    assert config["preservation_trigger"] == "zkt, a grey cat"
+    assert config["preservation_prompt"] == "a grey cat"
+    assert "zkt, a grey cat" in config["validation_prompt"]
+    assert trained["instance_data_dir"] == "my cat"
+    assert (trained["instance_prompt"], trained["prepend_instance_prompt"]) == ("zkt, a grey cat,", True)
+    assert texts["dataset_type"] == "text_embeds"
+    assert "output/my-cat/pytorch_lora_weights.safetensors" in capsys.readouterr().out
+
+
+def test_what_is_written_can_be_planned(commands: list[list[str]], capsys: Capture) -> None:
+    put_pictures(Path("cat"), 3, captions=0)
+    assert main(["start", "cat", "--yes", "--purpose", "style", "--dry-run"]) == 0
+    assert commands == [["plan", "env=cat"]]
+    capsys.readouterr()
+    assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
+    assert "3 of 3 files are used" in capsys.readouterr().out
+    (trained, _) = written("cat", "multidatabackend.json")
+    assert trained["instance_prompt"] == "in the style of zkt"
+
+
+def test_three_answers_at_most(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "clips").mkdir()
+    write_clip(tmp_path / "clips" / "a.mp4", seconds=2.0, size=(64, 48))
+    answers = iter(["subject", "qxz, a dog", "2"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
+    assert main(["start", "clips"]) == 0
+    assert next(answers, None) is None
+    config = written("clips")
+    assert config["model_family"] == "sanavideo"
+    # 2 s at 16 frames a second, rounded down to 4k + 1.
+    (trained, _) = written("clips", "multidatabackend.json")
+    assert trained["video"]["num_frames"] == config["validation_num_video_frames"] == 29
+
+
+def test_pairs_are_edits_and_nothing_is_asked(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    put_pictures(Path("pairs/Before"), 2, captions=0)
+    put_pictures(Path("pairs/after"), 2)
+    monkeypatch.delattr("builtins.input")
+    assert main(["start", "pairs"]) == 0
+    trained, sources, _ = written("pairs", "multidatabackend.json")
+    assert written("pairs")["model_flavour"] == "i2i-lite-sft"
+    assert Path(trained["instance_data_dir"]) == Path("pairs/after")
+    assert Path(sources["instance_data_dir"]) == Path("pairs/Before")
+    assert "instance_prompt" not in trained
+
+
+def test_captions_come_before_training(commands: list[list[str]]) -> None:
+    put_pictures(Path("cat"), 3, captions=1)
+    assert main(["start", "cat", "--yes", "--caption", "--trigger", "qxz"]) == 0
+    assert commands[0] == ["caption", "env=cat", "--trigger", "qxz"]
+    assert written("cat", "multidatabackend.json")[0]["caption_strategy"] == "textfile"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere"], "nowhere is not a folder."),
+        (["empty"], "empty holds no pictures and no clips."),
+        (["run"], "It has a config: simpletuner train --config run/config.json."),
+        (["mixed"], "mixed holds pictures (1) and clips (1); give each a folder of its own"),
+        (["half"], "1 of 2 files have no caption (1.png is the first). --caption writes them"),
+        (["cat", "--purpose", "styel"], "--purpose 'styel' is not one of: subject, style. Did you mean 'style'?"),
+        (["cat", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image."),
+        (["cat", "--name", "a/b"], "--name 'a/b' is not the name of a folder."),
+        (
+            ["cat", "--name", "old"],
+            "config/old exists already: go on with `simpletuner train env=old`, or give --name.",
+        ),
+    ],
+)
+def test_what_cannot_be_started(arguments: list[str], told: str, commands: list[list[str]], capsys: Capture) -> None:
+    put_pictures(Path("cat"), 1)
+    put_pictures(Path("half"), 2, captions=1)
+    put_pictures(Path("mixed"), 1)
+    write_clip(Path("mixed/a.mp4"), seconds=0.5, size=(64, 48))
+    for folder in ("empty", "run", "config/old"):
+        Path(folder).mkdir(parents=True)
+    Path("run/config.json").write_text("{}")
+    assert main(["start", *arguments, "--yes"]) == 2
+    assert told in capsys.readouterr().err
+    assert not commands
+    assert [path.name for path in Path("config").iterdir()] == ["old"]
+
+
+def test_a_failed_command_ends_it_and_says_how_to_go_on(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    put_pictures(Path("cat"), 1)
+    monkeypatch.setattr(subprocess, "call", lambda command: 130)
+    assert main(["start", "cat", "--yes"]) == 130
+    assert "Stopped. To go on: simpletuner train env=cat" in capsys.readouterr().err
+
+
+def test_a_run_is_longer_with_more_files_within_bounds() -> None:
+    recipe = Recipe.of("subject")
+    assert [recipe.steps(files) for files in (1, 20, 1000)] == [600, 1500, 3000]
+
+
+@pytest.mark.parametrize(("frames", "trained"), [([30, 81, 81], 29), ([30] + [81] * 19, 81), ([200], 81)])
+def test_few_clips_are_too_short(frames: list[int], trained: int) -> None:
+    material = Material(Path(), Scan(), holds_clips=True)
+    # At their own rate, so that the seconds are the frames.
+    material.__dict__["clips"] = [ClipFacts(64, 48, number / 16, 16.0) for number in frames]
+    assert material.frames(16, 4, 81) == trained
+
+
+def test_what_fits_comes_first(monkeypatch: pytest.MonkeyPatch, commands: list[list[str]], capsys: Capture) -> None:
+    Path("clips").mkdir()
+    write_clip(Path("clips/a.mp4"), seconds=2.0, size=(64, 48))
+    monkeypatch.setattr(Start, "verdict", lambda self: (self.example == "sanavideo-lora", "judged"))
+    assert main(["start", "clips", "--yes"]) == 0
+    assert written("clips")["model_family"] == "sanavideo"
