@@ -283,7 +283,7 @@ def _use_fast_blocks(
 ) -> FastBlocks | None:
     """Apply products in few bits and the family's own speed-ups; None if its blocks stay those of diffusers."""
     if config.precision.quantized_matmul:
-        use_quantised_products(transformer)
+        use_quantised_products(transformer, config.precision.quantized_matmul_kernel)
     if bf16_modulation(config.speed):
         adapter.store_modulation_in_bf16(transformer)
     if device.type == "cuda" and not config.precision.disable_tf32:

@@ -232,8 +232,7 @@ def _may_be_sharded(config: RunConfig) -> bool:
 
 
 def _sharded(budget: Budget) -> Change:
-    reason = f"each process keeps a share of the weights, to fit {_room(budget)}"
-    return Change({"fsdp_enable": True}, reason=reason)
+    return Change({"fsdp_enable": True}, reason=f"each process keeps a share of the weights, to fit {_room(budget)}")
 
 
 def _room(budget: Budget) -> str:

@@ -19,14 +19,6 @@ from simpletuner.budget.budget import (
     with_faster_previews,
     with_strips,
 )
-from simpletuner.budget.device import (
-    compute_capability,
-    count_gpus,
-    find_device,
-    one_of_several,
-    this_cpu,
-    with_measured,
-)
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
 from simpletuner.budget.outcomes import find_outcome
 from simpletuner.config.precision import check_capability, multiplied
@@ -57,7 +49,7 @@ def ready_plan(arguments: Arguments) -> tuple[Plan, Budget]:
 
 def check_devices(processes: int) -> Iterator[Problem]:
     """Each process needs a device of its own. A launcher may have shown each process only its own already."""
-    count = count_gpus()
+    count = devices.count_gpus()
     # 0 may mean that the driver does not answer, which torch reports.
     if 0 < count < processes and launched(os.environ) is None:
         gpus = "1 GPU" if count == 1 else f"{count} GPUs"
@@ -80,9 +72,9 @@ def weigh_plan(arguments: Arguments) -> tuple[Plan, Budget]:
 def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
     """The same for a plan that is there already."""
     offload = plan.config.offload
-    device = find_device(offload.plan_device_memory_gb, plan.output_dir, offload.plan_device)
+    device = devices.find_device(offload.plan_device_memory_gb, plan.output_dir, offload.plan_device)
     if plan.config.launch.num_processes > 1:
-        device = one_of_several(device, is_planned=offload.plans_elsewhere)
+        device = devices.one_of_several(device, is_planned=offload.plans_elsewhere)
     budget = with_strips(make_budget(plan, device))
     plan = replace(plan, config=budget.config)
     # Before `offload: auto`, whose choice depends on whether features are cached.
@@ -97,7 +89,7 @@ def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
     judged += check_disk(plan, find_writings(plan, budget))
     # Of another machine's GPU it is unknown which products it has.
     if multiplied(plan.config.precision) and not offload.plans_elsewhere:
-        judged += check_capability(plan.config.precision, compute_capability())
+        judged += check_capability(plan.config.precision, devices.compute_capability())
     yield from judged
     return replace(plan, warnings=[*plan.warnings, *(problem for problem in judged if not problem.fatal)]), budget
 
@@ -151,7 +143,7 @@ def needs_consent(plan: Plan, budget: Budget) -> bool:
 
 def on_cpu(plan: Plan, budget: Budget) -> Budget:
     """The budget of the same run on this machine's processor, for when torch cannot use the planned GPU."""
-    device = find_device(output_dir=plan.output_dir)
+    device = devices.find_device(output_dir=plan.output_dir)
     if device.is_gpu:
-        device = with_measured(this_cpu(idle=device.name), plan.output_dir)
+        device = devices.with_measured(devices.this_cpu(idle=device.name), plan.output_dir)
     return replace(budget, device=device, outcome=find_outcome(plan, budget.workload, device))
