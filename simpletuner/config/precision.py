@@ -6,6 +6,7 @@ applies these tables.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -70,6 +71,12 @@ class PrecisionConfig(Group):
         "rounded to the same type. Gradients differ by a percent or more; a run prints the error.",
         requires=when(base_model_precision=("int8", "int8-quanto", "fp8", "fp8-quanto")),
         excludes=when(model_type="full", because="it multiplies frozen weights; use model_type lora"),
+    )
+    quantized_matmul_kernel: Literal["torch", "triton"] = option(
+        "torch",
+        "Kernel of int8 products. triton scales sums where they are made instead of writing them as int32; the same "
+        "bits. Not tried on a GPU yet.",
+        requires=(when("quantized_matmul"), when(base_model_precision=("int8", "int8-quanto"))),
     )
     text_encoder_1_precision: Precision = quantised(
         "no_change",
@@ -244,6 +251,9 @@ def check_packages(config: PrecisionConfig) -> Iterator[Problem]:
     for key, name in config.model_dump(include=set(PRECISION_KEYS)).items():
         if (stored := quantisation(name)) and stored.package:
             yield from check_installed(stored.package, key, name)
+    if config.quantized_matmul_kernel == "triton" and importlib.util.find_spec("triton") is None:
+        message = "'triton' needs Triton, which torch for CUDA brings along and is not installed; set it to torch."
+        yield Problem("quantized_matmul_kernel", message)
 
 
 def text_encoder_dtype(precision: PrecisionConfig) -> str:

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import logging
 import math
+import pkgutil
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, Protocol
@@ -56,7 +57,13 @@ def round_rows(rows: Tensor, fold: Tensor | None, dtype: torch.dtype) -> tuple[T
     return (exact.round_() if dtype is torch.int8 else exact).to(dtype).contiguous(), scale
 
 
-def multiply(rows: Tensor, levels: Tensor, *, fold: Tensor | None = None, columns: Tensor | None = None) -> Tensor:
+ScaledProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
+
+
+def multiply(
+    rows: Tensor, levels: Tensor, *, fold: Tensor | None = None, columns: Tensor | None = None,
+    product: ScaledProduct | None = None,
+) -> Tensor:  # fmt: skip
     """Rounded rows times levels: M N, in the dtype of `rows`.
 
     Args:
@@ -64,8 +71,11 @@ def multiply(rows: Tensor, levels: Tensor, *, fold: Tensor | None = None, column
         levels: K N, column-major as the kernels on a GPU want it.
         fold: float32 1 K, multiplied to the rows before rounding.
         columns: float32 1 N, multiplied to the result.
+        product: of int8, with the scales; by default torch's, and two more kernels. Both give the same bits.
     """
     rounded, scale = round_rows(rows, fold, levels.dtype)
+    if product is not None:
+        return product(rounded, levels, scale, columns, rows.dtype)
     if levels.dtype is torch.int8:
         sums = torch._int_mm(rounded, levels)
         out = torch.empty_like(sums, dtype=rows.dtype)  # the last product rounds to it, without a float32 copy
@@ -133,23 +143,34 @@ class ScaledRows(WeightFormat):
 class RoundedInputs(ScaledRows):
     """Products with inputs rounded to the type of the weight; gradients use the unpacked weight."""
 
+    scaled: ScaledProduct | None = None
+
     def product(self, inputs: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:
         levels, scale = packed
         if not can_multiply(inputs, levels):
             return super().product(inputs, bias, *packed)
-        out = multiply(inputs.flatten(0, -2), levels.t(), columns=scale.float().t()).unflatten(0, inputs.shape[:-1])
+        rows, columns = inputs.flatten(0, -2), scale.float().t()
+        out = multiply(rows, levels.t(), columns=columns, product=self.scaled).unflatten(0, inputs.shape[:-1])
         return out if bias is None else out + bias
 
 
 class QuantisedProducts(RoundedInputs):
-    """Products and gradients in the type of the weight."""
+    """Products and gradients in the type of the weight.
+
+    Args:
+        scaled: see `multiply`.
+    """
+
+    def __init__(self, scaled: ScaledProduct | None = None) -> None:
+        self.scaled = scaled
 
     def input_gradient(self, gradient: Tensor, *packed: Tensor) -> Tensor:
         levels, scale = packed
         if not can_multiply(gradient, levels):
             return super().input_gradient(gradient, *packed)
-        # Column-major by a copy of one byte per weight.
-        inputs = multiply(gradient.flatten(0, -2), levels.t().contiguous().t(), fold=scale.float().t())
+        # Column-major by a copy of one byte per weight, unless the kernel takes any layout.
+        columns = levels if self.scaled else levels.t().contiguous().t()
+        inputs = multiply(gradient.flatten(0, -2), columns, fold=scale.float().t(), product=self.scaled)
         return inputs.unflatten(0, gradient.shape[:-1])
 
 
@@ -388,6 +409,7 @@ def check_device(config: PrecisionConfig, device: torch.device) -> None:
         ConfigError: it does not.
     """
     asked = multiplied(config)
+    _check_kernel(config.quantized_matmul_kernel, device)
     if not asked or device.type == "cpu":
         return
     if device.type != "cuda" or torch.version.hip:
@@ -403,6 +425,15 @@ def check_device(config: PrecisionConfig, device: torch.device) -> None:
     ]
     if refused:
         raise ConfigError(refused)
+
+
+def _check_kernel(kernel: str, device: torch.device) -> None:
+    if kernel == "torch":
+        return
+    # Ampere's are the first tensor cores for which Triton compiles int8 products.
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        message = "'triton' needs an NVIDIA GPU of compute capability 8.0; set it to torch."
+        raise ConfigError([Problem("quantized_matmul_kernel", message)])
 
 
 def refusal(stored: Quantisation, device: torch.device) -> str:
@@ -422,12 +453,17 @@ def refusal(stored: Quantisation, device: torch.device) -> str:
     return ""
 
 
-def use_quantised_products(model: nn.Module) -> None:
-    """Let the quantised layers of a model multiply in their own bits, except for those whose sizes do not allow it."""
+def use_quantised_products(model: nn.Module, kernel: str = "torch") -> None:
+    """Let the quantised layers of a model multiply in their own bits, except for those whose sizes do not allow it.
+
+    Args:
+        kernel: see `quantized_matmul_kernel`.
+    """
+    scaled = pkgutil.resolve_name("simpletuner.memory.int8_kernel:scaled_product") if kernel == "triton" else None
     layers = {name: each for name, each in model.named_modules() if isinstance(each, QuantisedLinear)}
     odd = [name for name, each in layers.items() if each.in_features % MULTIPLE or each.out_features % MULTIPLE]
     for name in layers.keys() - set(odd):
-        layers[name].form = QuantisedProducts()
+        layers[name].form = QuantisedProducts(scaled)
     if odd:
         message = "quantized_matmul: %s are multiplied unpacked, since their sizes are no multiples of %d."
         logger.info(message, shorten(odd), MULTIPLE)

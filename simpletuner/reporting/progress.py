@@ -77,20 +77,22 @@ class Start:
 
     def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
         self._say, self._now = say, now
-        self._parts, self._running = {"plan": now() - STARTED}, 0
+        self._parts, self._running, self._is_over = {"plan": now() - STARTED}, 0, False
 
     def __call__(self, event: events.Event) -> None:
         match event:
+            case _ if self._is_over:
+                return
             case events.PhaseStarted():
                 self._running += 1
             case events.PhaseEnded(phase=phase):
                 self._running -= 1
                 if not self._running:  # a phase within another is a part of it
                     self._parts[phase.title[:1].lower() + phase.title[1:]] = event.seconds
-            case events.StepReport() if self._parts:
+            case events.StepReport():
+                self._is_over = True
                 whole, parts = self._now() - STARTED, {**self._parts, "first step": event.seconds}
                 parts["other"] = max(0.0, whole - sum(parts.values()))
-                self._parts = {}
                 self._say(f"Start: {whole:.1f} s, of which {', '.join(f'{n} {s:.1f} s' for n, s in parts.items())}")
 
 

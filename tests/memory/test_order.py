@@ -18,12 +18,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from simpletuner.config.schema import CachingConfig, OffloadConfig, OptimizerConfig, PrecisionConfig
+from simpletuner.config.schema import CachingConfig, EmaConfig, OffloadConfig, OptimizerConfig, PrecisionConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch, upload
 from simpletuner.memory.offload import attach, streamer
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.speed.recomputation import enable_checkpointing
+from simpletuner.training import ema
 from simpletuner.training.release import GradientRelease, HostState
 from tests.lying_gpu import GPU, PACKAGE, Actor, LyingGpu, Violation
 from tests.training.test_optimizers import build, weights
@@ -139,6 +140,25 @@ def loaded(gpu: LyingGpu) -> None:
         loader.close()
 
 
+def averaged(gpu: LyingGpu) -> None:
+    """An average on the host follows weights that the next step overwrites, in several copies through few rooms."""
+    trained = {str(number): nn.Parameter(torch.randn(4, 4)) for number in range(3)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ema, "ThreadPoolExecutor", lambda workers, thread_name_prefix: Reader(gpu))
+        patch.setattr(ema, "BUNDLE", 16)
+        average = ema.Ema(trained, EmaConfig(use_ema=True, ema_device="cpu"), GPU)
+        for (
+            each
+        ) in trained.values():  # now, as the average would share the memory of what is on the device only in name
+            each.data = each.data.to(GPU)
+        for step in range(1, 4):
+            with torch.no_grad():
+                for each in trained.values():
+                    each.add_(0.1)
+            average.update(step)
+        assert all(each.isfinite().all() for each in average.average.values())
+
+
 PROGRAMS: dict[str, Callable[[LyingGpu], None]] = {
     "beside": partial(streamed, group_offload_use_stream=True),
     "pairs": partial(streamed, keeps=True, group_offload_use_stream=True, group_offload_blocks_per_group=2),
@@ -146,6 +166,7 @@ PROGRAMS: dict[str, Callable[[LyingGpu], None]] = {
     "disk": from_disk,
     "hosted": hosted,
     "loaded": loaded,
+    "averaged": averaged,
 }
 
 

@@ -111,6 +111,8 @@ def test_the_phases_of_a_start_are_shown_once() -> None:
         events.publish(PhaseEnded(phase, 1, seconds, complete=True))
     time.time = STARTED + 79.5
     events.publish(report(1, 6.0))
+    with events.phase("Rendering previews"):
+        pass
     events.publish(report(2, 0.1))
     phases = "plan 1.2 s, loading torch 7.0 s, encoding pictures 65.0 s, first step 6.0 s, other 0.3 s"
     assert said == [f"Start: 79.5 s, of which {phases}"]

@@ -141,11 +141,8 @@ def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if listing is None:
         transformer = plan.source["transformer"]
         absence = transformer.absence()
-        yield "Caches: " + (
-            f"{transformer.location!r} {absence}"
-            if absence
-            else "the checkpoint will be downloaded first; then everything is encoded once."
-        )
+        told = "the checkpoint will be downloaded first; then everything is encoded once."
+        yield f"Caches: {f'{transformer.location!r} {absence}' if absence else told}"
         return
     noun, later = plan.spec.media_noun, len(listing.encoded_in_training)
     for what, entries in (("captions and prompts", listing.texts), (noun, listing.ahead)):
@@ -171,7 +168,7 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
     if plan.prompts:
         sizes = ", ".join(f"{width}x{height}" for width, height in plan.sizes)
         names = ", ".join(prompt.short_name for prompt in plan.prompts)
-        yield f"Previews every {plan.config.validation.validation_step_interval} steps at {sizes}: {names}"
+        yield f"Previews {plan.preview_intervals} at {sizes}: {names}"
     for hook in plan.config.webhooks.hooks:
         yield f"Events are sent to a {hook}"
 
@@ -245,9 +242,9 @@ def _density_lines(budget: Budget) -> Iterator[str]:
     """How many tiles block-sparse attention visits in the largest buckets, which the TFLOP and the time include."""
     density, known = budget.parts.transformer.density, budget.outcome.densities
     if density is not None:
-        buckets = list(zip(budget.workload.buckets, (step.load.tokens for step in budget.steps), strict=True))
-        shares = (f"{density(tokens) * 100:.0f} % at {bucket.label} ({'measured' if tokens in known else 'assumed'})"
-                  for bucket, tokens in buckets[:SHOWN_BUCKETS])  # fmt: skip
+        shown = zip(budget.workload.buckets[:SHOWN_BUCKETS], [step.load.tokens for step in budget.steps], strict=False)
+        shares = [f"{density(tokens) * 100:.0f} % at {bucket.label} ({'measured' if tokens in known else 'assumed'})"
+                  for bucket, tokens in shown]  # fmt: skip
         yield f"  attention density (share of the tiles visited): {', '.join(shares)}"
 
 
@@ -259,6 +256,9 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     beside = f", and {duration(previews)} for previews" if previews else ""
     step, whole, steps = duration(budget.step_seconds), duration(training), remaining_steps(plan)
     yield f"  about {step} a step, {whole} for {steps} steps{beside}; without filling the caches"
+    if previews:
+        count, share = preview_rounds(plan), previews / (training + previews)
+        yield f"  {_count(count, 'round')} of previews, {share:.0%} of that time; {plan.halved_previews} halves it"
     if budget.outcome != UNCORRECTED:
         yield f"  {budget.outcome}"
     if batch := free_batch(budget):
@@ -329,7 +329,7 @@ def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) 
 
 
 def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
-    device, launch, length = budget.device, budget.config.launch, plan.length
+    device, launch, length, density = budget.device, budget.config.launch, plan.length, budget.parts.transformer.density
     training, previews = remaining_seconds(plan, budget)
     seconds = {"step": budget.step_seconds, "training": training, "previews": previews, "total": training + previews}
     return {
@@ -358,7 +358,7 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
                 "share": bucket.share,
                 "tokens": step.load.samples * step.load.tokens,
                 "flops": step.cost.executed.total,
-                **_density(budget, step.load.tokens),
+                "attention_density": density and density(step.load.tokens),  # null for dense attention
                 "memory": step.memory.total,
                 "seconds": step.cost.seconds,
             }
@@ -378,14 +378,6 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
         ],
         "offload_auto": list(budget.decisions),
     }
-
-
-def _density(budget: Budget, tokens: int) -> dict[str, Any]:
-    """The share of the tiles that block-sparse attention visits; nothing for dense attention."""
-    density = budget.parts.transformer.density
-    if density is None:
-        return {}
-    return {"attention_density": density(tokens), "attention_density_measured": tokens in budget.outcome.densities}
 
 
 def _dataset(dataset: Dataset) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The block of Sana Video as training compiles it: the arithmetic of the diffusers class, with less kept for gradients.
 
-Compiled, diffusers' own code keeps 39 times the hidden states, 47 times with a given first frame. Here it is 19 and 20:
+Compiled, diffusers' own code keeps 39 times the hidden states, 47 times with a given first frame. Here it is 18 and 19:
 the results of products and of the depthwise convolution. Normalised, rotated and modulated tensors are computed again,
 and a convolution with frozen weights does not keep its input. Modules and weights are unchanged, rounding is not.
 """
