@@ -77,11 +77,28 @@ def test_conflict_stands_beside_its_field(page: Any) -> None:
     page.get_by_label("Enable Model CPU Offload", exact=True).check()
     told = page.locator("[data-key=enable_group_offload] .bad")
     expect(told).to_have_text(
-        "and enable_model_cpu_offload exclude each other: one streams the blocks, the other moves them all."
+        "Enable Group Offload and Enable Model CPU Offload exclude each other: one streams the blocks, the other moves"
+        " them all."
     )
     expect(page.get_by_role("tab", name="Hardware")).to_contain_text("1")
     page.get_by_role("button", name="Use the default of Enable Model CPU Offload").click()
     expect(told).to_have_count(0)
+
+
+def test_a_required_choice_is_no_default_and_captions_are_told_where_they_are_set(
+    page: Any, workspace: Workspace
+) -> None:
+    workspace.path("datasets/pictures/p1.txt").unlink()
+    workspace.write_config(my_own_key=None)
+    page.reload()
+    card = page.locator(".dataset-card").first
+    expect(card.locator("[data-key=caption_strategy] .told")).to_contain_text("no caption")
+    expect(card.locator("[data-key=id] .told p")).to_have_count(0)
+    workspace.write_config(model_family=None)
+    page.reload()
+    family = page.locator("[data-key=model_family]")
+    expect(family.locator(".bad")).to_have_text("Family is required.")
+    expect(family.locator("option").first).to_have_text("choose one")
 
 
 def test_saving_writes_what_was_changed_and_keeps_the_rest(page: Any, workspace: Workspace) -> None:
@@ -268,10 +285,10 @@ def test_plan_is_live_and_answers_what_if(page: Any, workspace: Workspace, monke
     plan = page.get_by_role("complementary", name="Plan")
     expect(plan.locator("#verdict")).to_have_text("no GPU")
     expect(plan.locator(".bad")).to_contain_text("no GPU can be used here: about ")
-    page.get_by_label("Plan for a GPU with").fill("48")
+    page.get_by_label("Plan for a card").fill("48")
     expect(plan).to_contain_text("a GPU with 48 GiB")
     expect(plan.locator("#verdict")).to_have_text("fits")
-    page.get_by_label("Plan for a GPU with").fill("4")
+    page.get_by_label("Plan for a card").fill("4")
     expect(plan.locator("#verdict")).to_have_text(re.compile(r"[\d.]+ GB too much"))
     page.get_by_role("tab", name="Dataset").click()
     card = page.locator(".dataset-card").first

@@ -49,7 +49,7 @@ function filter(query) {
   for (const part of all(".group, .pane .card, details.more")) {
     if (part.closest("#datasets")) continue;
     part.hidden = searching && !part.querySelector(".field:not([hidden])");
-    if (part.tagName === "DETAILS") part.open = searching || Boolean(part.querySelector(".set-here, .wrong"));
+    if (part.tagName === "DETAILS") part.open = searching || Boolean(part.querySelector(".set-here, .told .bad"));
   }
   for (const pane of all(".pane")) {
     pane.hidden = searching ? pane.id === "pane-run" : pane.id !== `pane-${document.body.dataset.tab}`;

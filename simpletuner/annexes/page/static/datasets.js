@@ -93,11 +93,16 @@ export function tellDatasets(problems) {
     for (const problem of problems) {
       if (named(problem) !== id && !named(problem).startsWith(`${id}.`) && !problem.key.includes(`.json[${index}]`)) continue;
       const key = named(problem).slice(id.length + 1), field = fields.find((each) => each.dataset.key === key);
+      // Of an entry as a whole: what its files lack.
+      const place = field ?? fields.find((each) => !key && each.dataset.key === (/caption/.test(problem.message) ? "caption_strategy" : "")) ?? fields[0];
       const shown = field || !key ? problem : { ...problem, message: `${key} ${problem.message}` };
-      told.set(field ?? fields[0], [...(told.get(field ?? fields[0]) ?? []), shown]);
+      told.set(place, [...(told.get(place) ?? []), shown]);
       left.delete(problem);
     }
-    for (const field of fields) tell(field, told.get(field) ?? []);
+    for (const field of fields) {
+      tell(field, told.get(field) ?? []);
+      if (told.get(field)?.some(({ fatal }) => fatal) && field.closest("details")) field.closest("details").open = true;
+    }
   });
   return [...left];
 }

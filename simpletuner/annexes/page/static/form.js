@@ -98,13 +98,28 @@ export function bindField(field, set) {
   for (const button of field.querySelectorAll(".reset, .replace")) button.addEventListener("click", clear);
 }
 
+// A message as a sentence: most continue the name of their key, for which the label stands here, as for other keys.
+const KEY = /(?<![\w./'"`{=-])[a-z0-9]+(?:_[a-z0-9]+)+(?![\w/'"`}=-]|\.\w)/g;
+const PREDICATE = /^(and|are|aligns|can|cannot|does|has|have|is|makes|may|must|needs?|takes|was|would)\b/;
+const labelOf = (field) => field?.querySelector("label").textContent;
+
+function sentence(field, message) {
+  // The help, which such a message repeats, stands beside the field.
+  const named = message.replace(/^(is required\.).*/s, "$1").replace(KEY, (key) => labelOf(page(`main .field[data-key="${key}"]`)) ?? key);
+  return PREDICATE.test(message) ? `${labelOf(field)} ${named}` : named;
+}
+
 export function tell(field, problems, reason = "") {
-  field.classList.toggle("wrong", problems.some((problem) => problem.fatal));
+  const isMissing = problems.some(({ message }) => message.startsWith("is required."));
+  // Nothing was chosen, so no default is shown; other defaults are not the user's mistake.
+  if (isMissing && control(field).tagName === "SELECT") control(field).options[0].textContent = "choose one";
+  const isWrong = isMissing || field.classList.contains("set-here");
+  field.classList.toggle("wrong", isWrong && problems.some((problem) => problem.fatal));
   field.classList.toggle("warned", problems.some((problem) => !problem.fatal));
   field.classList.toggle("greyed", Boolean(reason));
   control(field).disabled = Boolean(reason);
   control(field).setAttribute("aria-invalid", String(problems.some((problem) => problem.fatal)));
-  const lines = problems.map(({ message, fatal }) => element("p", { className: fatal ? "bad" : "warning", textContent: message }));
+  const lines = problems.map(({ message, fatal }) => element("p", { className: fatal ? "bad" : "warning", textContent: sentence(field, message) }));
   if (reason && !problems.some(({ message }) => message === reason)) lines.push(element("p", { className: "reason", textContent: reason }));
   field.querySelector(".told").replaceChildren(...lines);
 }
