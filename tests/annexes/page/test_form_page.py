@@ -68,7 +68,7 @@ def test_crepa_stands_where_the_guides_say(page: Any, workspace: Workspace) -> N
     page.get_by_label("Family", exact=True).select_option("sanavideo")
     expect(block).to_have_attribute("placeholder", "10")
     expect(flavour.locator("option", has_text="2b-480p")).to_have_count(1)
-    expect(page.locator("[data-key=model_flavour] .bad")).to_contain_text("'t2i-lite-sft' is not one of")
+    expect(page.locator("[data-key=model_flavour] .bad")).to_contain_text("'t2i-lite-sft' belongs to kandinsky5-image")
 
 
 def test_conflict_stands_beside_its_field(page: Any) -> None:
