@@ -52,6 +52,7 @@ class Person:
             ("Continue with the answers", "kept"),
             ("Leave it out", "mend"),
             ("Keep it?", "doubt"),
+            ("  Apply ", "remedy"),
             (LAST, "file"),
         ):
             if words in prompt:
@@ -167,7 +168,7 @@ def test_what_auto_chooses_is_neither_asked_nor_written(configure: Configure) ->
 
 
 def test_full_training_has_no_lora_questions_and_its_own_rate(configure: Configure) -> None:
-    _, person = configure(model_type="full")
+    _, person = configure(model_type="full", file="y")
     assert "lora_rank" not in person.asked
     assert written()["learning_rate"] == 5e-5
     assert "lora_rank" not in written()
@@ -338,7 +339,7 @@ def test_what_is_not_asked_survives_and_a_copy_stays(configure: Configure) -> No
     }
     put(before)
     content = FILE.read_bytes()
-    _, person = configure(train_batch_size="2")
+    _, person = configure(train_batch_size="2", file="y")
     assert "start" in person.asked
     values = written()
     assert values["lora_dropout"] == 0.1
@@ -377,7 +378,7 @@ def test_what_training_would_refuse_can_be_left_out(configure: Configure, capsys
             "num_machines": 2,
         }
     )
-    configure()
+    configure(file="y")
     shown = capsys.readouterr().out
     assert "Did you mean 'lora_rank'?" in shown
     assert "cannot be shared equally" in shown
@@ -404,11 +405,11 @@ def test_a_setting_can_be_changed_at_the_end(configure: Configure, capsys: pytes
 
 
 def test_another_model_type_at_the_end(configure: Configure) -> None:
-    configure(file=["model_type"], model_type=["lora", "full"], lora_rank="32")
+    configure(file=["model_type", "y"], model_type=["lora", "full"], lora_rank="32")
     assert "lora_rank" not in written()
     assert written()["learning_rate"] == 5e-5
     FILE.unlink()
-    configure(file=["model_type"], model_type=["lora", "full"], learning_rate="3e-5")
+    configure(file=["model_type", "y"], model_type=["lora", "full"], learning_rate="3e-5")
     assert written()["learning_rate"] == 3e-5
 
 
@@ -613,16 +614,28 @@ def test_token_routes_in_words(configure: Configure) -> None:
 def test_the_plan_judges_by_the_memory_that_was_named(configure: Configure, capsys: pytest.CaptureFixture) -> None:
     """Group offload is no default for Pro; the plan asks for it where the card is too small."""
     answers = {"model_family": "kandinsky5-video", "model_flavour": "t2v-pro-sft-5s-hd"}
-    configure(**answers, plan_device_memory_gb="24")
+    _, person = configure(**answers, plan_device_memory_gb="24", remedy="n")
     shown = capsys.readouterr().out
     assert "On a GPU with 24 GiB" in shown
     assert "does not fit" in shown
     assert "This would fit: " in shown
+    assert person.prompts[-1].endswith("[y/N]: "), "what training refuses is not written by Enter"
+    assert not FILE.exists()
+    _, person = configure(**answers, plan_device_memory_gb="24")
+    shown = capsys.readouterr().out
+    assert person.prompts[-1].endswith("[Y/n]: ")
+    assert "Follows from your answers: " in shown
+    assert "As before: " not in shown
     assert not {"plan_device_memory_gb"} & set(written())
-    assert written()["enable_group_offload"] is False
+    assert written()["enable_group_offload"] is True
     FILE.unlink()
     configure(plan_device_memory_gb="80")
     assert "this fits" in capsys.readouterr().out
+
+
+def test_without_data_no_number_of_steps_is_made_up(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    configure(max_train_steps="0", num_train_epochs="2", plan_device_memory_gb="80")
+    assert re.search(r"about [\d.]+ \w+ a step, for samples of the usual size", capsys.readouterr().out)
 
 
 def test_what_the_plan_refuses_is_said_before_writing(

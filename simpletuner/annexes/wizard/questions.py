@@ -300,7 +300,7 @@ QUESTIONS = (
     Question("use_ema", "Keep a running average of the weights (EMA)?"),
     Question("ema_validation", "Previews with EMA"),
     Question("data_backend_config", "Dataset file", propose=lambda draft: draft.dataset_file),
-    Question("validation_prompt", "Prompt for previews"),
+    Question("validation_prompt", "Prompt for previews (none: only the empty prompt is rendered)"),
     Question("user_prompt_library", "File with more prompts", propose=_prompt_library),
     Question("validation_resolution", "Preview size, width x height", alternatives=nearest_sizes),
     Question("validation_num_video_frames", "Preview length in frames", alternatives=nearest_lengths),

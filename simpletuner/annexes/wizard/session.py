@@ -20,6 +20,7 @@ from simpletuner.config.values import read_json
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, UserError, result_of
 from simpletuner.models.spec import FamilySpec, Task
 from simpletuner.plan.draft import Draft
+from simpletuner.redaction import redact
 
 WELCOME = """\
 Answer the questions, or press Enter for the value in [brackets].
@@ -50,7 +51,8 @@ def run_session(file: Path, talk: Talk) -> bool:
             talk.tell(f"\nYour answers are kept in {progress.keep()}; the same command continues there.", "yellow")
         raise
     if not agreed:
-        talk.say("Nothing was written.")
+        kept = f" Your answers are kept in {progress.keep()}." if sys.stdin.isatty() else ""
+        talk.say(f"Nothing was written.{kept}")
         return False
     existed = file.exists()
     save(file, render_config(_written(draft)))
@@ -154,15 +156,24 @@ def _kept(file: Path) -> dict[str, Any] | None:
 
 def review(draft: Draft, talk: Talk) -> bool:
     """Show all settings, and ask again for those that the user names, until the answer is yes or no."""
-    owners = {question.key: question for question in QUESTIONS}
+    owners, declined = {question.key: question for question in QUESTIONS}, dict[str, Any]()
     while True:
         # None removes a key.
         draft.change(dict.fromkeys(stale_keys(draft, {})))
-        _show(draft, talk)
+        is_refused, remedy = _show(draft, talk)
+        # Without questions, nothing is chosen that the user has not seen.
+        if remedy and remedy != declined and not talk.defaults:
+            words = ", ".join(f"{key} {json.dumps(value)}" for key, value in remedy.items())
+            if talk.confirm(f"Apply {words}?", default=True):
+                draft.change(remedy)
+            declined = remedy
+            continue
         act = f"Write {draft.file}"
         if draft.file.exists():
             act = f"Replace {draft.file}, and keep what is there as {backup_of(draft.file).name}"
-        named = talk.choose(f"{act}? (or name a setting to change)", list(owners))
+        named = talk.choose(
+            f"{act}? (or name a setting to change)", list(owners), default=talk.defaults or not is_refused
+        )
         if not named:
             return named is None
         _ask_again(owners[named], draft, talk)
@@ -198,7 +209,8 @@ def _written(draft: Draft) -> dict[str, Any]:
     return {key: value for key, value in draft.values.items() if key != DEVICE_MEMORY or key in draft.loaded}
 
 
-def _show(draft: Draft, talk: Talk) -> None:
+def _show(draft: Draft, talk: Talk) -> tuple[bool, dict[str, Any]]:
+    """Show all settings and what the plan says; returns whether training will refuse them, and what would fit."""
     # Late, since importing the plan would delay the first question.
     from simpletuner.annexes.wizard.verdict import judge
 
@@ -210,14 +222,22 @@ def _show(draft: Draft, talk: Talk) -> None:
     for key in asked:
         value = values[key] if isinstance(values[key], str) else json.dumps(values[key], ensure_ascii=False)
         talk.say(f"  {key:<{width}}  {value}")
-    if others := [key for key in values if key not in asked]:
-        talk.say(f"  As before: {', '.join(others)}")
+    others = [key for key in values if key not in asked]
+    for title, keys in (
+        ("Follows from your answers", [key for key in others if key not in draft.loaded]),
+        ("As before", [key for key in others if key in draft.loaded]),
+    ):
+        if keys:
+            shown = (f"{key} {redact(json.dumps(values[key], ensure_ascii=False))}" for key in keys)
+            talk.say(f"  {title}: {', '.join(shown)}")
     talk.say()
-    lines, problems = judge(draft, draft.values.get(DEVICE_MEMORY))
+    lines, problems, remedy = judge(draft, draft.values.get(DEVICE_MEMORY))
     for line in lines:
         talk.tell(f"  {line}", "cyan")
-    _warn([*draft.judgement.problems, *problems], talk)
+    told = [*draft.judgement.problems, *problems]
+    _warn(told, talk)
     talk.say()
+    return any(problem.fatal and problem.where != "device" for problem in told), remedy
 
 
 def _warn(problems: list[Problem], talk: Talk) -> None:

@@ -99,12 +99,12 @@ class Talk:
                 self.refuse(f"{answer!r} is neither yes nor no.")
         return default
 
-    def choose(self, text: str, names: Sequence[str]) -> str | None:
+    def choose(self, text: str, names: Sequence[str], *, default: bool) -> str | None:
         """Ask for yes (None), no (an empty text) or one of the names; no after too many other answers."""
         for _ in range(PATIENCE):
-            answer = self.read_line(f"  {text} [Y/n]: ")
+            answer = self.read_line(f"  {text} {_bracketed(default)}: ")
             try:
-                return None if not answer or parse_flag(_word(answer)) else ""
+                return None if (parse_flag(_word(answer)) if answer else default) else ""
             except ValueError:
                 name = plain_key(answer).lower()
             if name in names:
