@@ -76,7 +76,7 @@ def test_conflict_stands_beside_its_field(page: Any) -> None:
     page.get_by_label("Enable Model CPU Offload", exact=True).check()
     told = page.locator("[data-key=enable_group_offload] .bad")
     expect(told).to_have_text(
-        "and enable_model_cpu_offload exclude each other: one streams the blocks, the other moves them all."
+        "cannot be combined with enable_model_cpu_offload: one streams the blocks, the other moves them all."
     )
     expect(page.get_by_role("tab", name="Hardware")).to_contain_text("1")
     page.get_by_role("button", name="Use the default of Enable Model CPU Offload").click()
