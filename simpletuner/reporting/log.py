@@ -35,7 +35,7 @@ def log_level() -> int:
     return level
 
 
-def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = "") -> None:
+def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = "", *, console: bool = True) -> None:
     """Send records to the console (`log_level` and above) and to the debug file (DEBUG and above, appended).
 
     From other packages only warnings reach the console; the file also gets their INFO records. A second call replaces
@@ -43,17 +43,19 @@ def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = ""
 
     Args:
         process: which of several writes to the debug file.
+        console: whether records are printed.
 
     Raises:
         UserError: the level is unknown.
     """
     # The hub's own progress bars would overwrite ours; it reads this variable when it is imported.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    console = ConsoleHandler()
-    console.setLevel(log_level())
-    console.addFilter(belongs_on_console)
-    console.setFormatter(RedactingFormatter("%(levelname)s %(message)s"))
-    handlers: list[logging.Handler] = [console]
+    # Without any handler Python prints warnings itself.
+    shown = ConsoleHandler() if console else logging.NullHandler()
+    shown.setLevel(log_level())
+    shown.addFilter(belongs_on_console)
+    shown.setFormatter(RedactingFormatter("%(levelname)s %(message)s"))
+    handlers: list[logging.Handler] = [shown]
     file_error = None
     if debug_file is not None:
         try:
