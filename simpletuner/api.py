@@ -152,21 +152,26 @@ def sample(
 
 def _arguments(config: object, *, overrides: bool = False) -> Arguments:
     """The settings of a dict: a whole configuration, or what overrides one that is a file or a run."""
-    if not isinstance(config, Mapping):
-        message = f"{config!r:.80} is not a dict; for a file write {{'config': 'config/config.json'}}."
-        raise ConfigError([Problem("config", message)])
     # As nvidia-smi counts, which the plan asks; see `cli.app.run`.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    plain = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in config.items()}
-    if isinstance(datasets := plain.get("data_backend_config"), list):
-        plain["data_backend_config"] = _written(datasets, plain.get("output_dir"))
-    arguments = command_settings([])
-    arguments.selectors = {SELECTORS[key]: str(plain.pop(key)) for key in config if key in SELECTORS}
+    plain, arguments = _as_json(config), command_settings([])
+    arguments.selectors = {SELECTORS[key]: str(plain.pop(key)) for key in SELECTORS.keys() & plain.keys()}
     if arguments.selectors or overrides:
         arguments.settings += plain.items()
     else:
         arguments.content = plain
     return arguments
+
+
+def _as_json(config: object) -> dict[str, Any]:
+    """The dict as config.json would have it: paths as text, a list of datasets as the name of its file."""
+    if not isinstance(config, Mapping):
+        message = f"{config!r:.80} is not a dict; for a file write {{'config': 'config/config.json'}}."
+        raise ConfigError([Problem("config", message)])
+    plain = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in config.items()}
+    if isinstance(datasets := plain.get("data_backend_config"), list):
+        plain["data_backend_config"] = _written(datasets, plain.get("output_dir"))
+    return plain
 
 
 def _written(datasets: list[Any], output_dir: object) -> str:
