@@ -7,19 +7,22 @@ Each phase has a peak on the device and one on the host. Without a GPU both shar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from simpletuner.budget.device import Device, compared
-from simpletuner.budget.estimate import Sent, Step, StepModel, exchange_seconds, sent_bytes
+from simpletuner.budget.estimate import AVERAGE, Sent, Step, StepModel, exchange_seconds, sent_bytes
 from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
-from simpletuner.config.schema import RunConfig
+from simpletuner.config.schema import BY_SIZE, RunConfig
 from simpletuner.config.speed import graph_key
+from simpletuner.errors import Problem
 from simpletuner.models.cost import BYTES, TILE, VaeLoad
 from simpletuner.plan.build import Plan
+from simpletuner.plan.checks import BACKGROUND_KEYS
 from simpletuner.plan.entries import Listing, evaluated, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EVALUATION, SAVING, Rounds
 from simpletuner.reporting.events import PREVIEWS as PREVIEW_ROUNDS
@@ -31,6 +34,13 @@ CAPTIONS, LOADING, PREVIEWS = "encoding captions", "loading the transformer", "r
 TEXT_ACTIVATIONS = 0.03
 # Share of these weights on the device when their blocks are streamed: embeddings, vision tower, slots.
 STREAMED_TEXT = 0.3
+# Share of the host's memory that a copy of what is saved leaves free.
+SPARE = 0.1
+# torch's `upsample_nearest3d` on CUDA refused more (pytorch #144855), and since then counts them in 32 unsigned bits.
+MOST_UPSAMPLED = 2**31
+DECODING = "validation_decoding"
+# Faster previews must never be what does not fit: estimates may be off by a tenth.
+BATCHED, PREVIEW_ROOM = "validation_batched_guidance", 0.1
 # Of a clip's decoding, what cuDNN may take beside it for 3D convolutions: 20 to 40 %, assumed.
 WORKSPACE = 0.3
 
@@ -149,9 +159,18 @@ class Budget:
         """Seconds of one prompt's previews at all sizes, without decoding."""
         validation = self.config.validation
         steps = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
-        guided = (validation.validation_guidance or 1) > 1 and not self.parts.cost.guided_together
-        passes = [self._step(preview).forward_seconds for preview in self.workload.previews]
-        return self.outcome.previews * steps * (2 if guided else 1) * sum(passes)
+        alone = self._is_guided and not self.parts.cost.guided_together and not validation.validation_batched_guidance
+        passes = [self._step(self._sampled(preview)).forward_seconds for preview in self.workload.previews]
+        return self.outcome.previews * steps * (2 if alone else 1) * sum(passes)
+
+    @property
+    def _is_guided(self) -> bool:
+        return (self.config.validation.validation_guidance or 1) > 1
+
+    def _sampled(self, preview: Bucket) -> Bucket:
+        """The batch that a preview is sampled in."""
+        batched = self.config.validation.validation_batched_guidance and self._is_guided
+        return replace(preview, batch=2) if batched else preview
 
     def shortages(self, *, headroom: float = 0.0) -> list[tuple[PhasePeak, str]]:
         """The phases that do not fit, and what they lack."""
@@ -217,7 +236,8 @@ class Budget:
             # Three moments: the backward pass; the encoder before it; the average's update after it, without gradients.
             peak = max(peak, frozen + trained + teaching, frozen + idle + resident + on_device.updating)
             host = waiting + max(model.inputs_on_host_bytes(step.load), on_host.updating)
-            yield PhasePeak(f"training at {bucket.label}", peak + beside, host, trains=True, common=streamed)
+            peak += beside + self._kept_for_previews()
+            yield PhasePeak(f"training at {bucket.label}", peak, host, trains=True, common=streamed)
         if workload.previews:
             # Optimizer state stays on the device during previews; gradients do not.
             peak = idle + self._rendering() + parts.lora_bytes + on_device.waiting + beside
@@ -225,6 +245,18 @@ class Budget:
         written = model.saving_bytes  # by one process
         peak = frozen + idle + on_device.waiting if on_device.waiting else 0.0
         yield PhasePeak("saving", peak, waiting + written + on_host.waiting, common=streamed + written)
+
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether the host has room for a copy of what is saved, beside any phase."""
+        device, model = self.device, self.model
+        room = device.host_memory if device.is_gpu else device.memory
+        # Weights as trained and as published, optimizer state, and both of the average.
+        copied = 2 * model.number_bytes + model.state_bytes + (AVERAGE + model.number_bytes if model.averaged else 0.0)
+        # torch rounds page-locked memory up to powers of two.
+        copies = model.trained_numbers * copied * (2 if device.is_gpu else 1)
+        taken = max(each.on_host(device) if device.is_gpu else each.needed(device) for each in self.phases)
+        return room is not None and taken + copies <= room * (1 - SPARE)
 
     def _vae_bytes(self, loads: Sequence[VaeLoad]) -> float:
         """Peak memory of the VAE's activations while it encodes these batches."""
@@ -249,21 +281,83 @@ class Budget:
         decoding = self.parts.cost.vae_decode(self.parts.vae, clip) * BYTES[vae_dtype(self.config.precision, caching)]
         return self._teacher(bucket) + decoding
 
+    def _kept_for_previews(self) -> float:
+        """What previews leave on the device while training goes on: the VAE, and what decodes in the background."""
+        background = self.config.validation.validation_decode_in_background
+        if not self.workload.previews or not (background or self.config.caching.keep_vae_loaded):
+            return 0.0
+        return self.parts.encoder_bytes(self.config)[0] + (self._decoding() if background else 0.0)
+
     def _rendering(self) -> float:
         """Peak of sampling or decoding the largest preview, with the weights that are on the device at that time."""
-        parts, largest, how = self.parts, self.workload.previews[0], self.config.validation.validation_decoding
+        parts, largest = self.parts, self.workload.previews[0]
         vae, weights = parts.encoder_bytes(self.config)[0], self.model.frozen_bytes
-        sampling = weights + self.model.sampling_bytes(parts.load(largest))
-        tiled, tile = (True, TILE) if how == "tiles" else (self.config.caching.vae_enable_tiling, VaeLoad.tile)
-        shape = 1, largest.frames, largest.width, largest.height
-        picture = VaeLoad(*shape, tiled=tiled, strips=how != "whole", tile=tile)
-        # As the pipelines decode, whatever `vae_dtype` is for encoding.
-        size = BYTES["fp32" if parts.spec.defaults.get("vae_dtype") == "fp32" else self.model.dtype]
-        workspace = WORKSPACE if how == "whole" and largest.frames > 1 and parts.on_gpu else 0.0
-        decoding = vae + parts.cost.vae_decode(parts.vae, picture) * size * (1 + workspace)
+        sampling = weights + self.model.sampling_bytes(parts.load(self._sampled(largest)))
+        decoding = vae + self._decoding()
         if self.config.offload.enable_model_cpu_offload:  # the VAE and the transformer take turns
             return max(sampling, decoding)
         return max(sampling + vae, decoding + weights)
+
+    def _decoding(self) -> float:
+        """Peak of decoding the largest preview, without the weights of the VAE."""
+        parts, largest, how = self.parts, self.workload.previews[0], self.config.validation.validation_decoding
+        tiled, tile = (True, TILE) if how == "tiles" else (self.config.caching.vae_enable_tiling, VaeLoad.tile)
+        shape = 1, largest.frames, largest.width, largest.height
+        picture = VaeLoad(*shape, tiled=tiled, strips=how != "whole", tile=tile)
+        workspace = WORKSPACE if how == "whole" and largest.frames > 1 and parts.on_gpu else 0.0
+        return parts.cost.vae_decode(parts.vae, picture) * BYTES[self.preview_dtype] * (1 + workspace)
+
+    @property
+    def preview_dtype(self) -> str:
+        """The dtype in which the VAE of previews decodes, whatever `vae_dtype` is for encoding."""
+        return "fp32" if self.parts.spec.defaults.get("vae_dtype") == "fp32" else self.model.dtype
+
+
+def with_strips(budget: Budget) -> Budget:
+    """Decode previews in strips where `check_decoding` has doubts or they fit only so, unless the user chose how."""
+    if budget.config.is_explicit(DECODING) or not budget.parts.spec.decodes_in_strips:
+        return budget
+    strips = replace(budget, config=budget.config.with_values({DECODING: "strips"}, BY_SIZE))
+    whole, lean = (any(phase.name == PREVIEWS for phase, _ in each.shortages()) for each in (budget, strips))
+    only_so = whole and not lean and budget.config.offload.offload != "auto"  # which has more to choose from
+    return strips if only_so or any(check_decoding(budget)) else budget
+
+
+def check_decoding(budget: Budget) -> Iterator[Problem]:
+    """Whether previews are small enough for torch to decode them whole."""
+    sizes = budget.workload.previews if budget.config.validation.validation_decoding == "whole" else ()
+    loads = {each.label: VaeLoad(1, each.frames, each.width, each.height) for each in sizes}
+    numbers = {label: budget.parts.cost.vae_upsampled(budget.parts.vae, load) for label, load in loads.items()}
+    if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
+        message = f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch get wrong;"
+        yield Problem(DECODING, f"{message} strips and tiles do not.", fatal=False)
+
+
+def with_faster_previews(budget: Budget) -> Budget:
+    """With what makes previews faster and fits with room to spare, unless the user decided."""
+    if not budget.workload.previews or budget.device.memory is None:
+        return budget
+    for key in _faster_previews(budget):
+        faster = replace(budget, config=budget.config.with_values({key: True}, BY_SIZE))
+        lacking = any(each.trains or each.name == PREVIEWS for each, _ in faster.shortages(headroom=PREVIEW_ROOM))
+        if not lacking and not budget.config.is_explicit(key):
+            budget = faster
+    return budget
+
+
+def _faster_previews(budget: Budget) -> Iterator[str]:
+    """Settings that make previews faster if memory allows."""
+    config = budget.config
+    if not budget.parts.cost.guided_together:
+        yield BATCHED
+    if not budget.device.is_gpu or not budget.parts.trains:
+        return
+    moves = config.offload.enable_model_cpu_offload or config.offload.group_offload_vae
+    if not moves:
+        yield "keep_vae_loaded"
+    # In float32, decoding changes settings of the process.
+    if not moves and config.launch.num_processes == 1 and budget.preview_dtype != "fp32":
+        yield from BACKGROUND_KEYS
 
 
 def make_budget(plan: Plan, device: Device) -> Budget:
@@ -300,12 +394,10 @@ def steps_per_epoch(plan: Plan) -> float:
 
 def find_rounds(plan: Plan, budget: Budget) -> dict[str, Rounds]:
     """Previews, evaluations, saves and re-encoding of new crops, by kind, with their expected duration."""
-    validation, evaluation = plan.config.validation, plan.config.evaluation
-    epoch = steps_per_epoch(plan)
+    evaluation, epoch = plan.config.evaluation, steps_per_epoch(plan)
     rounds = {SAVING: Rounds(plan.config.checkpoints.checkpoint_step_interval, at_end=True)}
     if plan.prompts:
-        seconds = round_seconds(plan, budget)
-        rounds[PREVIEW_ROUNDS] = Rounds(validation.validation_step_interval, seconds, at_end=True)
+        rounds[PREVIEW_ROUNDS] = Rounds(preview_interval(plan), round_seconds(plan, budget), at_end=True)
     if evaluated(plan):
         rounds[EVALUATION] = Rounds(evaluation.eval_steps_interval or epoch * (evaluation.eval_epoch_interval or 1.0))
     if any(dataset.changes_each_epoch for dataset in plan.trained):
@@ -318,14 +410,21 @@ def remaining_steps(plan: Plan) -> int:
     return max(0, plan.length.total_steps - (plan.resume.step if plan.resume else 0))
 
 
+def preview_interval(plan: Plan) -> float:
+    """Steps between two rounds of previews; the shorter interval, if there are two."""
+    validation = plan.config.validation
+    epochs = validation.validation_epoch_interval
+    intervals = validation.validation_step_interval, epochs and epochs * steps_per_epoch(plan)
+    return min((each for each in intervals if each), default=math.inf)
+
+
 def preview_rounds(plan: Plan) -> int:
     """Rounds of previews left for a session that starts now, including that of the untrained model."""
     if not plan.prompts:
         return 0
-    validation, total = plan.config.validation, plan.length.total_steps
-    rounds = Rounds(validation.validation_step_interval, at_end=True)
+    total, rounds = plan.length.total_steps, Rounds(preview_interval(plan), at_end=True)
     # A resumed run has previews of the untrained model already.
-    untrained = plan.resume is None and not validation.disable_benchmark
+    untrained = plan.resume is None and not plan.config.validation.disable_benchmark
     return rounds.after(total - remaining_steps(plan), total) + untrained
 
 

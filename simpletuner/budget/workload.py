@@ -14,7 +14,7 @@ from simpletuner.budget.estimate import StepModel
 from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, trained_precision, widens_second_moment
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
 from simpletuner.config.schema import EmaConfig, OptimizerName, RunConfig
-from simpletuner.config.speed import compile_backend, keeps_attention, plain_math
+from simpletuner.config.speed import compile_backend, keeps_attention, plain_math, samples_compiled
 from simpletuner.data.sample import Sample
 from simpletuner.models.adapter_kinds import planned_adapters
 from simpletuner.models.cost import BYTES, NO_ADAPTERS, BatchShape, FamilyCost, Kernels, TransformerCost, VaeLoad
@@ -265,7 +265,7 @@ class Parts:
             sharers=launch.sharers,
             reshards=launch.fsdp_reshard_after_forward,
             whole_gradients=launch.fsdp_whole_gradients and config.schedule.gradient_accumulation_steps > 1,
-            samples_compiled=config.validation.validation_torch_compile,
+            samples_compiled=samples_compiled(config),
             from_base=is_lora and config.lora.starts_from_base,
         )
 

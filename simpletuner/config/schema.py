@@ -417,7 +417,9 @@ class CachingConfig(Group):
     vae_enable_temporal_roll: Flag = option(
         False, "Carry convolution state from frame to frame: always on in Sana Video's VAE, unavailable in the others."
     )
-    keep_vae_loaded: Flag = option(False, "Keep the VAE on the device between validations.")
+    keep_vae_loaded: Flag | None = option(
+        None, "Keep the VAE on the device between validations.", default_note="true where memory allows"
+    )
     vae_cache_ondemand: Flag = common(
         False, "Encode and cache latents at their first use in training; the VAE stays on the device."
     )
@@ -523,10 +525,14 @@ Decoding = Literal["whole", "strips", "tiles"]
 class ValidationConfig(Group):
     """Validation"""
 
-    validation_step_interval: Integer = common(
-        100, "Render when global_step is a multiple.", aliases=("validation_steps",), ge=1
+    validation_step_interval: Integer | None = common(
+        None,
+        "Render when global_step is a multiple.",
+        aliases=("validation_steps",),
+        ge=1,
+        default_note="eight times between start and end, at most every 100 steps; not with validation_epoch_interval",
     )
-    validation_epoch_interval: Integer | None = option(None, "Also render after every n-th epoch.", ge=1)
+    validation_epoch_interval: Integer | None = option(None, "Render after every n-th epoch.", ge=1)
     validation_prompt: Text | None = common(None, "The primary prompt; its files are named `validation`.")
     user_prompt_library: PathText | None = common(None, "JSON file that maps nicknames to prompts.")
     validation_prompt_library: Flag = option(False, "Also render a built-in list of prompts.")
@@ -562,7 +568,9 @@ class ValidationConfig(Group):
     validation_preview_steps: Integer = option(1, "Sampling steps between these pictures.", ge=1)
     disable_benchmark: Flag = option(False, "Do not render the untrained model at step 0.")
     validation_disable: Flag = common(False, "No validation at all.", label="No Previews")
-    validation_disable_unconditional: Flag = option(False, "Do not render the empty prompt.")
+    validation_disable_unconditional: Flag | None = option(
+        None, "Do not render the empty prompt.", default_note="true, unless there is no other prompt"
+    )
     validation_on_startup: Flag = option(False, "Render when a run starts or resumes.")
     validate_after_step: Integer = option(0, "No validation before this step.", ge=0)
     num_validation_images: Integer = option(1, "Samples per prompt.", ge=1, le=MOST_SHOTS)
@@ -577,7 +585,28 @@ class ValidationConfig(Group):
         "least, but slightly change pixels at their seams. Caches are unaffected.",
         default_note="`whole`; `strips` for clips that are too large for torch or the GPU",
     )
-    validation_torch_compile: Flag = option(False, "Use compiled blocks in previews too, if training compiles them.")
+    validation_batched_guidance: Flag | None = option(
+        None,
+        "Compute both branches of guidance in previews as one batch, which only changes the rounding.",
+        default_note="true where memory allows",
+        requires=unless("validation_disable"),
+    )
+    validation_decode_in_background: Flag | None = option(
+        None,
+        "Decode sampled previews in a thread while training goes on.",
+        default_note="true on a GPU whose memory allows it",
+        requires=unless("validation_disable") & when(num_processes=1),
+        excludes=when(
+            "enable_model_cpu_offload",
+            "group_offload_vae",
+            because="the VAE and its weights would move while training computes",
+        ),
+    )
+    validation_torch_compile: Flag | None = option(
+        None,
+        "Use compiled blocks in previews too, if training compiles them.",
+        default_note="true, without validation_adapter_*",
+    )
 
 
 class EvaluationConfig(Group):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from simpletuner.config.launch import LaunchConfig
-from simpletuner.config.schema import PrecisionConfig, SpeedConfig
+from simpletuner.config.schema import PrecisionConfig, RunConfig, SpeedConfig
 from simpletuner.errors import NoEffect, Problem, did_you_mean
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -79,6 +79,12 @@ def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str) -> s
     # inductor writes its GPU kernels in triton.
     able = device == "cuda" and has_compiler() and importlib.util.find_spec("triton") is not None
     return "inductor" if config.speed == "auto" and able else None
+
+
+def samples_compiled(config: RunConfig) -> bool:
+    """Whether previews use compiled blocks, if training does; further LoRAs are hooks, which those would not see."""
+    switch = config.validation.validation_torch_compile
+    return not config.validation_adapters.entries if switch is None else switch
 
 
 def graph_key(launch: LaunchConfig) -> str | None:

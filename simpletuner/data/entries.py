@@ -321,7 +321,8 @@ def link_partners(configs: Sequence[DatasetConfig], context: DataContext) -> Rea
         # Entries that the flavour cannot use are not unused: `_check_link` warns of them.
         unused = [name for name in unused if conditioning[name] not in entries]
         links[config.id] = [entry for entry in entries if _is_usable(entry, context)]
-        yield from (problem for entry in entries for problem in _check_link(entry, config, context))
+        for entry in entries:
+            yield from _check_link(entry, config, context)
         yield from _check_partners(config, links[config.id], context)
     message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
     yield from (Problem(name, message, fatal=False) for name in unused)

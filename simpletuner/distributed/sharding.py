@@ -186,9 +186,9 @@ def without_shards(state: Any, folder: Path | None, sharers: World) -> Any:
     if sharers.size == 1:
         return state
     if folder is None:
-        return _replaced(state, partial(_whole, keep=sharers.is_main))
+        return replaced(state, partial(_whole, keep=sharers.is_main))
     found: dict[str, Tensor] = {}
-    rest = _replaced(state, partial(_set_aside, found))
+    rest = replaced(state, partial(_set_aside, found))
     # What this machine has written, the main process can flush.
     save(found, storage_writer=FileSystemWriter(folder / SHARDS_FOLDER, sync_files=not sharers.is_on_one_machine))
     return rest
@@ -198,7 +198,7 @@ def load_shards(state: Any, folder: Path, parameters: Iterable[nn.Parameter]) ->
     """A state from `state.pt` with the values of its sharded tensors, distributed as the parameters are. Collective."""
     found: dict[str, Tensor] = {}
     parameter = next(iter(parameters))
-    whole = _replaced(state, partial(_make_room, found, parameter))
+    whole = replaced(state, partial(_make_room, found, parameter))
     if found:
         # torch warns that it loads in one process.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
@@ -242,8 +242,10 @@ def _make_room(found: dict[str, Tensor], parameter: nn.Parameter, path: str, ten
     return found[path]
 
 
-def _replaced(state: Any, replace: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """A state with every tensor in its dictionaries replaced by a function of its path and itself."""
+def replaced(state: Any, replace: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """A state in new dictionaries and lists, with every tensor replaced by a function of its path and itself."""
     if isinstance(state, dict):
-        return {key: _replaced(value, replace, f"{path}/{key}") for key, value in state.items()}
+        return {key: replaced(value, replace, f"{path}/{key}") for key, value in state.items()}
+    if isinstance(state, list):
+        return [replaced(value, replace, f"{path}/{number}") for number, value in enumerate(state)]
     return replace(path, state) if isinstance(state, Tensor) else state

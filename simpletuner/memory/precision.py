@@ -409,10 +409,7 @@ def check_device(config: PrecisionConfig, device: torch.device) -> None:
         ConfigError: it does not.
     """
     asked = multiplied(config)
-    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    if config.quantized_matmul_kernel == "triton" and not ampere:
-        message = "'triton' needs an NVIDIA GPU of compute capability 8.0; set it to torch."
-        raise ConfigError([Problem("quantized_matmul_kernel", message)])
+    _check_kernel(config.quantized_matmul_kernel, device)
     if not asked or device.type == "cpu":
         return
     if device.type != "cuda" or torch.version.hip:
@@ -428,6 +425,15 @@ def check_device(config: PrecisionConfig, device: torch.device) -> None:
     ]
     if refused:
         raise ConfigError(refused)
+
+
+def _check_kernel(kernel: str, device: torch.device) -> None:
+    if kernel == "torch":
+        return
+    # Ampere's are the first tensor cores for which Triton compiles int8 products.
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        message = "'triton' needs an NVIDIA GPU of compute capability 8.0; set it to torch."
+        raise ConfigError([Problem("quantized_matmul_kernel", message)])
 
 
 def refusal(stored: Quantisation, device: torch.device) -> str:

@@ -173,6 +173,7 @@ class PreviewRequest:
         width, height: exact size in pixels.
         source: the source picture of an i2i or i2v preview, of any size.
         num_frames: frames of a clip; 1 for pictures.
+        batched: compute both branches of guidance as one batch, where the pipeline would do it one after the other.
         between_steps: called after each sampling step; an exception from it stops the rendering.
         watch: called after each sampling step with (steps done, timestep, sigma, z `1 C F H W`).
     """
@@ -188,6 +189,7 @@ class PreviewRequest:
     seed_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     source: Image | None = None
     num_frames: int = 1
+    batched: bool = False
     between_steps: Callable[[], None] = lambda: None
     watch: Callable[[int, float, float, Tensor], None] | None = None
 
@@ -240,6 +242,9 @@ class PreviewPipeline(Protocol):
 
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture or clip of exactly the requested size; returns its frames in order."""
+
+    def sample(self, request: PreviewRequest) -> Callable[[], list[Image]]:
+        """Like `render`, but what is returned decodes, byte for byte the same, if the family can leave it for later."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ arguments allow it. Problems are collected and reported together.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -37,6 +38,8 @@ from simpletuner.techniques.spec import TechniqueSpec, TrainedData, chosen_techn
 from simpletuner.training.manifest import Checkpoint, Identity, result_step
 from simpletuner.validation.prompts import ValidationPrompt, adapter_runs, check_adapters, collect_prompts, fit_sizes
 
+# Rounds of previews between start and end, and the fewest steps between two, if the user set no interval.
+MILESTONES, SHORTEST_INTERVAL = 8, 100
 # What a plan is for: a run, pictures from its result, a look at the datasets, or a form that is being filled in.
 Purpose = Literal["train", "sample", "survey", "draft"]
 
@@ -182,6 +185,24 @@ class Plan(Settings):
         return self.spec.frame_rate and (self.config.validation.framerate or self.spec.frame_rate)
 
     @property
+    def preview_intervals(self) -> str:
+        """How often previews are rendered, in words."""
+        validation = self.config.validation
+        intervals = {"steps": validation.validation_step_interval, "epochs": validation.validation_epoch_interval}
+        return " and ".join(f"every {each} {unit}" for unit, each in intervals.items() if each is not None)
+
+    @property
+    def halved_previews(self) -> str:
+        """The setting that halves the time of previews."""
+        validation = self.config.validation
+        steps, epochs = validation.validation_step_interval, validation.validation_epoch_interval
+        if steps is not None and steps < self.length.total_steps:
+            return f"validation_step_interval {2 * steps}"
+        if steps is None and epochs is not None:
+            return f"validation_epoch_interval {2 * epochs}"
+        return f"validation_num_inference_steps {max(1, (validation.validation_num_inference_steps or 1) // 2)}"
+
+    @property
     def trained(self) -> list[Dataset]:
         """The datasets whose samples are drawn in training."""
         return [dataset for dataset in self.datasets if dataset.config.is_trained]
@@ -301,6 +322,7 @@ def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, pr
     problems.extend(spec.checks.sizes(config, flavour, plan.sizes, buckets))
     # The length needs the order of samples, and that the buckets.
     plan = replace(plan, same_data=problems.take(has_same_data(plan)), length=plan_length(config, plan.sampler()))
+    plan = replace(plan, config=with_milestones(config, plan.length.total_steps))
     problems.extend(check_total(config, plan.length.total_steps))
     problems.extend(_check_last_epoch(plan))
     problems.raise_if_fatal()
@@ -318,6 +340,17 @@ def plan_length(config: RunConfig, sampler: Sampler) -> Length:
         return Length(steps, per_epoch, -(-steps * accumulation // max(per_epoch, 1)))
     epochs = config.schedule.num_train_epochs or 1
     return Length(-(-count_batches(sampler, epochs) // accumulation), per_epoch, epochs)
+
+
+def with_milestones(config: RunConfig, total_steps: int) -> RunConfig:
+    """The config with an interval of previews, unless the user set one."""
+    validation = config.validation
+    if validation.validation_step_interval is not None or validation.validation_epoch_interval is not None:
+        return config
+    # In tens, so that file names sort and read well.
+    interval = max(SHORTEST_INTERVAL, math.ceil(total_steps / (MILESTONES + 1) / 10) * 10)
+    validation = validation.model_copy(update={"validation_step_interval": interval})
+    return replace(config, validation=validation)
 
 
 def count_batches(sampler: Sampler, epochs: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -106,12 +107,13 @@ def training_spec(plan: Plan) -> TrainingSpec:
 
 def build_callbacks(
     session: Session, validation: ValidationRunner, recorded: Recorded, budget: Budget, rates: DeviceRates | None,
-    companions: Sequence[Companion],
+    companions: Sequence[Companion], thread: ThreadPoolExecutor,
 ) -> list[Callback]:  # fmt: skip
     """The callbacks of a run in the order in which they are called; see `Callback` for the reason.
 
     Args:
         rates: measured speed of the device, if it was measured.
+        thread: of one worker, which completes checkpoints.
     """
     plan, config, events, ema = session.plan, session.plan.config, session.events, session.ema
     first: list[Callback] = [EmaUpdater(ema)] if ema else []
@@ -142,6 +144,9 @@ def build_callbacks(
         settings=redact_settings(config.flat()),
         events=events,
         note=lambda state: weight_note(plan, state),
+        in_background=budget.saves_in_background,
+        thread=thread,
+        before=validation.settle,
         in_use=lambda: [path for companion in companions for path in companion.in_use],
     )
     requests = RequestHandler(
@@ -154,9 +159,18 @@ def build_callbacks(
     return [*first, recorder, requests, checkpoints, validation, *companions]
 
 
-def build_validation(session: Session, recorded: Recorded) -> ValidationRunner:
-    """The callback that renders previews."""
+def build_validation(session: Session, recorded: Recorded, thread: Executor) -> ValidationRunner:
+    """The callback that renders previews.
+
+    Args:
+        thread: of one worker, which decodes previews in the background.
+    """
     plan, loader, state = session.plan, session.loader, session.state
+    decoding = None
+    if plan.config.validation.validation_decode_in_background:
+        from simpletuner.validation.background import DecodingThread
+
+        decoding = DecodingThread(thread, session.assembly.accelerator.device)
     fetch = partial(fetched_runs, plan.config, plan.spec.name, plan.source)
     validation = ValidationRunner(
         config=plan.config,
@@ -169,6 +183,7 @@ def build_validation(session: Session, recorded: Recorded) -> ValidationRunner:
         frame_rate=plan.frame_rate,
         adapters=session.assembly.world.leader_first(fetch) if plan.prompts else [],
         recorded=recorded.previews,
+        decoding=decoding,
     )
     # Epochs that were complete before the last step, which may have completed one itself.
     completed = loader.index >= loader.sampler.batches_per_epoch(loader.epoch)

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 
 import torch
@@ -82,8 +83,10 @@ def run_plan(
             events.say(f"Continuing from {plan.resume.path.name}")
         held.enter_context(closing(loader))
         recorded = world.on_main(lambda: begin_records(plan, events, companions, state.global_step))
-        validation = build_validation(session, recorded)
-        callbacks = build_callbacks(session, validation, recorded, budget, rates, companions)
+        # Whatever ends the run, a checkpoint or preview that is being written is completed first.
+        writing, decoding = (held.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
+        validation = build_validation(session, recorded, decoding)
+        callbacks = build_callbacks(session, validation, recorded, budget, rates, companions, writing)
         if rehearsed or (rehearsed is None and device.type == "cuda"):
             with events.phase("Rehearsing the largest moments", stage="init_prepare_models"):
                 batches = loader.sampler.batches(loader.epoch)
@@ -184,6 +187,9 @@ def prepare_machine(plan: Plan) -> None:
     beside = vae_dtype(config.precision, config.caching) == "fp32" and any(
         latent_storage(plan, each) != "ahead" for each in plan.datasets
     )
+    # So does the VAE of previews, which computes in the dtype of the transformer.
+    background, dtype = config.validation.validation_decode_in_background, transformer_dtype(config.precision)
+    beside |= bool(background) and dtype == "fp32"
     allowed = not config.precision.disable_tf32 and not beside
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed

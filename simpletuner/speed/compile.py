@@ -77,7 +77,7 @@ class CheckedForward:
     """`forward` of a stock block, compiled if its gradients were verified, else uncompiled.
 
     Each shape is verified with its first inputs: on CPUs, inductor compiles blocks of Sana Video so that some gradients
-    are wrong by orders of magnitude, without any error.
+    are wrong by orders of magnitude, without any error. Without gradients, the outputs are compared.
     """
 
     def __init__(
@@ -89,26 +89,28 @@ class CheckedForward:
     def __call__(self, hidden: Tensor, *others: Any, **named: Any) -> Any:
         # The first block's hidden states are a transposed view; with other strides they would need their own graph.
         inputs = (hidden.contiguous(), *others)
-        case = (type(self.block), *(_shape(value) for value in (*inputs, *named.values())))
-        if torch.is_grad_enabled():
-            inputs = (with_gradient(inputs[0]), *inputs[1:])
-            settle_compiler(ones_are_sizes=False)  # they would break the attention of Sana Video
-            if case not in self.verdicts:
-                self.verdicts[case] = self._is_right(inputs, named)
-            is_right = self.verdicts[case]
-        else:
-            is_right = self.sampling and self.verdicts.get(case, False)
-        return (self.compiled if is_right else self.eager)(*inputs, **named)
+        training = torch.is_grad_enabled()
+        if not training and not self.sampling:
+            return self.eager(*inputs, **named)
+        # Training and sampling are compiled apart.
+        case = (training, type(self.block), *(_shape(value) for value in (*inputs, *named.values())))
+        inputs = (with_gradient(inputs[0]), *inputs[1:]) if training else inputs
+        settle_compiler(ones_are_sizes=False)  # they would break the attention of Sana Video
+        if case not in self.verdicts:
+            self.verdicts[case] = self._is_right(inputs, named)
+        return (self.compiled if self.verdicts[case] else self.eager)(*inputs, **named)
 
     def _is_right(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        name = type(self.block).__name__
+        name, (error_of, of) = type(self.block).__name__, (gradient_error, "gradients")
+        if not torch.is_grad_enabled():
+            error_of, of = output_error, "output"
         try:
-            worst = gradient_error(self.block, (self.eager, self.compiled), inputs, named)
+            worst = error_of(self.block, (self.eager, self.compiled), inputs, named)
         except TorchDynamoException as error:
             logger.warning("%s is not compiled at this size: %s", name, _reason(error))
             return False
         if worst >= TOLERANCE:
-            logger.warning("%s is not compiled at this size: relative error of its gradients %.2g.", name, worst)
+            logger.warning("%s is not compiled at this size: relative error of its %s %.2g.", name, of, worst)
         return worst < TOLERANCE
 
 
@@ -198,13 +200,20 @@ def gradient_error(
 ) -> float:
     """The largest relative error, in norms, of a block's gradients of weights and inputs by the second forward."""
     right, wrong = (_gradients(block, forward, inputs, named) for forward in forwards)
-    errors = [
-        # Where the right gradient is zero, any difference counts as a large error.
-        float((other - gradient).float().norm() / gradient.float().norm().clamp_min(1e-12))
-        for gradient, other in zip(right, wrong, strict=True)
-    ]
-    # NaN must not lose against numbers in `max`.
-    return max((error if error == error else float("inf") for error in errors), default=0.0)
+    return max(map(_error, right, wrong), default=0.0)
+
+
+def output_error(
+    block: nn.Module, forwards: Sequence[Callable[..., Any]], inputs: tuple[Any, ...], named: dict[str, Any]
+) -> float:
+    """The relative error, in norms, of a block's output by the second forward."""
+    return _error(*(forward(*inputs, **named) for forward in forwards))
+
+
+def _error(right: Tensor, wrong: Tensor) -> float:
+    # Where the right value is zero, any difference counts as a large error.
+    error = float((wrong - right).float().norm() / right.float().norm().clamp_min(1e-12))
+    return error if error == error else float("inf")  # NaN must not lose against numbers in `max`
 
 
 def _gradients(

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.precision import quantisation, transformer_dtype, vae_dtype
 from simpletuner.config.schema import OffloadConfig, RunConfig
-from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math
+from simpletuner.config.speed import bf16_modulation, compile_backend, keeps_attention, plain_math, samples_compiled
 from simpletuner.diffusion.seeds import seeded, step_seed
 from simpletuner.distributed.sharding import shard
 from simpletuner.distributed.world import World
@@ -318,7 +318,7 @@ def _checkpoint_and_compile(
     if backend is not None:
         # The last functions of checkpointed blocks recompute themselves if they keep the attention's result, and their
         # inputs on the device, and do not restore the state of the random generator.
-        inside, sampling = keeps and not inputs_leave and not dropout, config.validation.validation_torch_compile
+        inside, sampling = keeps and not inputs_leave and not dropout, samples_compiled(config)
         compile_blocks(layout, fast, backend, config.launch, sampling=sampling, recomputing=inside)
     for each in compared:
         each.install()

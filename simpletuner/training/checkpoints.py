@@ -16,10 +16,10 @@ from __future__ import annotations
 import logging
 import struct
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from simpletuner.atomic import build_folder, open_atomically, write_json
 from simpletuner.config.schema import CheckpointConfig
@@ -51,7 +52,7 @@ from simpletuner.training.manifest import (
 )
 from simpletuner.training.optimizers import load_state
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
-from simpletuner.training.trained import EARLIER
+from simpletuner.training.trained import EARLIER, Draft
 
 logger = logging.getLogger(__name__)
 
@@ -139,16 +140,29 @@ def _load_modules(assembly: Assembly, folder: Path) -> None:
         logger.warning("%s was on in %s and is off now; its weights are not used.", name, folder.parent)
 
 
+def _save_state(folder: Path, content: Any) -> None:
+    with open_atomically(folder / STATE_FOLDER / STATE_FILE) as file:
+        # Straight into the file: a full fine-tune's state may not fit into memory a second time.
+        torch.save(content, file)
+
+
+def _save_module(name: str, folder: Path, weights: dict[str, Tensor]) -> None:
+    save_file(weights, folder / STATE_FOLDER / name)
+
+
 @dataclass
 class CheckpointWriter(Callback):
     """Callback that saves checkpoints at the configured intervals and prunes old ones.
 
-    Where processes share the weights, training goes on while a checkpoint is completed. The next checkpoint and the end
-    of the run wait for it.
+    Training goes on while a thread hashes and flushes the files of a checkpoint, and writes them if host memory has
+    room for a copy. The next checkpoint and the end of the run wait for it.
 
     Attributes:
+        thread: of one worker.
+        before: waits for what is to be on disk before the checkpoint: a run that continues from it does not repeat it.
         note: header entries of weight files for a state of the run.
         in_use: returns checkpoints that may not be removed now.
+        in_background: host memory has room for a copy of all that is saved.
         in_shards: every process writes its parts of the state; otherwise the main process gathers all of them.
         saved_step: step of the newest checkpoint.
     """
@@ -163,9 +177,12 @@ class CheckpointWriter(Callback):
     note: Callable[[TrainState], Mapping[str, str]]
     in_use: Callable[[], Collection[Path]] = tuple
     in_shards: bool = True
+    in_background: bool = False
+    before: Callable[[], object] = lambda: None
+    thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     saved_step: int | None = field(default=None, init=False)
-    _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1), init=False)
     _completing: Future[CheckpointSaved] | None = field(default=None, init=False)
+    _prune: Callable[..., Sequence[Path]] = field(default=prune, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         # A resumed run need not save what it has just loaded.
@@ -196,12 +213,14 @@ class CheckpointWriter(Callback):
         if self.saved_step == state.global_step or not assembly.writes:
             return
         self._settle()
+        self.before()
         path = self.output_dir / f"checkpoint-{state.global_step}{'-rolling' if rolling else ''}"
         started, step = time.monotonic(), state.global_step
         shared = assembly.trained.sharers.size > 1
         # Not while others take part: if one fails, this one would wait for it forever.
         with nullcontext() if shared else assembly.world.undisturbed():
-            complete = self.write(path, assembly, state)
+            write = self.copy if self.in_background and not shared else self.write
+            complete = write(path, assembly, state)
         self.saved_step = step
         if complete is None:
             return
@@ -210,13 +229,10 @@ class CheckpointWriter(Callback):
         def finish() -> CheckpointSaved:
             with assembly.world.undisturbed():
                 complete()
-            # Only now: an old checkpoint must not go for a new one that may still fail.
-            removed = prune(self.output_dir, limit, rolling=rolling, in_use=self.in_use())
-            return CheckpointSaved(path, step, time.monotonic() - started, removed)
+            return CheckpointSaved(path, step, time.monotonic() - started)
 
-        self._completing = self._thread.submit(finish)
-        if not shared:
-            self._settle()
+        self._completing = self.thread.submit(finish)
+        self._prune = partial(prune, self.output_dir, limit, rolling=rolling)
 
     def write(self, final: Path, assembly: Assembly, state: TrainState) -> Callable[[], None] | None:
         """Write the files of a checkpoint; collective if processes share the trained weights.
@@ -234,41 +250,68 @@ class CheckpointWriter(Callback):
         with ExitStack() as building:
             folder = sharers.on_main(lambda: building.enter_context(build_folder(final)))
             sharers.on_main((folder / STATE_FOLDER).mkdir)
-            assembly.trained.save(folder, ema=self.ema, note=self.note(state))
-            content = {
-                "global_step": state.global_step,
-                "epoch": state.epoch,
-                "optimizer": assembly.optimizer.state_dict(),
-                "scaler": assembly.scaler.state_dict(),
-                "ema": None if self.ema is None else self.ema.state_dict(),
-                "loader": self.loader.state_dict(),
-                "random": random_states(),
-                "techniques": {technique.name: technique.state_dict() for technique in assembly.techniques},
-            }
-            content = without_shards(content, folder / STATE_FOLDER if self.in_shards else None, sharers)
-            sharers.on_main(partial(self._write_alone, folder, assembly, content))
+            with closing(self._drafts(assembly, state, folder)) as drafts:
+                for draft in drafts:
+                    sharers.on_main(partial(draft.write_into, folder))
             written = building.pop_all()
-        step, epoch = state.global_step, state.epoch
+        manifest = partial(Manifest, state.global_step, state.epoch, self.identity)
 
         def complete() -> None:
             with written:  # which gives the folder its name
-                write_manifest(folder, Manifest(step, epoch, self.identity, describe_files(folder)))
+                write_manifest(folder, manifest(describe_files(folder)))
 
         return sharers.main_only(lambda: complete)
 
-    def _write_alone(self, folder: Path, assembly: Assembly, content: Mapping[str, Any]) -> None:
-        """Write what one process writes, when all others have written their parts."""
-        assembly.trained.save_exact(folder)
+    def copy(self, final: Path, assembly: Assembly, state: TrainState) -> Callable[[], None]:
+        """Like `write`, but copies what is to be written, and leaves writing to what is returned."""
+        stop_if_result_not_finite(assembly, self.ema)
+        # Closed at once, since the moving average may replace the weights until then.
+        with closing(self._drafts(assembly, state, final)) as drafts:
+            copies = [draft.copied() for draft in drafts]
+        device = assembly.accelerator.device
+        copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        manifest = partial(Manifest, state.global_step, state.epoch, self.identity)
+
+        def complete() -> None:
+            if copied is not None:
+                copied.synchronize()
+            with build_folder(final) as folder:
+                (folder / STATE_FOLDER).mkdir()
+                for draft in copies:
+                    draft.write_into(folder)
+                write_manifest(folder, manifest(describe_files(folder)))
+
+        return complete
+
+    def _drafts(self, assembly: Assembly, state: TrainState, folder: Path) -> Generator[Draft]:
+        """The files but for the manifest; collective if processes share the trained weights.
+
+        Args:
+            folder: for the parts of shared tensors, which are written at once.
+        """
+        yield from assembly.trained.drafts(ema=self.ema, note=self.note(state))
+        content = {
+            "global_step": state.global_step,
+            "epoch": state.epoch,
+            "optimizer": assembly.optimizer.state_dict(),
+            "scaler": assembly.scaler.state_dict(),
+            "ema": None if self.ema is None else self.ema.state_dict(),
+            "loader": self.loader.state_dict(),
+            "random": random_states(),
+            "techniques": {technique.name: technique.state_dict() for technique in assembly.techniques},
+        }
+        shards = folder / STATE_FOLDER if self.in_shards else None
+        yield Draft(_save_state, without_shards(content, shards, assembly.trained.sharers))
         for name, module in assembly.modules.items():
-            weights = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
-            save_file(weights, folder / STATE_FOLDER / f"{name}{MODULE_SUFFIX}")
-        with open_atomically(folder / STATE_FOLDER / STATE_FILE) as file:
-            # Straight into the file: a full fine-tune's state may not fit into memory a second time.
-            torch.save(content, file)
-        write_json(folder / "config.json", dict(self.settings))
+            weights = {key: tensor.detach().contiguous() for key, tensor in module.state_dict().items()}
+            yield Draft(partial(_save_module, f"{name}{MODULE_SUFFIX}"), weights)
+        yield Draft(lambda folder, settings: write_json(folder / "config.json", settings), dict(self.settings))
 
     def _settle(self) -> None:
         """Wait for the checkpoint that is being completed, and publish it."""
         completing, self._completing = self._completing, None
         if completing is not None:
-            self.events.publish(completing.result())
+            saved = completing.result()
+            # Only now: an old checkpoint must not go for a new one that may still fail. And in this thread, in which
+            # uploads choose theirs.
+            self.events.publish(replace(saved, removed=self._prune(in_use=self.in_use())))

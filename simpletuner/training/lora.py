@@ -7,7 +7,7 @@ every loader applies the trained strength, whether it reads the metadata or not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ from simpletuner.training import lora_files
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import refuse_not_finite
 from simpletuner.training.manifest import LORA_FILE
-from simpletuner.training.trained import AdapterWeights, Publication
+from simpletuner.training.trained import AdapterWeights, Draft, Publication
 
 ADAPTER = "default"
 # These move a part of the base weight into the adapter. A file is for the unchanged base, so it holds the difference.
@@ -63,10 +63,13 @@ class LoraAdapter(AdapterWeights):
         layers = (name for name, each in self.transformer.named_modules() if isinstance(each, BaseTunerLayer))
         return Adapters(self.settings.r, frozenset(layers))
 
-    def save(self, folder: Path, *, ema: Ema | None, note: Mapping[str, str]) -> None:
-        self.write(folder, note=note)
-        if ema is not None:
-            self.write(folder / "ema", weights=plain_names(ema.average), note=note)
+    def drafts(self, *, ema: Ema | None, note: Mapping[str, str]) -> Generator[Draft]:
+        averages = {} if ema is None else {f"ema/{LORA_FILE}": plain_names(ema.average)}
+        header = self._header(note)
+        for name, weights in {LORA_FILE: self.state_dict(), **averages}.items():
+            write = partial(lora_files.write_named, name, header)
+            yield Draft(write, self.file_weights(weights))
+        yield self.exact()
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -142,6 +145,9 @@ class LoraAdapter(AdapterWeights):
             weights: see `file_weights`.
             note: additional entries for the safetensors header.
         """
+        return lora_files.write_weights(folder / LORA_FILE, self.file_weights(weights), self._header(note))
+
+    def _header(self, note: Mapping[str, str]) -> dict[str, str]:
         # `_with_initial` doubles the rank. The scale is in B already, so alpha is the rank.
         rank, targets = self.settings.r * (2 if self.initial else 1), self.settings.target_modules
         settings = {
@@ -149,8 +155,7 @@ class LoraAdapter(AdapterWeights):
             # peft makes a set of them, whose order would change the file's bytes from run to run.
             "target_modules": targets if isinstance(targets, str) else sorted(targets),
         }  # fmt: skip
-        header = {**lora_files.file_settings(settings, self.form), **note}
-        return lora_files.write_weights(folder / LORA_FILE, self.file_weights(weights), header)
+        return {**lora_files.file_settings(settings, self.form), **note}
 
     def layer(self, module: str, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The base weight (out, in) of a layer, and the update that weights in the form of `state_dict` add to it."""

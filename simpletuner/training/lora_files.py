@@ -65,8 +65,14 @@ def file_settings(settings: Mapping[str, Any], form: LoraForm) -> dict[str, str]
 def write_weights(path: Path, weights: Mapping[str, Tensor], header: Mapping[str, str]) -> Path:
     """Write a safetensors file with header entries, atomically; returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, with_metadata(to_safetensors(dict(weights)), {"format": "pt", **header}))
+    content = {name: each.cpu().contiguous() for name, each in weights.items()}
+    write_atomically(path, with_metadata(to_safetensors(content), {"format": "pt", **header}))
     return path
+
+
+def write_named(name: str, header: Mapping[str, str], folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """`write_weights` with its arguments in the order of a draft's `write`."""
+    write_weights(folder / name, weights, header)
 
 
 def write_verified(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from simpletuner.atomic import build_folder, write_json
-from simpletuner.distributed.sharding import as_sharded, gathered, local
+from simpletuner.distributed.sharding import as_sharded, gathered, is_part, local, replaced
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError, shorten
+from simpletuner.memory.offload.image import wraps
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.cost import NO_ADAPTERS, Adapters
 from simpletuner.models.source import ModelSource
@@ -54,6 +55,33 @@ class Publication:
     predict: Callable[[], Tensor]
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A file of a checkpoint before it is written.
+
+    Attributes:
+        write: writes it into the checkpoint's folder, from its content.
+        content: tensors on any device, in dictionaries and lists.
+    """
+
+    write: Callable[[Path, Any], object]
+    content: Any = None
+
+    def write_into(self, folder: Path) -> None:
+        self.write(folder, self.content)
+
+    def copied(self) -> Draft:
+        """With a copy of its content in host memory, which training does not change."""
+        return replace(self, content=replaced(self.content, _to_host))
+
+
+def _to_host(path: str, tensor: Tensor) -> Tensor:
+    """A copy; from a GPU page-locked, and complete when the device gets there."""
+    if tensor.device.type != "cuda" or wraps(tensor):
+        return tensor.detach().to("cpu", copy=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach(), non_blocking=True)
+
+
 class Trained(Protocol):
     """The trained weights of a transformer: saving, loading, publishing.
 
@@ -72,11 +100,11 @@ class Trained(Protocol):
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters to optimize, by name, in a fixed order."""
 
-    def save(self, folder: Path, *, ema: Ema | None, note: Mapping[str, str]) -> None:
-        """Write the weights and their moving average into a checkpoint, in the form that users load."""
+    def drafts(self, *, ema: Ema | None, note: Mapping[str, str]) -> Generator[Draft]:
+        """The weights and their moving average in a checkpoint: in the form that users load, and exactly as trained.
 
-    def save_exact(self, folder: Path) -> None:
-        """Write the weights into a checkpoint exactly as they are trained, unless `save` does so."""
+        Each draft is to be written or copied before the next is asked for, and the generator closed.
+        """
 
     def load(self, folder: Path) -> None:
         """Restore the weights from a checkpoint, exactly.
@@ -112,9 +140,10 @@ class AdapterWeights:
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: each for name, each in self.transformer.named_parameters() if each.requires_grad}
 
-    def save_exact(self, folder: Path) -> None:
-        weights = {name: parameter.detach().cpu().contiguous() for name, parameter in self.parameters().items()}
-        save_file(weights, folder / STATE_FOLDER / WEIGHTS_FILE)
+    def exact(self) -> Draft:
+        """The parameters exactly as they are trained."""
+        weights = {name: parameter.detach().contiguous() for name, parameter in self.parameters().items()}
+        return Draft(lambda folder, content: save_file(content, folder / STATE_FOLDER / WEIGHTS_FILE), weights)
 
     def load(self, folder: Path) -> None:
         keys = "lora_type, lora_rank and peft_lora_target_modules, or lycoris_config"
@@ -174,14 +203,11 @@ class FullModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.transformer.named_parameters())
 
-    def save(self, folder: Path, *, ema: Ema | None, note: Mapping[str, str]) -> None:
-        self._write(folder / FOLDER)
+    def drafts(self, *, ema: Ema | None, note: Mapping[str, str]) -> Generator[Draft]:
+        yield from self._files(FOLDER)
         if ema is not None:
             with ema.applied():
-                self._write(folder / AVERAGED)
-
-    def save_exact(self, folder: Path) -> None:
-        """Nothing to do: what `save` writes is exact."""
+                yield from self._files(AVERAGED)
 
     def load(self, folder: Path) -> None:
         files = sorted((folder / FOLDER).glob("*.safetensors"))
@@ -197,7 +223,7 @@ class FullModel:
             folder = self.sharers.on_main(lambda: building.enter_context(build_folder(final)))
             self.sharers.on_main(lambda: copy_parts(publication, folder))
             with nullcontext() if ema is None else ema.applied():
-                self._write(folder / FOLDER)
+                self._write(folder)
                 self.verify(folder / FOLDER)
             self.sharers.on_main(lambda: write_json(folder / NOTE_FILE, dict(publication.note)))
         return f"Saved {final}; it loads with from_pretrained."
@@ -221,7 +247,11 @@ class FullModel:
             raise RuntimeError(f"{folder}: {shorten(found)} is not what was trained")
 
     def _write(self, folder: Path) -> None:
-        """Write what diffusers' `save_pretrained` writes, with one file at a time in memory."""
+        for draft in self._files(FOLDER):
+            self.sharers.on_main(partial(draft.write_into, folder))
+
+    def _files(self, name: str) -> Iterator[Draft]:
+        """What diffusers' `save_pretrained` writes into a folder of that name, gathered one file at a time."""
         model: Any = self.transformer
         weights = model.state_dict()
         # By full shapes: a sharded tensor would count as the part that is here.
@@ -230,14 +260,21 @@ class FullModel:
         }
         # Half of diffusers' 10 GB: a file is in memory whole before it is written.
         files = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS_PATTERN, max_shard_size="5GB")
-        self.sharers.on_main(lambda: model.save_config(folder))
-        for file, names in files.filename_to_tensors.items():
-            # Gathering is collective, so all processes do it; only the main one keeps the result.
-            tensors = {name: self.sharers.main_only(gathered(weights[name]).contiguous) for name in names}
-            self.sharers.on_main(partial(save_file, tensors, folder / file, {"format": "pt"}))
+        yield Draft(lambda folder, content: model.save_config(folder / name))
+        for file, keys in files.filename_to_tensors.items():
+            tensors = {}
+            for key in keys:
+                # Gathering is collective, so all processes do it; only the main one keeps the result.
+                whole = gathered(weights[key]) if is_part(weights[key]) else weights[key].detach()
+                tensors[key] = self.sharers.main_only(whole.contiguous)
+            yield Draft(partial(_save_weights, f"{name}/{file}"), tensors)
         if files.is_sharded:
             index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
-            self.sharers.on_main(lambda: write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index))
+            yield Draft(lambda folder, content: write_json(folder / name / SAFE_WEIGHTS_INDEX_NAME, content), index)
+
+
+def _save_weights(name: str, folder: Path, weights: dict[str, Tensor]) -> None:
+    save_file(weights, folder / name, {"format": "pt"})
 
 
 def copy_parts(publication: Publication, folder: Path) -> None:

@@ -55,19 +55,22 @@ class ValidationPrompt:
 
 
 def collect_prompts(config: ValidationConfig) -> Reading[list[ValidationPrompt]]:
-    """All prompts of the run, with unique names: unconditional, libraries, then the primary one."""
+    """All prompts of the run, with unique names: the empty one if it is asked for or the only one, libraries, then the
+    primary one."""
     if config.validation_disable:
         return []
     built_in = BUILT_IN if config.validation_prompt_library else {}
     library: list[tuple[str, str, float | None]] = [(nickname, prompt, None) for nickname, prompt in built_in.items()]
     if config.user_prompt_library:
         library += yield from read_library(Path(config.user_prompt_library).expanduser())
-    plain = [] if config.validation_disable_unconditional else [ValidationPrompt(UNCONDITIONAL, UNCONDITIONAL, "")]
     taken = {UNCONDITIONAL, PRIMARY}  # reserved: a library's prompt of that name is renamed
     named = [ValidationPrompt(unique(file_safe(entry[0]), taken), *entry) for entry in library]
     primary = [ValidationPrompt(PRIMARY, PRIMARY, config.validation_prompt)] if config.validation_prompt else []
     # The primary prompt comes last: the model card and its program show `prompts[-1]`.
-    return [*plain, *named, *primary]
+    prompts = [*named, *primary]
+    omitted = config.validation_disable_unconditional
+    omitted = bool(prompts) if omitted is None else omitted
+    return prompts if omitted else [ValidationPrompt(UNCONDITIONAL, UNCONDITIONAL, ""), *prompts]
 
 
 def read_library(path: Path) -> Reading[list[tuple[str, str, float | None]]]:

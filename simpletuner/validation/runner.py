@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from PIL.Image import Image
@@ -43,6 +43,9 @@ from simpletuner.training.state import Assembly, TrainState, random_states, rest
 from simpletuner.validation.clip_writer import write_mp4
 from simpletuner.validation.prompts import AdapterRun, ValidationPrompt
 from simpletuner.validation.sketch import ColourMap, GrowingPreview, discard_unfinished
+
+if TYPE_CHECKING:
+    from simpletuner.validation.background import DecodingThread
 
 logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -114,6 +117,7 @@ class Renderer:
             seed_device=torch.device("cuda" if on_gpu else "cpu"),
             source=subject.source(size) if subject.source else None,
             num_frames=1 if self.frame_rate is None else validation.validation_num_video_frames,
+            batched=bool(validation.validation_batched_guidance),
         )
 
     @property
@@ -223,6 +227,7 @@ class ValidationRunner:
         adapters: the further LoRAs to render with; the first run usually has none.
         recorded: previews of the step from which the session resumes; not rendered again.
         lacking: previews were due at that step; if a kill lost them, they are rendered at the start.
+        decoding: decodes while training goes on; None decodes at once.
     """
 
     config: RunConfig
@@ -236,6 +241,7 @@ class ValidationRunner:
     adapters: Sequence[AdapterRun] = (AdapterRun(),)
     recorded: Sequence[MediaRecord] = ()
     lacking: bool = False
+    decoding: DecodingThread | None = None
     renderer: Renderer = field(init=False)
     _rendered_at: int | None = field(default=None, init=False)
     _colours: ColourMap | None = field(default=None, init=False)
@@ -252,17 +258,33 @@ class ValidationRunner:
             self.render(assembly, state)
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
+        self.settle(wait=False)
         if self.is_due(state, report.epochs_done):
             self.render(assembly, state)
 
     def on_train_end(self, assembly: Assembly, state: TrainState) -> None:
-        if state.global_step >= assembly.settings.total_steps:
-            self.render(assembly, state)
+        try:
+            if state.global_step >= assembly.settings.total_steps:
+                self.render(assembly, state)
+        finally:
+            self.settle()
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Publish previews that have been decoded in the background, or wait for all of them."""
+        if self.decoding is not None and not self.decoding.is_idle:
+            for record in self.decoding.finished(wait=wait):
+                self.events.publish(MediaRendered(record))
+            self._release()
+
+    def _release(self) -> None:
+        if self.decoding is None or self.decoding.is_idle:
+            self.renderer.release()
 
     def is_due(self, state: TrainState, epochs_done: int) -> bool:
         """Whether an interval ends with this step; `state.epochs_done` does not include it yet."""
         validation = self.config.validation
-        by_step = state.global_step % validation.validation_step_interval == 0
+        steps = validation.validation_step_interval
+        by_step = steps is not None and state.global_step % steps == 0
         by_epoch = state.passed(validation.validation_epoch_interval, epochs_done)
         return (by_step or by_epoch) and state.global_step >= validation.validate_after_step
 
@@ -283,6 +305,7 @@ class ValidationRunner:
         # A request, or the end of the run, may ask for a step that an interval has just rendered.
         if not shots or self._rendered_at == step:
             return
+        self.settle()
         world.main_only(lambda: discard_unfinished(self.output_dir))
         title, unit = f"Rendering previews at step {step}", "clips" if self.frame_rate else "pictures"
         # Names for programs: docs/WEBHOOKS.md lists them.
@@ -300,7 +323,7 @@ class ValidationRunner:
             )
             self._rendered_at = step
         finally:
-            self.renderer.release()
+            self._release()
 
     def _shots(self, step: int, benchmark: bool) -> Iterator[Shot]:
         """All previews of one round."""
@@ -324,7 +347,7 @@ class ValidationRunner:
                 averaged = self.ema.applied() if use_ema and self.ema else nullcontext()
                 with averaged, applied_loras(transformer, loras, dtype, assembly.accelerator.device):
                     for place, shot in group:
-                        keep(place, self._render(assembly, shot, bar))
+                        self._render(assembly, shot, bar, partial(keep, place))
                         bar.advance(1, shot.name)
 
     def rehearse(self, assembly: Assembly) -> None:
@@ -335,14 +358,23 @@ class ValidationRunner:
             self._pipeline(assembly).render(replace(request, num_inference_steps=REHEARSED_STEPS))
         self.renderer.release()
 
-    def _render(self, assembly: Assembly, shot: Shot, bar: ProgressBar) -> MediaRecord:
-        """Sample one preview and write it."""
+    def _render(
+        self, assembly: Assembly, shot: Shot, bar: ProgressBar, keep: Callable[[MediaRecord], object]
+    ) -> None:  # fmt: skip
+        """Sample one preview, and write it now or in the background."""
         request = self.renderer.request(shot.subject, shot.size, shot.seed)
         # Advancing by 0 checks for a request to stop, so that a long clip can be cut short between sampling steps.
         request = replace(request, between_steps=lambda: bar.advance(0, shot.name))
         if self.config.validation.validation_preview and assembly.world.is_main:
             request = replace(request, watch=self._growing(assembly, shot, request))
-        frames = self._pipeline(assembly).render(request)
+        pipeline, write = self._pipeline(assembly), partial(self._write, assembly, shot)
+        # A source picture is encoded by the same VAE.
+        if self.decoding is not None and request.source is None:
+            self.decoding.submit(f"{shot.name} of step {shot.step}", pipeline.sample(request), write)
+        else:
+            keep(write(pipeline.render(request)))
+
+    def _write(self, assembly: Assembly, shot: Shot, frames: list[Image]) -> MediaRecord:
         path = self._path(shot, frames)
         # Sharded processes render every preview together, and one of them writes it.
         if assembly.world.is_main or not assembly.is_sharded:

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 
 from simpletuner.annexes.fitting.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
-from simpletuner.annexes.fitting.ready import check_decoding, with_strips
-from simpletuner.budget.budget import HOST_BASE, LOADING, PREVIEWS, Budget, free_batch
+from simpletuner.budget.budget import (
+    HOST_BASE,
+    LOADING,
+    PREVIEWS,
+    Budget,
+    check_decoding,
+    free_batch,
+    with_faster_previews,
+    with_strips,
+)
 from simpletuner.budget.device import DEVICE_OVERHEAD, FRAGMENTS, Device, rates_of
 from simpletuner.budget.workload import Bucket, Parts, Workload, kernels_on
 from simpletuner.config.load import Layer, resolve
@@ -519,6 +527,44 @@ def test_previews_that_fit_only_in_strips_are_decoded_so() -> None:
         assert decoding_of(with_previews(budget(gpu(gigabytes)))) == how
     assert decoding_of(with_previews(budget(gpu(14), offload="auto"))) == "whole", "auto has other ways"
     assert decoding_of(with_previews(budget(gpu(14), validation_decoding="whole"))) == "whole"
+
+
+def test_guidance_is_one_batch_where_previews_have_room_to_spare() -> None:
+    streamed = {"enable_group_offload": True, "validation_decoding": "tiles", "validation_guidance": 5.0}
+    alone = with_previews(budget(gpu(80), **streamed))
+    both = with_faster_previews(alone)
+    assert both.config.validation.validation_batched_guidance
+    assert both.fits
+    (needed, needed_alone) = (
+        next(each.device for each in found.phases if each.name == PREVIEWS) for found in (both, alone)
+    )
+    assert needed > needed_alone
+    assert both.preview_seconds <= alone.preview_seconds
+    for gigabytes, settings in ((needed / 1e9, {}), (80, {"validation_batched_guidance": False})):
+        tight = with_previews(budget(gpu(gigabytes), **streamed, **settings))
+        assert not with_faster_previews(tight).config.validation.validation_batched_guidance
+    sana = with_faster_previews(with_previews(budget(gpu(80), flavour="2b-480p")))
+    assert sana.config.validation.validation_batched_guidance is None, "its pipeline always does so"
+
+
+def test_the_vae_stays_and_decodes_beside_training_where_both_fit() -> None:
+    def chosen(gigabytes: float, flavour: str = "t2v-lite-sft-5s", **settings: Any) -> tuple[object, object]:
+        found = with_previews(budget(gpu(gigabytes), flavour=flavour, validation_decoding="tiles", **settings))
+        config = with_faster_previews(found).config
+        return config.caching.keep_vae_loaded, config.validation.validation_decode_in_background
+
+    assert chosen(80) == (True, True)
+    assert chosen(80, "2b-480p") == (True, None), "its VAE computes in float32, which is a setting of the process"
+    assert chosen(80, mixed_precision="no") == (True, None)
+    assert chosen(80, enable_model_cpu_offload=True) == (None, None)
+    assert chosen(80, keep_vae_loaded=False, validation_decode_in_background=False) == (False, False)
+    alone = with_previews(budget(gpu(80), validation_decoding="tiles"))
+    training = max(each.device for each in alone.phases if each.trains)
+    kept = replace(alone, config=alone.config.with_values({"keep_vae_loaded": True}, "test"))
+    both = replace(kept, config=kept.config.with_values({"validation_decode_in_background": True}, "test"))
+    vae, decoding = (max(each.device for each in found.phases if each.trains) - training for found in (kept, both))
+    assert 0 < vae < decoding
+    assert {chosen(gigabytes) for gigabytes in range(8, 48, 1)} == {(None, None), (True, None), (True, True)}
 
 
 def decoding_of(found: Budget) -> str:

@@ -62,7 +62,7 @@ def test_the_prompt_library_of_the_image_guide(workspace: Workspace, capsys: pyt
     install(workspace, IMAGE, "prompt_library.json")
     capsys.readouterr()
     assert workspace.run("plan", "validation_disable=false") == 0
-    assert "unconditional, portrait, landscape, validation" in capsys.readouterr().out
+    assert ": portrait, landscape, validation" in capsys.readouterr().out
 
 
 def test_the_datasets_of_the_image_guide(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,32 @@ def test_previews_keep_size_and_length_however_they_are_decoded(
     assert (found["whole"] == np.stack(stock)).all(), "byte for byte"
     assert abs(found["strips"] - found["whole"]).max() <= 1
     assert abs(found["tiles"] - found["whole"]).max() > 1
+
+
+@pytest.mark.parametrize("task", ["t2i", "i2i", "i2v", "nabla"])
+@torch.no_grad()
+def test_both_branches_of_guidance_in_one_batch(tmp_path: Path, i2i_checkpoint: Path, task: str) -> None:
+    """Half the calls, and the same picture but for rounding; prompts of unequal lengths are padded and masked."""
+    kind, source = ("t2v" if task == "nabla" else task), picture(96, 64) if task in ("i2i", "i2v") else None
+    checkpoint = i2i_checkpoint if task == "i2i" else make_checkpoint(tmp_path, kind, nabla=task == "nabla")
+    adapter: Any = (make_adapter if kind in ("t2i", "i2i") else make_video_adapter)(checkpoint, kind)
+    seen = source if task == "i2i" else None
+    texts = [TextRequest("a red ball", seen), TextRequest("blurry, cropped, ugly: all that is not wanted", seen)]
+    embeds, negative = adapter.load_text_encoder(CPU, torch.float32).encode(texts)
+    transformer = adapter.load_transformer(torch.float32).eval()
+    stock = adapter.load_preview_pipeline(transformer, CPU, None)
+    sizes: list[int] = []
+    transformer.visual_transformer_blocks[0].register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    (width, height), frames = ((128, 128) if task == "nabla" else (96, 64)), 1 if kind[-1] == "i" else 17
+    preview = PreviewRequest(embeds, negative, width, height, 3, 4.0, 5, source=source, num_frames=frames)
+    alone = stock.render(preview)
+    together = stock.render(replace(preview, batched=True))
+    assert sizes == [1] * 6 + [2] * 3
+    assert "forward" not in vars(transformer), "no trace is left"
+    for one, other in zip(alone, together, strict=True):
+        assert abs(np.asarray(one, dtype=int) - np.asarray(other, dtype=int)).max() <= 1
+    plain = replace(preview, guidance_scale=1.0)
+    assert stock.render(replace(plain, batched=True)) == stock.render(plain), "there is one branch"
 
 
 def test_caches_do_not_depend_on_how_previews_are_decoded(workspace: Workspace) -> None:

@@ -13,6 +13,7 @@ from PIL import Image
 
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.adapter import PreviewRequest, TextRequest
+from simpletuner.models.kandinsky5.attention import TextPadding
 from simpletuner.models.kandinsky5.image import StockPipeline
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.training.manifest import NOTE_FILE
@@ -69,7 +70,7 @@ def test_a_published_model_samples_with_the_shift_of_its_previews(tmp_path: Path
     request = PreviewRequest(embeds, negative, 128, 128, num_inference_steps=2, guidance_scale=1.0, seed=7)
 
     def draw() -> np.ndarray:
-        return np.asarray(StockPipeline(pipeline, encoder, cpu, "t2i").render(request)[0])
+        return np.asarray(StockPipeline(pipeline, encoder, cpu, "t2i", TextPadding()).render(request)[0])
 
     assert np.array_equal(draw(), np.asarray(Image.open(preview)))
     pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config, shift=1.0)

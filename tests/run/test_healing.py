@@ -55,7 +55,7 @@ def test_every_entry_is_damaged_at_every_phase(
         publish(self, event)
         if isinstance(event, PhaseStarted | StepReport):  # also where entries are being healed
             moments.add(event.kind if isinstance(event, PhaseStarted) else "step")
-            damage(broken.folder)
+            damage(broken.path("cache"))
 
     monkeypatch.setattr(EventStream, "publish", damaging)
     assert broken.train() == 0

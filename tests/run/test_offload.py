@@ -30,6 +30,7 @@ RUN: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
     "validation_disable": False,
     "validation_step_interval": 6,
+    "validation_disable_unconditional": False,
 }
 RESULT = "output/pytorch_lora_weights.safetensors"
 

@@ -109,7 +109,7 @@ def test_a_pipeline_that_was_not_written_as_trained_is_not_published(
 
     def flawed(folder: Path) -> None:
         write(folder)
-        spoil(next(folder.glob("*.safetensors")))
+        spoil(next(folder.glob("transformer/*.safetensors")))
 
     monkeypatch.setattr(full, "_write", flawed)
     with pytest.raises(RuntimeError, match="is not what was trained"):

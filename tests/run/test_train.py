@@ -32,6 +32,7 @@ def test_previews_have_true_sizes_and_names(workspace: Workspace) -> None:
     library.write_text(json.dumps({"anime_<token>": "a drawing", "नमस्ते": {"prompt": "hello"}}))
     workspace.write_config(
         validation_disable=False,
+        validation_disable_unconditional=False,
         user_prompt_library="config/library.json",
         validation_resolution="128x160,144",
         use_ema=True,

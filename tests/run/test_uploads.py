@@ -198,7 +198,8 @@ def test_scripts_run_after_checkpoints_and_uploads(hub: FakeHub, workspace: Work
 def test_the_yaml_of_a_card_cannot_be_broken_by_prompts(hub: FakeHub, workspace: Workspace) -> None:
     prompt = "a \"star\": [x]\n---\nlicense: stolen\n# 'quoted' | {{ 7 * 7 }} ``` </Gallery> \u2028 \t end"
     workspace.write_config(push_to_hub=True, hub_model_id="star", max_train_steps=1, validation_disable=False)
-    workspace.write_config(validation_prompt=prompt, disable_benchmark=True, tracker_run_name="# a | b\n---")
+    workspace.write_config(validation_prompt=prompt, validation_disable_unconditional=False)
+    workspace.write_config(disable_benchmark=True, tracker_run_name="# a | b\n---")
     assert workspace.train() == 0
     text = hub.repositories["me/star"].text("README.md")
     card: Any = ModelCard(text)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from benchmarks.models import cost_of
 from simpletuner.config.speed import has_compiler
 from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch
+from simpletuner.models.adapter import PreviewRequest
 from simpletuner.models.kandinsky5 import attention, fast, nabla
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.kandinsky5.fast import store_in_bf16
@@ -33,12 +35,13 @@ from simpletuner.techniques.tread import Tread
 from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly
 from simpletuner.training.step import micro_loss, noisy_batch
+from simpletuner.validation.runner import quiet
 from tests.fidelity import test_sanavideo_training as sana
 from tests.models.test_cost import KANDINSKY_TARGETS, adapters_of, block_inputs, kandinsky_inputs, with_lora
 from tests.speed import test_speed as speed
 from tests.speed.test_speed import loss_and_gradients
 from tests.tiny import WIDTH, build_kandinsky, make_checkpoint
-from tests.training.assembly import make_assembly
+from tests.training.assembly import CPU, make_assembly, make_batch
 
 pytestmark = pytest.mark.slow
 
@@ -282,15 +285,42 @@ def test_functions_that_recompute_themselves_share_no_sizes() -> None:
     assert len(codes) == 2
 
 
-def test_previews_are_compiled_on_request(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_previews_are_compiled_unless_switched_off(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace_only(monkeypatch)
     batch = bucket(4, 4, 4)
-    for sampling, expected in ((False, 0), (True, 3)):
+    for switch, expected in (({"validation_torch_compile": False}, 0), ({}, 3)):
         counters.clear()
-        assembly = make_assembly(t2i_checkpoint, dynamo_backend="aot_eager", validation_torch_compile=sampling)
+        assembly = make_assembly(t2i_checkpoint, dynamo_backend="aot_eager", **switch)
         with torch.no_grad():
             micro_loss(assembly, noisy_batch(assembly, batch, 0, 0), Losses())
         assert graphs() == expected
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_previews_share_graphs_and_training_keeps_its_own(
+    t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, batched: bool
+) -> None:
+    """Previews of all sizes and prompts take one graph for each function, and one of text if prompts are padded."""
+    trace_only(monkeypatch)
+    eager, compiled = (make_assembly(t2i_checkpoint, dynamo_backend=each) for each in ("no", "aot_eager"))
+
+    def pictures(assembly: Assembly, *sizes: int) -> list[Tensor]:
+        pipeline = assembly.adapter.load_preview_pipeline(assembly.transformer, CPU, None)
+        one, other = (make_batch(t2i_checkpoint, [caption]).embeds[0] for caption in ("a red square", "blurry"))
+        requests = [PreviewRequest(one, other, side, side, 2, 5.0, 7, batched=batched) for side in sizes]
+        with quiet(assembly):
+            return [torch.tensor(np.array(pipeline.render(request)[0]), dtype=torch.float) for request in requests]
+
+    micro_loss(compiled, noisy_batch(compiled, bucket(4, 4, 4), 0, 0), Losses()).backward()
+    micro_loss(compiled, noisy_batch(compiled, bucket(4, 8, 6), 0, 0), Losses()).backward()
+    trained = graphs()
+    for found, expected in zip(pictures(compiled, 64, 96), pictures(eager, 64, 96), strict=True):
+        assert (found - expected).abs().max() <= 1
+    assert trained < graphs() <= trained + 3
+    sampled = graphs()
+    pictures(compiled, 128)
+    micro_loss(compiled, noisy_batch(compiled, bucket(8, 8, 9), 0, 0), Losses()).backward()
+    assert graphs() == sampled
 
 
 @pytest.mark.parametrize("mode", [None, "max-autotune-no-cudagraphs"])

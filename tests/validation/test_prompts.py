@@ -41,23 +41,29 @@ def test_without_prompts_only_the_unconditional_sample() -> None:
     assert collect(validation_disable=True, validation_prompt="x", user_prompt_library="none.json") == ([], [])
 
 
+def test_beside_a_prompt_the_empty_one_is_rendered_only_if_asked_for() -> None:
+    assert collect(validation_prompt="x") == ([("validation", "x")], [])
+    asked = collect(validation_prompt="x", validation_disable_unconditional=False)
+    assert asked == ([("unconditional", ""), ("validation", "x")], [])
+
+
 def test_libraries_and_the_primary_prompt(tmp_path: Path) -> None:
     path = library(tmp_path, {"a cat": "one", "dog": {"prompt": "two"}})
     prompts, problems = collect(
         validation_prompt="three", user_prompt_library=path, validation_prompt_library=True
     )  # fmt: skip
     assert problems == []
-    assert [name for name, _ in prompts] == ["unconditional", *BUILT_IN, "a_cat", "dog", "validation"]
+    assert [name for name, _ in prompts] == [*BUILT_IN, "a_cat", "dog", "validation"]
     assert prompts[-3:] == [("a_cat", "one"), ("dog", "two"), ("validation", "three")]
 
 
 def test_names_that_become_equal_get_a_number(tmp_path: Path) -> None:
     path = library(tmp_path, {"a<b>": "1", "a(b)": "2", "A b": "3", "validation": "4", "unconditional": "5"})
-    prompts, _ = collect(validation_prompt="mine", user_prompt_library=path)
+    prompts, _ = collect(validation_prompt="mine", user_prompt_library=path, validation_disable_unconditional=False)
     names = [name for name, _ in prompts]
     assert len({name.lower() for name in names}) == len(names) == 7
     assert ("validation", "mine") in prompts, "a library cannot take our own names away"
-    assert ("unconditional", "") in prompts
+    assert prompts[0] == ("unconditional", "")
 
 
 @pytest.mark.parametrize(

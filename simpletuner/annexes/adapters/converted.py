@@ -12,9 +12,10 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,16 @@ from simpletuner.models.lora_keys import Targets
 from simpletuner.models.spec import FamilySpec
 from simpletuner.training.ema import Ema
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
-from simpletuner.training.lora_files import PREFIXES, LoraHook, file_settings, write_verified, write_weights
+from simpletuner.training.lora_files import (
+    PREFIXES,
+    LoraHook,
+    file_settings,
+    write_named,
+    write_verified,
+    write_weights,
+)
 from simpletuner.training.manifest import ERRORS, LORA_FILE, describe_errors
-from simpletuner.training.trained import AdapterWeights, Publication
+from simpletuner.training.trained import AdapterWeights, Draft, Publication
 
 # Singular vectors computed beyond the largest rank: the randomised method finds the last ones least exactly.
 SPARE = 16
@@ -102,18 +110,20 @@ class ConvertedAdapter(AdapterWeights, ABC):
         """What is added to the weight of each layer, in float32 and the weight's shape."""
 
     @abstractmethod
-    def write(self, folder: Path, note: Mapping[str, str]) -> None:
-        """Write the weights in the adapter's own form, with additional header entries."""
+    def native(self, note: Mapping[str, str]) -> Draft:
+        """The weights in the adapter's own form, with additional header entries."""
 
     @abstractmethod
     def disabled(self) -> AbstractContextManager[None]:
         """See `Trained.disabled`."""
 
-    def save(self, folder: Path, *, ema: Ema | None, note: Mapping[str, str]) -> None:
-        self.write(folder, note)
+    def drafts(self, *, ema: Ema | None, note: Mapping[str, str]) -> Generator[Draft]:
+        yield self.native(note)
         if ema is not None:
             with ema.applied():
-                self.write(folder / "ema", note)
+                averaged = self.native(note)
+                yield Draft(lambda folder, weights: averaged.write(folder / "ema", weights), averaged.content)
+        yield self.exact()
 
     def publish(self, output_dir: Path, publication: Publication, ema: Ema | None) -> str:
         if ema is not None:
@@ -137,7 +147,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
             message = "%s lacks %.0f %% of what the adapter does; a larger export_rank or export_energy keeps more."
             logger.warning(message, folder / LORA_FILE, 100 * effect)
         errors = {key: f"{error:.2e}" for key, error in zip(ERRORS, (lora.error, forward, effect), strict=True)}
-        self.write(folder, publication.note)
+        self.native(publication.note).write_into(folder)
         form = self.config.lora_format
         weights = {
             f"{PREFIXES[form]}{name}.lora_{side}.weight": factor.cpu().contiguous()
@@ -188,12 +198,12 @@ class ProductAdapter(ConvertedAdapter):
         for name, layer in self.layers():
             yield name, layer.get_delta_weight(ADAPTER).float()
 
-    def write(self, folder: Path, note: Mapping[str, str]) -> None:
+    def native(self, note: Mapping[str, str]) -> Draft:
         prefix, end = PREFIXES["diffusers"], f".{ADAPTER}"
-        weights = {f"{prefix}{name.removesuffix(end)}": each.detach().cpu() for name, each in self.parameters().items()}
+        weights = {f"{prefix}{name.removesuffix(end)}": each.detach() for name, each in self.parameters().items()}
         settings = {key: sorted(each) if isinstance(each, set) else each for key, each in vars(self.settings).items()}
         kept = {key: settings[key] for key in ("r", "alpha", "target_modules", "decompose_factor") if key in settings}
-        write_weights(folder / self.native_file, weights, {**file_settings(kept, "diffusers"), **note})
+        return Draft(partial(write_named, self.native_file, {**file_settings(kept, "diffusers"), **note}), weights)
 
     def disabled(self) -> AbstractContextManager[None]:
         return without_adapters(self.transformer)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from simpletuner.models.lora_keys import Targets, weights_of
 from simpletuner.models.spec import FamilySpec
 from simpletuner.training.lora_files import write_weights
 from simpletuner.training.meter import weight_shapes
+from simpletuner.training.trained import Draft
 
 PASSED = ("bypass_mode", "factor", "full_matrix", "decompose_both", "unbalanced_factorization", "use_scalar")
 MULTIPLIER = "simpletuner.multiplier"  # header entry: the file is of no use without it
@@ -52,13 +54,16 @@ class LycorisAdapter(ConvertedAdapter):
         for name, module in self.modules.items():
             yield name, update_of(module)
 
-    def write(self, folder: Path, note: Mapping[str, str]) -> None:
+    def native(self, note: Mapping[str, str]) -> Draft:
         weights = {
-            f"{module.lora_name}.{key}": each.detach().cpu().contiguous()
+            f"{module.lora_name}.{key}": each.detach()
             for module in self.modules.values()
             for key, each in module.state_dict().items()
         }
-        write_weights(folder / self.native_file, weights, {**note, MULTIPLIER: str(self.file.content["multiplier"])})
+        return Draft(partial(self._write, {**note, MULTIPLIER: str(self.file.content["multiplier"])}), weights)
+
+    def _write(self, header: Mapping[str, str], folder: Path, weights: Mapping[str, Tensor]) -> None:
+        write_weights(folder / self.native_file, weights, header)
         write_json(folder / CONFIG_FILE, dict(self.file.content))
 
     @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, Literal
 
-from simpletuner.budget.budget import PREVIEWS, Budget
+from simpletuner.budget.budget import DECODING, PREVIEWS, Budget
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.workload import Workload
 from simpletuner.config.optimizers import may_change
@@ -27,7 +27,7 @@ STREAMED = {"enable_group_offload": True, "group_offload_use_stream": True}
 RELEASED = {"optimizer_release_gradients": True}
 STATE_ON_HOST = {**RELEASED, "offload_optimizer_state": True}
 LOW_BIT = {"optimizer": "ao-adamw8bit"}
-DISK, DECODING, KEPT = "group_offload_to_disk_path", "validation_decoding", "gradient_checkpointing_kept_blocks"
+DISK, KEPT = "group_offload_to_disk_path", "gradient_checkpointing_kept_blocks"
 DECODINGS = {"strips": "only their rounding", "tiles": "pixels slightly at the seams"}  # and what each changes
 
 
@@ -232,8 +232,7 @@ def _may_be_sharded(config: RunConfig) -> bool:
 
 
 def _sharded(budget: Budget) -> Change:
-    reason = f"each process keeps a share of the weights, to fit {_room(budget)}"
-    return Change({"fsdp_enable": True}, reason=reason)
+    return Change({"fsdp_enable": True}, reason=f"each process keeps a share of the weights, to fit {_room(budget)}")
 
 
 def _room(budget: Budget) -> str:

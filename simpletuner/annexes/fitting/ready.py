@@ -7,32 +7,28 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 
-from simpletuner.annexes.fitting.fit import DECODING, check_fit, check_ways, choose
+from simpletuner.annexes.fitting.fit import check_fit, check_ways, choose
 from simpletuner.annexes.fitting.show import MISSING_GPU, duration
 from simpletuner.budget import device as devices
-from simpletuner.budget.budget import PREVIEWS, Budget, free_batch, make_budget, remaining_seconds
-from simpletuner.budget.device import (
-    compute_capability,
-    count_gpus,
-    find_device,
-    one_of_several,
-    this_cpu,
-    with_measured,
+from simpletuner.budget.budget import (
+    Budget,
+    check_decoding,
+    free_batch,
+    make_budget,
+    remaining_seconds,
+    with_faster_previews,
+    with_strips,
 )
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
 from simpletuner.budget.outcomes import find_outcome
 from simpletuner.config.precision import check_capability, multiplied
-from simpletuner.config.schema import BY_SIZE
 from simpletuner.config.sources import Arguments
 from simpletuner.config.values import check_unset
 from simpletuner.distributed.world import launched
 from simpletuner.errors import Problem, Reading
-from simpletuner.models.cost import VaeLoad
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing
 
-# torch's `upsample_nearest3d` on CUDA refused more (pytorch #144855), and since then counts them in 32 unsigned bits.
-MOST_UPSAMPLED = 2**31
 FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
 FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
 DAY = 86400.0
@@ -53,7 +49,7 @@ def ready_plan(arguments: Arguments) -> tuple[Plan, Budget]:
 
 def check_devices(processes: int) -> Iterator[Problem]:
     """Each process needs a device of its own. A launcher may have shown each process only its own already."""
-    count = count_gpus()
+    count = devices.count_gpus()
     # 0 may mean that the driver does not answer, which torch reports.
     if 0 < count < processes and launched(os.environ) is None:
         gpus = "1 GPU" if count == 1 else f"{count} GPUs"
@@ -76,9 +72,9 @@ def weigh_plan(arguments: Arguments) -> tuple[Plan, Budget]:
 def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
     """The same for a plan that is there already."""
     offload = plan.config.offload
-    device = find_device(offload.plan_device_memory_gb, plan.output_dir, offload.plan_device)
+    device = devices.find_device(offload.plan_device_memory_gb, plan.output_dir, offload.plan_device)
     if plan.config.launch.num_processes > 1:
-        device = one_of_several(device, is_planned=offload.plans_elsewhere)
+        device = devices.one_of_several(device, is_planned=offload.plans_elsewhere)
     budget = with_strips(make_budget(plan, device))
     plan = replace(plan, config=budget.config)
     # Before `offload: auto`, whose choice depends on whether features are cached.
@@ -87,11 +83,13 @@ def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
         budget = make_budget(plan, device)
     if plan.config.offload.offload == "auto":
         plan, budget = _chosen(plan, budget)
+    budget = with_faster_previews(budget)
+    plan = replace(plan, config=budget.config)
     judged = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
     judged += check_disk(plan, find_writings(plan, budget))
     # Of another machine's GPU it is unknown which products it has.
     if multiplied(plan.config.precision) and not offload.plans_elsewhere:
-        judged += check_capability(plan.config.precision, compute_capability())
+        judged += check_capability(plan.config.precision, devices.compute_capability())
     yield from judged
     return replace(plan, warnings=[*plan.warnings, *(problem for problem in judged if not problem.fatal)]), budget
 
@@ -121,26 +119,6 @@ def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
     return chosen, budget
 
 
-def with_strips(budget: Budget) -> Budget:
-    """Decode previews in strips where `check_decoding` has doubts or they fit only so, unless the user chose how."""
-    if budget.config.is_explicit(DECODING) or not budget.parts.spec.decodes_in_strips:
-        return budget
-    strips = replace(budget, config=budget.config.with_values({DECODING: "strips"}, BY_SIZE))
-    whole, lean = (any(phase.name == PREVIEWS for phase, _ in each.shortages()) for each in (budget, strips))
-    only_so = whole and not lean and budget.config.offload.offload != "auto"  # which has more to choose from
-    return strips if only_so or any(check_decoding(budget)) else budget
-
-
-def check_decoding(budget: Budget) -> Iterator[Problem]:
-    """Whether previews are small enough for torch to decode them whole."""
-    sizes = budget.workload.previews if budget.config.validation.validation_decoding == "whole" else ()
-    loads = {each.label: VaeLoad(1, each.frames, each.width, each.height) for each in sizes}
-    numbers = {label: budget.parts.cost.vae_upsampled(budget.parts.vae, load) for label, load in loads.items()}
-    if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
-        message = f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch get wrong;"
-        yield Problem(DECODING, f"{message} strips and tiles do not.", fatal=False)
-
-
 def check_gpu(plan: Plan, budget: Budget) -> Iterator[Problem]:
     """A warning about a published model without a GPU; `train` refuses it if consent is needed."""
     device, seconds = budget.device, sum(remaining_seconds(plan, budget))
@@ -165,7 +143,7 @@ def needs_consent(plan: Plan, budget: Budget) -> bool:
 
 def on_cpu(plan: Plan, budget: Budget) -> Budget:
     """The budget of the same run on this machine's processor, for when torch cannot use the planned GPU."""
-    device = find_device(output_dir=plan.output_dir)
+    device = devices.find_device(output_dir=plan.output_dir)
     if device.is_gpu:
-        device = with_measured(this_cpu(idle=device.name), plan.output_dir)
+        device = devices.with_measured(devices.this_cpu(idle=device.name), plan.output_dir)
     return replace(budget, device=device, outcome=find_outcome(plan, budget.workload, device))

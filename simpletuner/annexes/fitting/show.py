@@ -141,11 +141,8 @@ def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if listing is None:
         transformer = plan.source["transformer"]
         absence = transformer.absence()
-        yield "Caches: " + (
-            f"{transformer.location!r} {absence}"
-            if absence
-            else "the checkpoint will be downloaded first; then everything is encoded once."
-        )
+        told = "the checkpoint will be downloaded first; then everything is encoded once."
+        yield f"Caches: {f'{transformer.location!r} {absence}' if absence else told}"
         return
     noun, later = plan.spec.media_noun, len(listing.encoded_in_training)
     for what, entries in (("captions and prompts", listing.texts), (noun, listing.ahead)):
@@ -171,7 +168,7 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
     if plan.prompts:
         sizes = ", ".join(f"{width}x{height}" for width, height in plan.sizes)
         names = ", ".join(prompt.short_name for prompt in plan.prompts)
-        yield f"Previews every {plan.config.validation.validation_step_interval} steps at {sizes}: {names}"
+        yield f"Previews {plan.preview_intervals} at {sizes}: {names}"
     for hook in plan.config.webhooks.hooks:
         yield f"Events are sent to a {hook}"
 
@@ -259,6 +256,9 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     beside = f", and {duration(previews)} for previews" if previews else ""
     step, whole, steps = duration(budget.step_seconds), duration(training), remaining_steps(plan)
     yield f"  about {step} a step, {whole} for {steps} steps{beside}; without filling the caches"
+    if previews:
+        count, share = preview_rounds(plan), previews / (training + previews)
+        yield f"  {_count(count, 'round')} of previews, {share:.0%} of that time; {plan.halved_previews} halves it"
     if budget.outcome != UNCORRECTED:
         yield f"  {budget.outcome}"
     if batch := free_batch(budget):

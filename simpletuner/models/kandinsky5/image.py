@@ -6,7 +6,9 @@ of visual tokens in the blocks; then the adapter of any checkpoint, and that of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import diffusers
@@ -48,15 +50,39 @@ if TYPE_CHECKING:
     from simpletuner.models.kandinsky5.text import Kandinsky5TextEncoder
 
 
+VIDEO_TASKS = ("t2v", "i2v")
+
+
 class StockPipeline:
     """diffusers' own pipeline of the flavour, called with cached embeddings."""
 
-    def __init__(self, pipeline: Any, encoder: LatentEncoder, device: torch.device, task: Task) -> None:
+    def __init__(
+        self, pipeline: Any, encoder: LatentEncoder, device: torch.device, task: Task, padding: TextPadding
+    ) -> None:
         self.pipeline, self.vae, self.encoder, self.device, self.task = pipeline, pipeline.vae, encoder, device, task
+        self.padding = padding
 
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture or clip of exactly the requested size and length."""
-        inputs = request.inputs(self.z_of)
+        frames = self._call(request, "pil")
+        return list(frames[0] if self.task in VIDEO_TASKS else frames[:1])
+
+    def sample(self, request: PreviewRequest) -> Callable[[], list[Image]]:
+        return partial(self._decode, self._call(request, "latent"))
+
+    def _decode(self, latents: Tensor) -> list[Image]:
+        """The end of the pipeline's call."""
+        is_clip, z = self.task in VIDEO_TASKS, self.z_of(latents).to(self.vae.dtype)
+        # Merged to the VAE's dimensions as the pipeline does: strides, even of one sample, decide how convolutions
+        # round.
+        z = z.unsqueeze(1).flatten(0, 1) if is_clip else z.flatten(2, 3)
+        pixels = self.vae.decode(z / self.vae.config.scaling_factor).sample
+        if is_clip:
+            return list(self.pipeline.video_processor.postprocess_video(pixels, "pil")[0])
+        return list(self.pipeline.image_processor.postprocess(pixels, "pil"))
+
+    def _call(self, request: PreviewRequest, output_type: str) -> Any:
+        inputs = {**request.inputs(self.z_of), "output_type": output_type}
         for prefix, embeds in (("", request.embeds), ("negative_", request.negative)):
             # Cumulative lengths of a batch of one prompt.
             lengths = [0, len(embeds["prompt_embeds"])]
@@ -65,15 +91,49 @@ class StockPipeline:
             inputs[f"{prefix}prompt_cu_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         if self.task in ("i2i", "i2v"):
             inputs["image"] = request.start
-        if self.task in ("t2v", "i2v"):
-            return list(self.pipeline(**inputs, num_frames=request.num_frames, output_type="pil").frames[0])
-        # The pipeline rounds every request to its list of sizes, so the list is set to the requested size.
-        self.pipeline.resolutions = [(request.width, request.height)]
-        return list(self.pipeline(**inputs).image[:1])
+        guided = request.batched and request.guidance_scale > 1
+        with batched_guidance(self.pipeline.transformer, self.padding, request) if guided else nullcontext():
+            if self.task in VIDEO_TASKS:
+                return self.pipeline(**inputs, num_frames=request.num_frames).frames
+            # The pipeline rounds every request to its list of sizes, so the list is set to the requested size.
+            self.pipeline.resolutions = [(request.width, request.height)]
+            return self.pipeline(**inputs).image
 
     def z_of(self, latents: Tensor) -> Tensor:
         """z `B C F H W` from the pipeline's `B F H W C'`, which may have condition channels after z."""
         return latents[..., : self.pipeline.transformer.config.out_visual_dim].movedim(-1, 1)
+
+
+@contextmanager
+def batched_guidance(transformer: Any, padding: TextPadding, request: PreviewRequest) -> Iterator[None]:
+    """Let a pipeline that predicts for the prompt, then for the negative prompt, compute both in the first call."""
+    forward, replaced, waiting = transformer.forward, vars(transformer).get("forward"), list[Any]()
+
+    def predict_both(**inputs: Any) -> Any:
+        if waiting:
+            return waiting.pop()
+        like = inputs["encoder_hidden_states"]
+        embeds = [
+            {name: each.to(like.device) for name, each in one.items()} for one in (request.embeds, request.negative)
+        ]
+        text, pooled, mask = collate_text(embeds, like.dtype)
+        inputs |= {name: torch.cat([inputs[name]] * 2) for name in ("hidden_states", "timestep")}
+        inputs |= {"encoder_hidden_states": text, "pooled_projections": pooled}
+        inputs["text_rope_pos"] = torch.arange(text.shape[1], device=like.device)
+        with padding.hidden(mask):
+            both = forward(**inputs)
+        positive, negative = (type(both)(sample=each) for each in both.sample.split(1))
+        waiting.append(negative)
+        return positive
+
+    transformer.forward = predict_both
+    try:
+        yield
+    finally:
+        if replaced is None:  # a bound method in its place would keep the model alive
+            del transformer.forward
+        else:
+            transformer.forward = replaced
 
 
 def pipeline_name(task: Task) -> str:
@@ -292,7 +352,8 @@ class Kandinsky5Adapter:
         pipeline = stock_pipeline(
             self._pipeline_class(), self.source, transformer=transformer, vae=vae, scheduler=sampler
         )
-        return StockPipeline(pipeline, self.encoder_class(vae, device, self.dtype), device, self.task)
+        encoder = self.encoder_class(vae, device, self.dtype)
+        return StockPipeline(pipeline, encoder, device, self.task, self.padding)
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         states = torch.cat([channels_last(noisy.noisy_latents), *self.condition_channels(noisy)], dim=-1)

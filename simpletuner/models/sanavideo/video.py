@@ -10,7 +10,7 @@ adapter.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import diffusers
@@ -177,6 +177,11 @@ class StockSanaPipelines:
         if request.source is None:
             return list(self.from_text(**inputs).frames[0])
         return list(self.from_picture(**inputs, image=request.start).frames[0])
+
+    def sample(self, request: PreviewRequest) -> Callable[[], list[Image.Image]]:
+        # Decoding in float32 changes settings of the process, so it cannot go on beside training.
+        frames = self.render(request)
+        return lambda: frames
 
     def _inputs(self, request: PreviewRequest) -> dict[str, Any]:
         dtype = request.embeds["prompt_embeds"].dtype

@@ -1,0 +1,71 @@
+"""Sampled previews are decoded and written by a thread while training goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from PIL.Image import Image
+
+from simpletuner.errors import WriteError
+from simpletuner.reporting.metrics import MediaRecord
+
+logger = logging.getLogger(__name__)
+
+Decode = Callable[[], list[Image]]
+Write = Callable[[list[Image]], MediaRecord]
+
+
+@dataclass
+class DecodingThread:
+    """Decodes previews one after the other; on a GPU in a stream of its own.
+
+    Attributes:
+        thread: of one worker, since some VAEs keep state from frame to frame.
+    """
+
+    thread: Executor
+    device: torch.device
+    _pending: deque[tuple[str, Future[MediaRecord]]] = field(default_factory=deque, init=False)
+
+    def __post_init__(self) -> None:
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to be decoded or reported."""
+        return not self._pending
+
+    def submit(self, name: str, decode: Decode, write: Write) -> None:
+        """Decode and write a preview of that name when its latents are there."""
+        ready = None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
+        self._pending.append((name, self.thread.submit(partial(self._decode, ready, decode, write))))
+
+    def _decode(self, ready: torch.cuda.Event | None, decode: Decode, write: Write) -> MediaRecord:
+        # Gradients, device and stream are settings of a thread.
+        with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None and ready is not None:
+                self._stream.wait_event(ready)
+            frames = decode()
+        return write(frames)
+
+    def finished(self, *, wait: bool) -> Iterator[MediaRecord]:
+        """The records of previews on disk, in order; one that could not be decoded is named in a warning.
+
+        Raises:
+            WriteError: the disk is full, or cannot be written to.
+        """
+        while self._pending and (wait or self._pending[0][1].done()):
+            name, preview = self._pending.popleft()
+            try:
+                yield preview.result()
+            except WriteError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever happens to a picture, the run goes on
+                logger.warning("The preview %s is lost: %s: %s", name, type(error).__name__, error)
