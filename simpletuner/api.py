@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from simpletuner.annexes.fitting.ready import ready_plan, weigh_plan
 from simpletuner.annexes.fitting.show import plan_json
@@ -23,16 +23,13 @@ from simpletuner.config.schema import all_options
 from simpletuner.config.sources import SELECTORS, Arguments
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem
+from simpletuner.plan.build import Plan
 from simpletuner.plan.sampling import SampleRequest
-from simpletuner.reporting.events import EventStream
+from simpletuner.reporting.events import EventStream, Subscriber
 from simpletuner.reporting.log import setup_logging
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, is_number, read_media, read_rows
 from simpletuner.reporting.progress import make_display
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER
-
-if TYPE_CHECKING:
-    from simpletuner.plan.build import Plan
-    from simpletuner.reporting.events import Subscriber
 
 WRITTEN_DATASETS = "data_backend_config.json"  # in the output folder: datasets that were given as a list
 
@@ -110,8 +107,7 @@ def plan(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     arguments = _arguments(config)
     weighed = weigh_plan(arguments)
-    document: dict[str, Any] = json.loads(plan_json(weighed, [*weighed[0].warnings, *arguments.problems]))
-    return document
+    return json.loads(plan_json(weighed, [*weighed[0].warnings, *arguments.problems]))
 
 
 def sample(
@@ -138,13 +134,9 @@ def sample(
     if isinstance(prompts, str):
         raise ConfigError([Problem("prompts", f"is a list: [{prompts!r}].")])
     arguments = _arguments({SHORT.get(key, key): value for key, value in settings.items()}, overrides=True)
-    folder = None if source is None else os.fspath(source)
-    chosen = None if checkpoint is None else [str(checkpoint)]
-    pictures = [os.fspath(each) for each in images]
-    request = SampleRequest(
-        folder, os.fspath(output), arguments, prompts, pictures, strengths=[strength], checkpoints=chosen, ema=ema
-    )
-    with prepared_samples(request, _events(on_event, show)) as (plan, weights, events):
+    folder, chosen = None if source is None else str(source), None if checkpoint is None else [str(checkpoint)]
+    asked = SampleRequest(folder, str(output), arguments, prompts, [*map(str, images)], [strength], chosen, ema)
+    with prepared_samples(asked, _events(on_event, show)) as (plan, weights, events):
         from simpletuner.annexes.sweep import render_samples
 
         return render_samples(plan, weights[0], strength, events)
@@ -186,8 +178,5 @@ def _written(datasets: list[Any], output_dir: object) -> str:
 def _events(on_event: Subscriber | None, show: bool) -> Iterator[EventStream]:
     """A stream of events with the subscriber, and with a display if that is wanted."""
     setup_logging(None, console=show)
-    events = EventStream(*([] if on_event is None else [on_event]))
     with closing(make_display()) if show else nullcontext() as display:
-        if display:
-            events.subscribe(display)
-        yield events
+        yield EventStream(*(each for each in (on_event, display) if each))

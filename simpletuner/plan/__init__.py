@@ -15,8 +15,7 @@ class CallableRoom(ModuleType):
 
     def __call__(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `simpletuner.api.plan`."""
-        document: dict[str, Any] = import_module("simpletuner.api").plan(config)
-        return document
+        return import_module("simpletuner.api").plan(config)
 
 
 sys.modules[__name__].__class__ = CallableRoom
