@@ -88,7 +88,7 @@ def train(
         message = f"{count}, but a function trains in its own process only; use the command `simpletuner train`."
         raise ConfigError([Problem("num_processes", message)])
     plan = agreed(plan, budget, yes=yes)
-    prepare_output(plan)
+    prepare_output(plan.output_dir)
     with recorded_events(plan, World(), _events(on_event, show)) as events:
         run_checked(plan, budget, events, World(), yes=yes)
     return TrainResult.of(plan)
@@ -169,7 +169,7 @@ def _as_json(config: object) -> dict[str, Any]:
 def _written(datasets: list[Any], output_dir: object) -> str:
     """The file that a list of datasets is written to: the plan, the record and a resumed run name it."""
     folder = Path(output_dir if isinstance(output_dir, str) else all_options()["output_dir"].default).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    prepare_output(folder)
     write_json(folder / WRITTEN_DATASETS, datasets)
     return str(folder / WRITTEN_DATASETS)
 

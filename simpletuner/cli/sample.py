@@ -129,7 +129,7 @@ def prepared_samples(
     plan, weights = plan_samples(request)
     plan, budget = arguments.problems.take(weigh(plan))
     arguments.problems.raise_if_fatal()
-    prepare_output(plan)
+    prepare_output(plan.output_dir)
     with shown as events:
         for warning in plan.warnings:
             events.say(str(warning), warning=True)

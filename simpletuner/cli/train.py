@@ -152,7 +152,7 @@ def _train(world: World, plan: Plan, budget: Budget, take_page: TakePage | None,
     from simpletuner.reporting.progress import shown_events
 
     serve_page = world.main_only(take_page) if take_page else None
-    prepare_output(plan)
+    prepare_output(plan.output_dir)
     setup_logging(process=world.label)
     world.main_only(lambda: log_plan(plan, budget))
     with ExitStack() as stack:
