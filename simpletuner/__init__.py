@@ -1,5 +1,24 @@
-"""Fine-tunes Kandinsky 5 Image, Kandinsky 5 Video and Sana Video."""
+"""Fine-tunes Kandinsky 5 Image, Kandinsky 5 Video and Sana Video.
+
+For programs and notebooks: `simpletuner.train`, `simpletuner.plan` and `simpletuner.sample` (docs/PYTHON.md).
+"""
 
 import time
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from simpletuner.api import plan as plan
+    from simpletuner.api import sample as sample
+    from simpletuner.api import train as train
 
 STARTED = time.monotonic()  # when the process began, but for the start of the interpreter
+
+
+def __getattr__(name: str) -> Any:
+    """The functions of `simpletuner.api`, imported when they are used: the commands do not need them."""
+    if name == "plan":  # also the name of a room, which calls the function
+        return import_module("simpletuner.plan")
+    if name in ("train", "sample"):
+        return getattr(import_module("simpletuner.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

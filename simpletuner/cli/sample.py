@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,14 +83,9 @@ def sweep(
 def _planned(
     tokens: list[str], output: Path | None, key: str, strengths: list[str], **asked: Any
 ) -> Iterator[tuple[SampleRequest, Plan, list[Weights], EventStream]]:
-    """The checked plan of what is asked for, whose memory fits, with a display of what happens."""
-    from simpletuner.annexes.fitting.ready import weigh
-    from simpletuner.annexes.fitting.show import fit_line
+    """What the command line asks for, with a display of what happens; see `prepared_samples`."""
     from simpletuner.config.values import parse_number, plain_key
-    from simpletuner.models.registry import load_adapter
-    from simpletuner.plan.sampling import SampleRequest, plan_samples
-    from simpletuner.reporting.log import setup_logging
-    from simpletuner.reporting.progress import shown_events
+    from simpletuner.plan.sampling import SampleRequest
 
     # The first word is the source unless it is a setting; an existing file may be called `a=b`.
     source = tokens[0] if tokens and (Path(tokens[0]).exists() or not re.match("--|[^=]+=", tokens[0])) else None
@@ -102,12 +97,40 @@ def _planned(
         arguments.problems.append(Problem(key, f"{','.join(strengths)!r} {error}; write numbers such as 0.5 or 1.0."))
     folder = output or Path("samples") / f"sweep-{Path(source or '').resolve().name}"
     request = SampleRequest(source, str(folder), arguments, **asked)
+    with prepared_samples(request, _logged_events()) as (plan, weights, events):
+        yield request, plan, weights, events
+
+
+@contextmanager
+def _logged_events() -> Iterator[EventStream]:
+    from simpletuner.reporting.log import setup_logging
+    from simpletuner.reporting.progress import shown_events
+
+    setup_logging()
+    with shown_events() as events:
+        yield events
+
+
+@contextmanager
+def prepared_samples(
+    request: SampleRequest, shown: AbstractContextManager[EventStream]
+) -> Iterator[tuple[Plan, list[Weights], EventStream]]:
+    """The checked plan of a request, whose memory fits; its output folder exists and torch is loaded.
+
+    Raises:
+        ConfigError: with every problem at once.
+    """
+    from simpletuner.annexes.fitting.ready import weigh
+    from simpletuner.annexes.fitting.show import fit_line
+    from simpletuner.models.registry import load_adapter
+    from simpletuner.plan.sampling import plan_samples
+
+    arguments = request.arguments
     plan, weights = plan_samples(request)
     plan, budget = arguments.problems.take(weigh(plan))
     arguments.problems.raise_if_fatal()
-    prepare_output(plan)
-    setup_logging()
-    with shown_events() as events:
+    prepare_output(plan.output_dir)
+    with shown as events:
         for warning in plan.warnings:
             events.say(str(warning), warning=True)
         events.say(f"{plan.spec.title} {plan.flavour.name}, {', '.join(each.name for each in weights)}")
@@ -117,4 +140,4 @@ def _planned(
         with events.phase("Loading torch"), uncollected():
             # The adapter's module imports torch and diffusers.
             load_adapter(plan.spec)
-        yield request, plan, weights, events
+        yield plan, weights, events

@@ -14,6 +14,8 @@ import typer
 from simpletuner.errors import UserError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from simpletuner.config.sources import Arguments
     from simpletuner.data.discovery import Scan
     from simpletuner.plan.build import Plan
@@ -69,13 +71,13 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def prepare_output(plan: Plan) -> None:
+def prepare_output(folder: Path) -> None:
     """Create the output folder; on some file systems only this shows that it is not writable.
 
     Raises:
         UserError: it cannot be created.
     """
     try:
-        plan.output_dir.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"output_dir: {str(plan.output_dir)!r} cannot be created: {error.strerror}.") from None
+        raise UserError(f"output_dir: {str(folder)!r} cannot be created: {error.strerror}.") from None

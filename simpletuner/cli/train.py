@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,16 +56,21 @@ def train(
     if dry_run:
         print_plan(arguments)
         return
-    # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them. Read when torch starts.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # it reports every attempt to connect
+    configure_torch()
     if replay is not None:
         _replay(replay, arguments, bisect)
         return
     flags = {f"--page-port={port}": port, "--no-auth": no_auth, "--yes": yes}
     command = ["train", *context.args, *(flag for flag, is_given in flags.items() if is_given)]
     _start(arguments, command, partial(open_page, port, no_auth=no_auth) if port else None, yes=yes)
+
+
+def configure_torch() -> None:
+    """Set what torch reads from the environment when it starts, unless the user has."""
+    # Otherwise buckets of many shapes split the GPU's memory into pieces that fit none of them.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # it reports every attempt to connect
 
 
 def _check_flags(replay: Path | None, *, bisect: bool, alone: bool) -> None:
@@ -144,17 +149,20 @@ def _train(world: World, plan: Plan, budget: Budget, take_page: TakePage | None,
     """Train in this process, and serve the page of the run."""
     from simpletuner.annexes.fitting.show import log_plan
     from simpletuner.reporting.log import setup_logging
+    from simpletuner.reporting.progress import shown_events
 
     serve_page = world.main_only(take_page) if take_page else None
-    prepare_output(plan)
+    prepare_output(plan.output_dir)
     setup_logging(process=world.label)
     world.main_only(lambda: log_plan(plan, budget))
-    with _recorded_events(plan, world) as events, serve_page(plan.output_dir, events) if serve_page else nullcontext():
-        _run(plan, budget, events, world, yes=yes)
+    with ExitStack() as stack:
+        events = stack.enter_context(recorded_events(plan, world, shown_events()))
+        stack.enter_context(serve_page(plan.output_dir, events) if serve_page else nullcontext())
+        run_checked(plan, budget, events, world, yes=yes)
 
 
 @contextmanager
-def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
+def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[EventStream]) -> Iterator[EventStream]:
     """Hold the output folder's lock; what happens meanwhile is shown, logged there and sent to the webhooks.
 
     Only the main process does so; the events of the others are lost.
@@ -162,7 +170,6 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
     from simpletuner.distributed.requests import signals_as_interrupt
     from simpletuner.reporting.events import EventStream, StateChanged
     from simpletuner.reporting.payloads import EventLog, Payloads
-    from simpletuner.reporting.progress import shown_events
     from simpletuner.run.lock import lock_output
 
     def ended(message: str, code: int) -> None:
@@ -181,7 +188,7 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
     # Signals before the lock, which a SIGTERM must release; the lock before anything is written to the folder.
     with signals_as_interrupt(), ExitStack() as stack:
         stack.enter_context(lock_output(plan.output_dir))
-        events, payloads = stack.enter_context(shown_events()), Payloads()
+        events, payloads = stack.enter_context(shown), Payloads()
         events.subscribe(EventLog(plan.output_dir, payloads))
         if plan.config.webhooks.hooks:
             from simpletuner.annexes.webhooks import delivered
@@ -191,7 +198,7 @@ def _recorded_events(plan: Plan, world: World) -> Iterator[EventStream]:
         yield events
 
 
-def _run(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
+def run_checked(plan: Plan, budget: Budget, events: EventStream, world: World, *, yes: bool) -> None:
     """Say what begins, check what the plan could not, and run."""
     from simpletuner.annexes.fitting.ready import check_gpu, on_cpu
     from simpletuner.annexes.fitting.show import start_lines

@@ -298,7 +298,7 @@ def check_release(config: RunConfig) -> Iterator[Problem]:
         return
     name = optimizer_name(optimizer, config.precision.mixed_precision)
     clips_norm = optimizer.grad_clip_method == "norm" and optimizer.max_grad_norm > 0
-    # Worded to follow "exclude each other".
+    # Worded to follow "cannot be combined with".
     norm = "the norm of all gradients together is known only at the end. Use value, or max_grad_norm 0."
     accumulation = "a gradient that is freed at once cannot be added to others. Use train_batch_size."
     several = "processes average their gradients before they update. Use fsdp_enable, which divides them."
@@ -312,7 +312,7 @@ def check_release(config: RunConfig) -> Iterator[Problem]:
          "it is not known to update each weight by itself. Use an AdamW such as adamw_bf16."),
     ):  # fmt: skip
         if is_set:
-            yield Problem(key, f"and {conflict} exclude each other: {reason}")
+            yield Problem(key, f"cannot be combined with {conflict}: {reason}")
 
 
 def may_change(config: RunConfig, values: Mapping[str, object]) -> bool:

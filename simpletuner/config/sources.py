@@ -61,12 +61,14 @@ class Arguments:
         selectors: `env`, `example` and the like.
         collect: the door to remote datasets, see `DataContext.collect`.
         problems: of their syntax, and whatever is found while they are made a plan.
+        content: the settings of a configuration that is no file; None to look for one.
     """
 
     settings: list[tuple[str, object]] = field(default_factory=list)
     selectors: dict[str, str] = field(default_factory=dict)
     collect: Collect | None = None
     problems: Problems = field(default_factory=Problems)
+    content: Mapping[str, Any] | None = None
 
     def extended(self, extra: str) -> Reading[Arguments]:
         """These arguments followed by those of a config.env."""
@@ -77,6 +79,13 @@ class Arguments:
     def with_seed(self, seed: int | None) -> Arguments:
         """These arguments with the seed that another process drew, if it is known."""
         return self if seed is None else replace(self, settings=[*self.settings, ("seed", str(seed))])
+
+    def located(self) -> Reading[Located]:
+        """The configuration that the settings on the command line override; see `locate`."""
+        if self.content is None:
+            return (yield from locate(self.selectors))
+        layer = Layer("config", [(key, resolve_alias(value)) for key, value in self.content.items()])
+        return Located([launch_layer(), layer], Path())
 
     def layer(self) -> Layer:
         """The settings as the layer with the highest priority; `null` unsets a key, as in JSON."""

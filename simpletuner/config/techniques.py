@@ -356,7 +356,7 @@ class ScheduledSamplingConfig(TechniqueGroup):
             message = f"{offset} is more than the {steps} steps of the sampler (validation_num_inference_steps)."
             yield Problem(OFFSET, message)
         if config.flow.mixflow_enabled and self.is_on:
-            yield Problem("mixflow_enabled", f"and {OFFSET} exclude each other: both make inputs for the same end.")
+            yield Problem("mixflow_enabled", f"cannot be combined with {OFFSET}: both make inputs for the same end.")
 
     @property
     def late(self) -> Mapping[str, str]:

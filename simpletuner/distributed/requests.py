@@ -96,7 +96,10 @@ def stop_on_interrupt(stop: Stop, announce: Callable[[], object]) -> Iterator[No
 
 @contextmanager
 def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Handle signals for a while."""
+    """Handle signals for a while; in another thread than the main one Python lets nobody."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

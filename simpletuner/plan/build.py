@@ -17,7 +17,7 @@ from typing import Literal
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.load import Layer, canonical, resolve, with_family
 from simpletuner.config.schema import RunConfig
-from simpletuner.config.sources import Arguments, dataset_file, locate
+from simpletuner.config.sources import Arguments, dataset_file
 from simpletuner.data.build import build_datasets
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.entries import DataContext
@@ -71,7 +71,7 @@ class Settings:
 
 def read_layers(arguments: Arguments) -> Reading[tuple[list[Layer], Path]]:
     """The layers of files, environment and command line, the weakest first, and the folder of the config file."""
-    located = yield from locate(arguments.selectors)
+    located = yield from arguments.located()
     extended = yield from arguments.extended(located.extra_arguments)
     return [*located.layers, extended.layer()], located.folder
 

@@ -55,7 +55,7 @@ def exclusions(config: RunConfig) -> Iterator[Problem]:
         for other in option.excludes if settings[key] and settings[key] != option.default else ():
             if other.holds(settings):
                 value = f"{settings[key]!r} " if isinstance(settings[key], str) else ""
-                yield Problem(key, f"{value}and {other.shown(settings)} exclude each other{other.reason}.")
+                yield Problem(key, f"{value}cannot be combined with {other.shown(settings)}{other.reason}.")
 
 
 def remarks(config: RunConfig) -> Iterator[Problem]:

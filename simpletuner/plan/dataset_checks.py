@@ -96,10 +96,10 @@ def _check_slider(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
     elif reason := adapter_kind(lora).no_slider:
         yield Problem(key, f"{reason}.")
     elif dataset.config.is_regularisation_data:
-        yield Problem(key, "and is_regularisation_data exclude each other: that target is the model at strength 0.")
+        yield Problem(key, "cannot be combined with is_regularisation_data: that target is the model at strength 0.")
     elif lora.use_dora or lora.lora_init_type in ("olora", "pissa"):
         with_it = "use_dora" if lora.use_dora else f"lora_init_type {lora.lora_init_type}"
-        yield Problem(key, f"and {with_it} exclude each other: not all that it changes scales with the strength.")
+        yield Problem(key, f"cannot be combined with {with_it}: not all that it changes scales with the strength.")
 
 
 def _check_resolution(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:

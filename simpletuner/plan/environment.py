@@ -131,7 +131,9 @@ def _check_shards(config: RunConfig) -> Iterator[Problem]:
     """Optimizers that take a share of a weight for all of it."""
     optimizer = optimizer_name(config.optimizer, config.precision.mixed_precision)
     if config.model.model_type == "full" and not OPTIMIZERS[optimizer].element_wise:
-        message = f"and optimizer {optimizer!r} exclude each other: it does not update every number by itself, and each"
+        message = (
+            f"cannot be combined with optimizer {optimizer!r}: it does not update every number by itself, and each"
+        )
         advice = "process has a share of every weight. Use an AdamW such as adamw_bf16, or DDP, without fsdp_enable."
         yield Problem("fsdp_enable", f"{message} {advice}")
 
@@ -142,7 +144,7 @@ def check_offload(config: RunConfig) -> Iterator[Problem]:
     moving = [key for key in ("enable_group_offload", "offload_block_inputs") if settings[key]]
     if graphs is not None and moving:
         message = (
-            f"{settings[graphs]!r} and {moving[0]} exclude each other: CUDA graphs repeat their work at fixed "
+            f"{settings[graphs]!r} cannot be combined with {moving[0]}: CUDA graphs repeat their work at fixed "
             "addresses, and offloaded tensors return at different ones; use dynamo_mode max-autotune-no-cudagraphs or "
             "none."
         )

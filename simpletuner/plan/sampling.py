@@ -13,7 +13,7 @@ from simpletuner.caching.keys import hash_file
 from simpletuner.config.load import Layer, canonical
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER, PLAIN_PRECISIONS, RunConfig, option_names
-from simpletuner.config.sources import Arguments, locate
+from simpletuner.config.sources import Arguments
 from simpletuner.config.values import read_json
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
@@ -245,7 +245,7 @@ def _layers(request: SampleRequest, weights: Weights, run: Checkpoint | None) ->
         layers.append(Layer(str(lora), [("model_family", family), ("model_flavour", flavour)]))
     # Problems of the arguments are collected later, with those of the other layers.
     if selectors or not (layers or "model_family" in result_of(canonical(request.arguments.layer()))):
-        layers += (yield from locate(selectors)).layers
+        layers += (yield from request.arguments.located()).layers
     return layers
 
 

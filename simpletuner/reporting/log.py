@@ -18,6 +18,10 @@ OWN_LOGGER = "simpletuner"
 # With the extra [torchao], its import warns of kernels for other machines, and torch and diffusers warn of its types.
 IMPORT_NOISE = re.compile(r"py\.warnings$|torchao\b")
 NOISY_IMPORTERS = ("torch.utils._pytree", "diffusers.quantizers.torchao.torchao_quantizer")
+# What turns off the progress bars of a package that is imported already.
+BARS = {"huggingface_hub.utils": "disable_progress_bars"} | {
+    f"{package}.utils.logging": "disable_progress_bar" for package in ("diffusers", "transformers")
+}
 STUBBORN_LIBRARIES = ("accelerate", "diffusers", "huggingface_hub", "peft", "torch", "transformers")
 
 
@@ -35,7 +39,7 @@ def log_level() -> int:
     return level
 
 
-def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = "") -> None:
+def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = "", *, console: bool = True) -> None:
     """Send records to the console (`log_level` and above) and to the debug file (DEBUG and above, appended).
 
     From other packages only warnings reach the console; the file also gets their INFO records. A second call replaces
@@ -43,17 +47,21 @@ def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = ""
 
     Args:
         process: which of several writes to the debug file.
+        console: whether records are printed.
 
     Raises:
         UserError: the level is unknown.
     """
-    # The hub's own progress bars would overwrite ours; it reads this variable when it is imported.
+    # The hub's own progress bars would overwrite ours; it reads this variable when it is imported, and so do others.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    console = ConsoleHandler()
-    console.setLevel(log_level())
-    console.addFilter(belongs_on_console)
-    console.setFormatter(RedactingFormatter("%(levelname)s %(message)s"))
-    handlers: list[logging.Handler] = [console]
+    for name in BARS.keys() & sys.modules.keys():  # a program that calls us may have imported them before
+        getattr(sys.modules[name], BARS[name])()
+    # Without any handler Python prints warnings itself.
+    shown = ConsoleHandler() if console else logging.NullHandler()
+    shown.setLevel(log_level())
+    shown.addFilter(belongs_on_console)
+    shown.setFormatter(RedactingFormatter("%(levelname)s %(message)s"))
+    handlers: list[logging.Handler] = [shown]
     file_error = None
     if debug_file is not None:
         try:

@@ -193,7 +193,7 @@ def check_adapters(
             message = "is a DoRA, which scales the base model's weights and cannot be added to one in training."
             yield Problem(ADAPTER_PATH, f"{str(path)!r} {message} `simpletuner sample` renders with it.")
     if files and config.validation.validation_torch_compile:
-        message = "and validation_adapter_* exclude each other: compiled blocks would not see the further LoRAs."
+        message = "cannot be combined with validation_adapter_*: compiled blocks would not see the further LoRAs."
         yield Problem("validation_torch_compile", message)
     if not config.validation_adapters.entries:
         for prompt in [prompt for prompt in prompts if prompt.adapter_strength is not None]:

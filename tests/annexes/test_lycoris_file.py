@@ -106,7 +106,7 @@ def test_the_innermost_class_decides(tmp_path: Path) -> None:
         ({"linear_dimm": 4}, "'linear_dimm' is not a key of LyCORIS. Did you mean 'linear_dim'?"),
         ({"train_norm": True}, "a LoRA cannot hold norms"),
         ({"module_dropout": 0.1}, "would not be repeated"),
-        ({"dora_wd": True, "bypass_mode": True}, "exclude each other"),
+        ({"dora_wd": True, "bypass_mode": True}, "cannot be combined"),
         ({"apply_preset": {"target_modul": []}}, "Did you mean 'target_module'?"),
         (
             {"apply_preset": {"target_module": ["Transformer2DModel"]}},

@@ -105,7 +105,7 @@ def test_the_ways_to_train() -> None:
     assert fitting(lora) == {"DDP": False, "DDP, streamed": True, "FSDP2": False}
     full = find_ways(budget(gpu(24), num_processes=4, **FULL))
     assert fitting(full) == {"DDP": False, "DDP, streamed": None, "FSDP2": True}
-    assert str(full["DDP, streamed"]).startswith("enable_group_offload and model_type full exclude each other")
+    assert str(full["DDP, streamed"]).startswith("enable_group_offload cannot be combined with model_type full")
     quantised = find_ways(budget(gpu(80), num_processes=4, base_model_precision="int8-quanto"))
     assert list(fitting(quantised).values()) == [True, True, None]
 

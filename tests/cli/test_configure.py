@@ -475,7 +475,7 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pexpect.spawn:
 def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -> None:
     terminal.expect(r"Model \[kandinsky5-image\]")
     terminal.sendline("?")
-    terminal.expect("The model family")
+    terminal.expect("What to train: kandinsky5-image")
     terminal.expect(r"Model \[kandinsky5-image\]")
     terminal.sendline("")
     terminal.expect("Version of the model")
@@ -565,7 +565,7 @@ def test_a_plain_no_leaves_an_optional_setting_out(configure: Configure) -> None
 
 
 def test_nonsense_moves_no_default(configure: Configure) -> None:
-    _, person = configure(model_family=["no", "xyz"], lr_scheduler="lin")
+    _, person = configure(model_family=["no", "xyz"], lr_scheduler="xyz")
     prompts = [prompt for prompt in person.prompts if prompt.strip().startswith(("Model [", "Schedule of"))]
     assert all("[kandinsky5-image]" in prompt or "[constant_with_warmup]" in prompt for prompt in prompts)
     assert written()["model_family"] == "kandinsky5-image"

@@ -63,7 +63,7 @@ def test_what_excludes_what(settings: dict[str, Any], where: str) -> None:
 def test_both_kinds_of_offload_are_told_in_one_sentence() -> None:
     errors, _ = problems(enable_group_offload=True, enable_model_cpu_offload=True)
     assert errors == [
-        "enable_group_offload: and enable_model_cpu_offload exclude each other: "
+        "enable_group_offload: cannot be combined with enable_model_cpu_offload: "
         "one streams the blocks, the other moves them all."
     ]
 

@@ -68,7 +68,7 @@ def test_machines_have_equally_many_processes(processes: int, allowed: str) -> N
 @pytest.mark.parametrize(("settings", "other"), EXCLUDED, ids=lambda value: value if isinstance(value, str) else "")
 def test_what_fsdp_excludes(settings: dict[str, Any], other: str) -> None:
     (error,), _ = told(**SHARDED, **settings)
-    assert error.startswith(f"fsdp_enable: and {other} exclude each other: ")
+    assert error.startswith(f"fsdp_enable: cannot be combined with {other}: ")
     assert told(num_processes=4, **settings)[0] == [], "DDP takes it"
     assert not may_shard(config(num_processes=4, **settings))
 
@@ -79,8 +79,8 @@ ROUTES = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_i
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"tread_config": ROUTES}, "and tread_config exclude each other: "),
-        ({"lora_dropout": 0.1}, "and lora_dropout exclude each other: "),
+        ({"tread_config": ROUTES}, "cannot be combined with tread_config: "),
+        ({"lora_dropout": 0.1}, "cannot be combined with lora_dropout: "),
         ({"speed": "reference"}, "2 needs speed_plain_math: "),
     ],
 )

@@ -83,7 +83,7 @@ def test_an_absent_package_is_told_last(
     [
         (
             {"model_type": "full"},
-            "base_model_precision: 'int8' and model_type full exclude each other: a quantised model cannot be trained "
+            "base_model_precision: 'int8' cannot be combined with model_type full: a quantised model cannot be trained "
             "in full; use model_type lora, or bf16 and offload auto.",
         ),
         *(
@@ -100,7 +100,7 @@ def test_an_absent_package_is_told_last(
         ),
         (
             {"fsdp_enable": True},
-            "fsdp_enable: and base_model_precision int8 exclude each other: quantised weights cannot be split.",
+            "fsdp_enable: cannot be combined with base_model_precision int8: quantised weights cannot be split.",
         ),
     ],
 )
@@ -138,7 +138,7 @@ def test_products_at_plan_time(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace.write_config(quantized_matmul=True, model_type="full")
-    assert complaint(workspace, capsys).startswith("quantized_matmul: and model_type full exclude each other: ")
+    assert complaint(workspace, capsys).startswith("quantized_matmul: cannot be combined with model_type full: ")
     monkeypatch.setattr("simpletuner.budget.device.compute_capability", lambda: (8, 6))
     workspace.write_config(quantized_matmul=True, base_model_precision="fp8", model_type="lora")
     assert complaint(workspace, capsys) == (

@@ -114,7 +114,7 @@ def test_what_an_option_excludes(key: str, other: When) -> None:
     (told,) = [each for each in exclusions(config(both)) if each.where == key]
     assert told.fatal
     value = f"{both[key]!r} " if option.choices else ""
-    begin = f"{value}and {next(iter(other.keys))}"
+    begin = f"{value}cannot be combined with {next(iter(other.keys))}"
     assert (told.message.startswith(begin), other.because in told.message) == (True, True)
     assert told in check_config(config(both))
     assert not [each for each in exclusions(config(alone)) if each.where == key]

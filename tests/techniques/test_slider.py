@@ -138,9 +138,9 @@ def test_default_targets_leave_text_alone(family: str) -> None:
     ("settings", "keys", "expected"),
     [
         ({"model_type": "full", "learning_rate": 1e-5}, {}, "needs model_type lora"),
-        ({"use_dora": True}, {}, "and use_dora exclude each other"),
+        ({"use_dora": True}, {}, "cannot be combined with use_dora"),
         ({"lora_init_type": "pissa", "base_model_precision": "fp32"}, {}, "and lora_init_type pissa exclude"),
-        ({}, {"is_regularisation_data": True}, "and is_regularisation_data exclude each other"),
+        ({}, {"is_regularisation_data": True}, "cannot be combined with is_regularisation_data"),
         ({"slider_lora_target": True, "peft_lora_target_modules": "all-linear"}, {}, "both choose layers"),
     ],
 )

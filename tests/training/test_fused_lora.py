@@ -237,8 +237,8 @@ def test_a_run_resumes_bit_for_bit_and_writes_the_same_keys(tmp_path: Path, t2i_
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"use_dora": True}, "use_dora exclude each other: DoRA scales the sum of base and update"),
-        ({"lora_dropout": 0.1}, "lora_dropout exclude each other: each layer drops other inputs"),
+        ({"use_dora": True}, "cannot be combined with use_dora: DoRA scales the sum of base and update"),
+        ({"lora_dropout": 0.1}, "cannot be combined with lora_dropout: each layer drops other inputs"),
         ({"lora_type": "lokr"}, "needs lora_type standard: the update of other kinds is no product of two thin"),
         ({"model_type": "full"}, "needs model_type lora"),
     ],

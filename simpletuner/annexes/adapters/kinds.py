@@ -196,7 +196,7 @@ def _check_settings(settings: Mapping[str, Any], quantised: bool) -> Iterator[Pr
             yield Problem(KEY, f"{key} {value!r} is not {allowed}.")
     bypass, dora = settings.get("bypass_mode"), settings.get("dora_wd", False)
     if bypass and dora:
-        yield Problem(KEY, "dora_wd and bypass_mode exclude each other: bypassing skips the decomposition.")
+        yield Problem(KEY, "dora_wd cannot be combined with bypass_mode: bypassing skips the decomposition.")
     elif quantised and (dora or bypass is False):
         reason = "a quantised base model needs bypass_mode true and no dora_wd: its weights are not read"
         yield Problem(KEY, f"{reason}. Or set base_model_precision no_change.")

@@ -28,7 +28,7 @@ from tests.processes import PATIENCE
 from tests.workspace import Workspace
 
 BOTH_OFFLOADS = {"enable_group_offload": True, "enable_model_cpu_offload": True}
-EXCLUDE = "and enable_model_cpu_offload exclude each other: one streams the blocks, the other moves them all."
+EXCLUDE = "cannot be combined with enable_model_cpu_offload: one streams the blocks, the other moves them all."
 
 
 @pytest.fixture

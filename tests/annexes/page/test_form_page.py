@@ -77,7 +77,7 @@ def test_conflict_stands_beside_its_field(page: Any) -> None:
     page.get_by_label("Enable Model CPU Offload", exact=True).check()
     told = page.locator("[data-key=enable_group_offload] .bad")
     expect(told).to_have_text(
-        "Enable Group Offload and Enable Model CPU Offload exclude each other: one streams the blocks, the other moves"
+        "Enable Group Offload cannot be combined with Enable Model CPU Offload: one streams the blocks, the other moves"
         " them all."
     )
     expect(page.get_by_role("tab", name="Hardware")).to_contain_text("1")

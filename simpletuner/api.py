@@ -1,0 +1,182 @@
+"""The commands as functions, for programs and notebooks: `simpletuner.train`, `plan` and `sample`.
+
+Nothing is printed unless `show` is set. A mistake raises `ConfigError`, whose `problems` holds all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simpletuner.annexes.fitting.ready import ready_plan, weigh_plan
+from simpletuner.annexes.fitting.show import plan_json
+from simpletuner.atomic import write_json
+from simpletuner.cli.sample import SHORT, prepared_samples
+from simpletuner.cli.settings import command_settings, prepare_output
+from simpletuner.cli.train import agreed, configure_torch, recorded_events, run_checked
+from simpletuner.config.schema import all_options
+from simpletuner.config.sources import SELECTORS, Arguments
+from simpletuner.distributed.world import World
+from simpletuner.errors import ConfigError, Problem
+from simpletuner.plan.build import Plan
+from simpletuner.plan.sampling import SampleRequest
+from simpletuner.reporting.events import EventStream, Subscriber
+from simpletuner.reporting.log import setup_logging
+from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, is_number, read_media, read_rows
+from simpletuner.reporting.progress import make_display
+from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER
+
+WRITTEN_DATASETS = "data_backend_config.json"  # in the output folder: datasets that were given as a list
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run has produced.
+
+    Attributes:
+        output_dir: the folder of the run.
+        file: the LoRA; of a full fine-tune the folder of the pipeline.
+        step: the last one.
+        losses: the last value of each, by its logged name (`train_loss`).
+        previews: pictures or clips, in the order in which they were rendered.
+    """
+
+    output_dir: Path
+    file: Path
+    step: int
+    losses: Mapping[str, float]
+    previews: Sequence[Path]
+
+    @classmethod
+    def of(cls, plan: Plan) -> TrainResult:
+        """Read from the record of a run, which also has the steps of earlier sessions."""
+        folder, losses = plan.output_dir, dict[str, float]()
+        for row in read_rows(folder / METRICS_FILE):
+            losses |= {name: value for name, value in row.items() if "loss" in name and is_number(value)}
+        file = folder / (PIPELINE_FOLDER if plan.config.model.model_type == "full" else LORA_FILE)
+        previews = [folder / media.path for media in read_media(folder / MEDIA_FILE)]
+        return cls(folder, file, plan.length.total_steps, losses, previews)
+
+
+def train(
+    config: Mapping[str, Any], *, on_event: Subscriber | None = None, show: bool = False, yes: bool = False
+) -> TrainResult:
+    """Train in this process, as `simpletuner train` does: an interrupted run is resumed, a finished one returned.
+
+    Args:
+        config: keys of config.json. `data_backend_config` may also be the list of datasets itself, which is written to
+            the output folder. With `example`, `env` or `config`, as on the command line, that configuration is taken,
+            and the other keys override it.
+        on_event: called with every event (`simpletuner.reporting.events`) in the thread that it happens in; an
+            exception ends the run.
+        show: print what the command prints.
+        yes: train on a CPU even if that takes days.
+
+    Raises:
+        ConfigError: with all problems, before a weight is loaded.
+        UserError: something else that the user can fix; checkpoints are kept.
+        Interrupted: Ctrl-C or a request to stop; the last step is kept as a checkpoint.
+    """
+    configure_torch()
+    plan, budget = ready_plan(_arguments(config))
+    if (count := plan.config.launch.num_processes) > 1:
+        message = f"{count}, but a function trains in its own process only; use the command `simpletuner train`."
+        raise ConfigError([Problem("num_processes", message)])
+    plan = agreed(plan, budget, yes=yes)
+    prepare_output(plan.output_dir)
+    with recorded_events(plan, World(), _events(on_event, show)) as events:
+        run_checked(plan, budget, events, World(), yes=yes)
+    return TrainResult.of(plan)
+
+
+def plan(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The document of `simpletuner plan --json`: what a run would do, how long it takes and what it needs.
+
+    A run that does not fit has a document too, with `ok` false and the reasons in `problems`. Imports no torch.
+
+    Args:
+        config: see `train`.
+
+    Raises:
+        ConfigError: with all problems, if they prevent a plan.
+    """
+    arguments = _arguments(config)
+    weighed = weigh_plan(arguments)
+    return json.loads(plan_json(weighed, [*weighed[0].warnings, *arguments.problems]))
+
+
+def sample(
+    source: str | os.PathLike[str] | None, prompts: Sequence[str], *, images: Sequence[str | os.PathLike[str]] = (),
+    strength: float = 1.0, checkpoint: int | str | None = None, ema: bool = False,
+    output: str | os.PathLike[str] = "samples", on_event: Subscriber | None = None, show: bool = False, **settings: Any,
+) -> list[Path]:  # fmt: skip
+    """Render from a result, as `simpletuner sample` does; returns the new files.
+
+    Args:
+        source: an output folder, a checkpoint or a LoRA file; None for the base model of `model_family` or `example`.
+        images: pictures to start from (i2i, i2v).
+        strength: of the LoRA.
+        checkpoint: a step or `latest`; by default the result.
+        ema: take the moving average of the weights.
+        output: folder for what is rendered.
+        on_event, show: see `train`.
+        settings: override those of the run: `resolution`, `frames`, `steps`, `guidance`, `seed`, `negative_prompt`, and
+            keys of config.json.
+
+    Raises:
+        ConfigError: with all problems, before a weight is loaded.
+    """
+    if isinstance(prompts, str):
+        raise ConfigError([Problem("prompts", f"is a list: [{prompts!r}].")])
+    arguments = _arguments({SHORT.get(key, key): value for key, value in settings.items()}, overrides=True)
+    folder, chosen = None if source is None else str(source), None if checkpoint is None else [str(checkpoint)]
+    asked = SampleRequest(folder, str(output), arguments, prompts, [*map(str, images)], [strength], chosen, ema)
+    with prepared_samples(asked, _events(on_event, show)) as (plan, weights, events):
+        from simpletuner.annexes.sweep import render_samples
+
+        return render_samples(plan, weights[0], strength, events)
+
+
+def _arguments(config: object, *, overrides: bool = False) -> Arguments:
+    """The settings of a dict: a whole configuration, or what overrides one that is a file or a run."""
+    # As nvidia-smi counts, which the plan asks; see `cli.app.run`.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    plain, arguments = _as_json(config), command_settings([])
+    arguments.selectors = {SELECTORS[key]: str(plain.pop(key)) for key in SELECTORS.keys() & plain.keys()}
+    if arguments.selectors or overrides:
+        arguments.settings += plain.items()
+    else:
+        arguments.content = plain
+    return arguments
+
+
+def _as_json(config: object) -> dict[str, Any]:
+    """The dict as config.json would have it: paths as text, a list of datasets as the name of its file."""
+    if not isinstance(config, Mapping):
+        message = f"{config!r:.80} is not a dict; for a file write {{'config': 'config/config.json'}}."
+        raise ConfigError([Problem("config", message)])
+    plain = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in config.items()}
+    if isinstance(datasets := plain.get("data_backend_config"), list):
+        plain["data_backend_config"] = _written(datasets, plain.get("output_dir"))
+    return plain
+
+
+def _written(datasets: list[Any], output_dir: object) -> str:
+    """The file that a list of datasets is written to: the plan, the record and a resumed run name it."""
+    folder = Path(output_dir if isinstance(output_dir, str) else all_options()["output_dir"].default).expanduser()
+    prepare_output(folder)
+    write_json(folder / WRITTEN_DATASETS, datasets)
+    return str(folder / WRITTEN_DATASETS)
+
+
+@contextmanager
+def _events(on_event: Subscriber | None, show: bool) -> Iterator[EventStream]:
+    """A stream of events with the subscriber, and with a display if that is wanted."""
+    setup_logging(None, console=show)
+    with closing(make_display()) if show else nullcontext() as display:
+        yield EventStream(*(each for each in (on_event, display) if each))
