@@ -140,7 +140,7 @@ def guarded(project: Project, access: Access, mode: Mode, over: threading.Event 
 
 
 def make_server(
-    project: Project, access: Access, mode: Mode = "unified", over: threading.Event | None = None, **more: Any
+    project: Project, access: Access, mode: Mode = "unified", over: threading.Event | None = None, /, **more: Any
 ) -> Server:
     """A server, not yet running; `more` are options of uvicorn."""
     # A factory, which a process that is started anew after a change (--reload) can make for itself.
