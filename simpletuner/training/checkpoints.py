@@ -52,7 +52,7 @@ from simpletuner.training.manifest import (
 )
 from simpletuner.training.optimizers import load_state
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
-from simpletuner.training.trained import EARLIER, Draft
+from simpletuner.training.trained import EARLIER, Draft, copy_drafts
 
 logger = logging.getLogger(__name__)
 
@@ -267,14 +267,11 @@ class CheckpointWriter(Callback):
         stop_if_result_not_finite(assembly, self.ema)
         # Closed at once, since the moving average may replace the weights until then.
         with closing(self._drafts(assembly, state, final)) as drafts:
-            copies = [draft.copied() for draft in drafts]
-        device = assembly.accelerator.device
-        copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+            arrived = copy_drafts(drafts, assembly.accelerator.device)
         manifest = partial(Manifest, state.global_step, state.epoch, self.identity)
 
         def complete() -> None:
-            if copied is not None:
-                copied.synchronize()
+            copies = arrived()
             with build_folder(final) as folder:
                 (folder / STATE_FOLDER).mkdir()
                 for draft in copies:

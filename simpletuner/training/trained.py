@@ -75,11 +75,28 @@ class Draft:
         return replace(self, content=replaced(self.content, _to_host))
 
 
+def copy_drafts(drafts: Iterable[Draft], device: torch.device) -> Callable[[], list[Draft]]:
+    """Copy drafts to host memory; what is returned waits for the copies, in any thread."""
+    copies = [draft.copied() for draft in drafts]
+    copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    return partial(_arrived, copies, copied)
+
+
+def _arrived(copies: list[Draft], copied: torch.cuda.Event | None) -> list[Draft]:
+    if copied is not None:
+        copied.synchronize()
+    return copies
+
+
 def _to_host(path: str, tensor: Tensor) -> Tensor:
-    """A copy; from a GPU page-locked, and complete when the device gets there."""
     if tensor.device.type != "cuda" or wraps(tensor):
         return tensor.detach().to("cpu", copy=True)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach(), non_blocking=True)
+    return page_locked_copy(tensor.detach())
+
+
+def page_locked_copy(tensor: Tensor) -> Tensor:
+    """A copy of a GPU's tensor, complete when its stream gets there."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class Trained(Protocol):

@@ -7,10 +7,12 @@ code, at least one of these orders must show it.
 from __future__ import annotations
 
 import ast
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,8 @@ from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.speed.recomputation import enable_checkpointing
 from simpletuner.training import ema
 from simpletuner.training.release import GradientRelease, HostState
+from simpletuner.training.trained import Draft, copy_drafts, page_locked_copy
+from simpletuner.validation.background import DecodingThread
 from tests.lying_gpu import GPU, PACKAGE, Actor, LyingGpu, Violation
 from tests.training.test_optimizers import build, weights
 
@@ -142,21 +146,46 @@ def loaded(gpu: LyingGpu) -> None:
 
 def averaged(gpu: LyingGpu) -> None:
     """An average on the host follows weights that the next step overwrites, in several copies through few rooms."""
-    trained = {str(number): nn.Parameter(torch.randn(4, 4)) for number in range(3)}
+    parameters = {str(number): nn.Parameter(torch.randn(4, 4)) for number in range(3)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ema, "ThreadPoolExecutor", lambda workers, thread_name_prefix: Reader(gpu))
         patch.setattr(ema, "BUNDLE", 16)
-        average = ema.Ema(trained, EmaConfig(use_ema=True, ema_device="cpu"), GPU)
-        for (
-            each
-        ) in trained.values():  # now, as the average would share the memory of what is on the device only in name
+        average = ema.Ema(parameters, EmaConfig(use_ema=True, ema_device="cpu"), GPU)
+        # Only now: the average would share the memory of what is on the device only in name.
+        for each in parameters.values():
             each.data = each.data.to(GPU)
         for step in range(1, 4):
             with torch.no_grad():
-                for each in trained.values():
+                for each in parameters.values():
                     each.add_(0.1)
             average.update(step)
         assert all(each.isfinite().all() for each in average.average.values())
+
+
+def saved(gpu: LyingGpu) -> None:
+    """A checkpoint is copied to page-locked memory, which a thread reads while the next step changes the weights."""
+    weights = {str(number): torch.randn(4).to(GPU) for number in range(3)}
+    written: list[Tensor] = []
+    draft = Draft(lambda folder, content: written.extend(each.clone() for each in content.values()), weights)
+    with pytest.MonkeyPatch.context() as patch:
+        # Here a GPU's tensors say that they are on the CPU.
+        patch.setattr("simpletuner.training.trained._to_host", lambda path, tensor: page_locked_copy(tensor))
+        arrived = copy_drafts([draft], GPU)
+    for each in weights.values():
+        each.mul_(2)
+    Reader(gpu).submit(lambda: [copy.write_into(Path()) for copy in arrived()]).result()
+    assert all(each.isfinite().all() for each in written)
+
+
+def decoded(gpu: LyingGpu) -> None:
+    """Previews are decoded in a stream of their own, when their latents are there."""
+    decoding: Any = DecodingThread(Reader(gpu), GPU)
+    for number in range(3):
+        latents = torch.randn(4).to(GPU) * 2
+        decode = partial(lambda latents: [latents.square().sum().item()], latents)
+        decoding.submit(str(number), decode, lambda frames: frames)
+        del decode, latents
+    assert all(math.isfinite(frame) for frames in decoding.finished(wait=True) for frame in frames)
 
 
 PROGRAMS: dict[str, Callable[[LyingGpu], None]] = {
@@ -167,6 +196,8 @@ PROGRAMS: dict[str, Callable[[LyingGpu], None]] = {
     "hosted": hosted,
     "loaded": loaded,
     "averaged": averaged,
+    "saved": saved,
+    "decoded": decoded,
 }
 
 
