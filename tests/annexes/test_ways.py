@@ -185,9 +185,9 @@ def test_a_plan_for_several_devices(workspace: Workspace, capsys: pytest.Capture
         "  4 processes on 2 machines, one per device, DDP",
     ):
         assert line in shown.splitlines(), shown
-    seconds = {}
+    seconds, previews = {}, ("validation_disable=false", "validation_disable_unconditional=false")
     for devices in (1, 2, 4):
-        assert workspace.run(*asked, "--machines=1", f"--devices={devices}", "--json", "validation_disable=false") == 0
+        assert workspace.run(*asked, "--machines=1", f"--devices={devices}", "--json", *previews) == 0
         seconds[devices] = json.loads(capsys.readouterr().out)["seconds"]["previews"]
     assert [seconds[1] / each for each in seconds.values()] == pytest.approx([1, 2, 2]), "of two prompts each"
     assert workspace.run(*asked, "--json") == 0

@@ -20,6 +20,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALLEST = {
     "chain": "--size tiny --clips 1",
     "data_wait": "--size tiny --steps 2",
+    "host": "--rounds 1 --only stock fast",
     "startup": "--only help",
     "step": "--size tiny --batches 1 --steps 1",
 }

@@ -65,7 +65,7 @@ def test_layersync_that_is_right() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"mixflow_enabled": True, **SAMPLED}, "mixflow_enabled: and scheduled_sampling_max_step_offset exclude"),
+        ({"mixflow_enabled": True, **SAMPLED}, "mixflow_enabled: cannot be combined with scheduled_sampling_max"),
         (
             {"scheduled_sampling_max_step_offset": 9, "scheduled_sampling_probability": 1,
              "validation_num_inference_steps": 8},

@@ -130,17 +130,20 @@ def test_caches_do_not_depend_on_how_previews_are_decoded(workspace: Workspace) 
     assert seen[0] == seen[1]
 
 
-def test_a_size_that_the_stock_pipeline_does_not_render_is_told(t2i_checkpoint: Path) -> None:
-    def told(*sizes: tuple[int, int], **settings: Any) -> list[str]:
-        config = make_config(t2i_checkpoint, **settings)
+def test_a_size_that_the_stock_pipeline_does_not_render_is_told() -> None:
+    published = KANDINSKY5_IMAGE.flavours[0].repository
+
+    def told(*sizes: tuple[int, int], checkpoint: str = published, **settings: Any) -> list[str]:
+        config = make_config(Path(checkpoint), **settings)
         found = [*KANDINSKY5_IMAGE.checks.sizes(config, KANDINSKY5_IMAGE.flavours[0], sizes, {})]
         assert not any(each.fatal for each in found)
         return [str(each) for each in found]
 
     assert told((1024, 1024), (896, 1152)) == []
     (message,) = told((1024, 1024), (768, 768))
-    assert message.startswith("validation_resolution: 768x768: ")
+    assert message.startswith("validation_resolution: the stock pipeline cannot repeat previews of 768x768: ")
     assert "resolutions" in message
+    assert told((768, 768), checkpoint="models/tiny") == [], "of another name, it may have sizes of its own"
     assert told((768, 768), validation_disable=True) == []
 
 

@@ -51,7 +51,13 @@ def test_clips_beside_pictures(sana_workspace: Workspace, is_i2v: bool) -> None:
         write_clip(path, seconds=1.0 + index / 4)
         path.with_suffix(".txt").write_text(f"clip {index}")
     sana_workspace.write_datasets([clips, *DATASETS])
-    settings = ("--validation_disable=false", "--train_batch_size=1", "--num_eval_images=1", "--max_train_steps=8")
+    settings = (
+        "--validation_disable=false",
+        "--validation_disable_unconditional=false",
+        "--train_batch_size=1",
+        "--num_eval_images=1",
+        "--max_train_steps=8",
+    )
     assert sana_workspace.train(*settings, "--disable_benchmark") == 0
     assert "nan" not in str(sana_workspace.metrics())
     previews = [path.name for path in sana_workspace.path("output/validation_images").glob("*@5.mp4")]

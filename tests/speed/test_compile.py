@@ -96,7 +96,7 @@ LAST_BATCHES = [(8, 8, [6, 6]), (4, 8, [4, 9, 5]), (8, 4, [1]), (10, 10, [1, 1])
 
 
 def test_few_graphs_serve_a_whole_run(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven buckets take three; masks and empty captions three more; batch size, TREAD and previews none."""
+    """Seven buckets take three; masks and empty captions three more, previews another three; TREAD none."""
     trace_only(monkeypatch)
     compiled, eager = (
         make_assembly(t2i_checkpoint, Tread([Route(0.5, 1, -1)]), **settings)
@@ -118,7 +118,7 @@ def test_few_graphs_serve_a_whole_run(t2i_checkpoint: Path, monkeypatch: pytest.
         compare(bucket(height, width, *captions), captions)
     with torch.no_grad():
         micro_loss(compiled, noisy_batch(compiled, bucket(8, 8, 6, 4), 0, 0), Losses())
-    assert graphs() <= 6
+    assert graphs() <= 9
 
 
 def test_blocks_with_sparse_attention_are_compiled_but_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,11 @@ def test_default_targets_leave_text_alone(family: str) -> None:
     [
         ({"model_type": "full", "learning_rate": 1e-5}, {}, "needs model_type lora"),
         ({"use_dora": True}, {}, "cannot be combined with use_dora"),
-        ({"lora_init_type": "pissa", "base_model_precision": "fp32"}, {}, "and lora_init_type pissa exclude"),
+        (
+            {"lora_init_type": "pissa", "base_model_precision": "fp32"},
+            {},
+            "cannot be combined with lora_init_type pissa",
+        ),
         ({}, {"is_regularisation_data": True}, "cannot be combined with is_regularisation_data"),
         ({"slider_lora_target": True, "peft_lora_target_modules": "all-linear"}, {}, "both choose layers"),
     ],

@@ -101,5 +101,10 @@ def test_mistakes_are_told_before_anything_is_loaded(workspace: Workspace, capsy
     )
     assert workspace.train("--dry-run", "validation_torch_compile=true") == 2
     error = capsys.readouterr().err
-    for message in ("is a DoRA", "'absent' does not exist", "[1]: names no LoRA", "validation_torch_compile: and"):
+    for message in (
+        "is a DoRA",
+        "'absent' does not exist",
+        "[1]: names no LoRA",
+        "validation_torch_compile: cannot be combined",
+    ):
         assert message in error
