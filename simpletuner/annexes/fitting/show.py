@@ -141,7 +141,8 @@ def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if listing is None:
         transformer = plan.source["transformer"]
         absence = transformer.absence()
-        told = "the checkpoint will be downloaded first; then everything is encoded once."
+        size = f" (about {gigabytes(budget.parts.download)})" if budget.parts.download else ""
+        told = f"the checkpoint{size} will be downloaded first; then everything is encoded once."
         yield f"Caches: {f'{transformer.location!r} {absence}' if absence else told}"
         return
     noun, later = plan.spec.media_noun, len(listing.encoded_in_training)
@@ -376,6 +377,7 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
             {"what": writing.what, "folder": str(writing.folder), "bytes": writing.total}
             for writing in find_writings(plan, budget)
         ],
+        "download": budget.parts.download,  # bytes
         "offload_auto": list(budget.decisions),
     }
 

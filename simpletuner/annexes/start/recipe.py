@@ -6,9 +6,10 @@ What a recipe knows stands in `examples/recipes/PURPOSE.json`, what a model need
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +25,7 @@ from simpletuner.config.sources import EXAMPLES, Arguments
 from simpletuner.errors import ConfigError, Problems, UserError
 from simpletuner.models.registry import FAMILIES
 
+TRIGGER = "zkt"  # no word, and a single token in no language
 CHECKPOINTS = 8  # to choose from at the end; see docs/CHOOSING.md
 FILES = {"data_backend_config": "multidatabackend.json", "user_prompt_library": "user_prompt_library.json"}
 
@@ -68,6 +70,7 @@ class Start:
         example: of the model.
         captions: every file will have a caption of its own.
         settings: keys given on the command line.
+        root: the folder in which training will be started.
     """
 
     name: str
@@ -76,7 +79,8 @@ class Start:
     trigger: str
     example: str
     captions: bool
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    root: Path = Path()
 
     @property
     def folder(self) -> Path:
@@ -124,7 +128,7 @@ class Start:
     def datasets(self) -> list[dict[str, Any]]:
         """The content of the dataset file."""
         trained, *others = _example(self.example, "multidatabackend.json")
-        trained["instance_data_dir"] = self.material.folder.as_posix()
+        trained["instance_data_dir"] = self._written(self.material.folder)
         if self.phrase and not self.captions:
             trained |= {"caption_strategy": "instanceprompt", "instance_prompt": self.phrase}
         elif self.phrase:
@@ -133,8 +137,11 @@ class Start:
             frames = self._frames(_example(self.example))
             trained["video"] |= {"num_frames": frames, "min_frames": frames}
         if self.material.sources:
-            others[0]["instance_data_dir"] = self.material.sources.as_posix()
+            others[0]["instance_data_dir"] = self._written(self.material.sources)
         return [trained, *others]
+
+    def _written(self, folder: Path) -> str:
+        return (folder.relative_to(self.root) if folder.is_relative_to(self.root) else folder).as_posix()
 
     def write(self, folder: Path) -> None:
         """Write config, dataset file and prompts into a folder that exists."""
@@ -149,7 +156,7 @@ class Start:
             UserError: it cannot be written.
         """
         try:
-            with build_folder(self.folder) as unfinished:
+            with build_folder(self.root / self.folder) as unfinished:
                 self.write(unfinished)
         except OSError as error:
             raise UserError(f"{self.folder} cannot be written: {error.strerror}.") from None
@@ -170,6 +177,11 @@ class Start:
             time = duration(budget.step_seconds * plan.length.total_steps)
             return fits, f"fits, about {time} without previews" if fits else "does not fit this GPU"
         return False, "cannot be planned"
+
+
+def name_of(folder: Path) -> str:
+    """The name of a run, from that of its folder."""
+    return re.sub(r"[^\w.-]+", "-", folder.resolve().name).strip("-.") or "my-lora"
 
 
 def _example(name: str, file: str = "config.json") -> Any:

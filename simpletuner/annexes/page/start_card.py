@@ -1,0 +1,100 @@
+"""The start card: what `simpletuner start` asks and writes, on the page. Nothing is written before the config is."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from simpletuner.annexes.page.files import shown
+from simpletuner.annexes.page.project import CONFIG_NAME, Project, Refusal, project_of
+from simpletuner.annexes.start.material import Material
+from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, name_of
+from simpletuner.atomic import free_path
+from simpletuner.errors import Problem, did_you_mean
+
+MOST_SKIPPED = 20  # named
+_writing = threading.Lock()
+
+
+def look(request: Request, body: dict[str, Any]) -> Response:
+    """What a folder holds, what can be learned from it, and for each model a draft as `POST /api/plan` takes it.
+
+    The body names the `folder`, and what has been answered of `purpose`, `trigger` and `name`.
+    """
+    project, drafts = project_of(request), dict[str, Any]()
+    material = material_in(project, body)
+    for model in material.models:
+        start = start_of(project, material, {**body, "model": model.removesuffix("-lora")})
+        # The plan of a draft has no files beside its config.
+        values = {key: value for key, value in start.config().items() if key not in FILES}
+        drafts[model.removesuffix("-lora")] = {"config": start.name, "values": values, "datasets": start.datasets()}
+    ignored = [{"file": file, "reason": reason} for file, (_, reason) in material.files.ignored.items()]
+    content = {
+        "folder": shown(project, material.folder),
+        "name": start.name,
+        "described": material.describe(),
+        "files": len(material.files.files),
+        "uncaptioned": len(material.uncaptioned),
+        "skipped": ignored[:MOST_SKIPPED],
+        "more_skipped": len(ignored[MOST_SKIPPED:]),
+        "purposes": {purpose: Recipe.of(purpose).title for purpose in material.purposes},
+        "purpose": start.purpose,
+        "drafts": drafts,
+    }
+    return JSONResponse(content)
+
+
+def write(request: Request, body: dict[str, Any]) -> Response:
+    """Write the config of a run as `simpletuner start` does: `{"folder", "purpose", "trigger", "model", "name"}`.
+
+    Raises:
+        Refusal: 409 if there is a config of this name, 422 for answers that cannot be used.
+    """
+    project = project_of(request)
+    start = start_of(project, material_in(project, body), body)
+    if not CONFIG_NAME.fullmatch(start.name) or start.name == "config":
+        raise Refusal(422, [Problem("name", f"{start.name!r} cannot name a config: use letters, digits and . _ -")])
+    folder = project.inside(project.config_file(start.name).parent)
+    with _writing:
+        if folder.exists():
+            raise Refusal(409, [Problem("name", f"There is a config {start.name!r} already.")])
+        start.save()
+    return JSONResponse({"config": start.name}, 201)
+
+
+def material_in(project: Project, body: dict[str, Any]) -> Material:
+    """What the folder of a request holds.
+
+    Raises:
+        UserError: nothing that can be trained on.
+    """
+    return Material.of(project.inside(str(body.get("folder") or ".")), mixed=True)
+
+
+def start_of(project: Project, material: Material, body: dict[str, Any]) -> Start:
+    """The run that the answers in a request describe; what is left open is taken as the command takes it.
+
+    Raises:
+        Refusal: 422 for a purpose or model that the files cannot have.
+    """
+    free = free_path(project.folder / "config" / name_of(material.folder)).name
+    answers = {key: str(body.get(key) or "").strip() for key in ("purpose", "model", "name")}
+    models = [model.removesuffix("-lora") for model in material.models]
+    for key, choices in (("purpose", material.purposes), ("model", models)):
+        if (answer := answers[key]) and answer not in choices:
+            hint = did_you_mean(answer, choices)
+            raise Refusal(422, [Problem(key, f"{answer!r} is not one of: {', '.join(choices)}.{hint}")])
+    purpose = answers["purpose"] or material.purposes[0]
+    trigger = str(body.get("trigger") or TRIGGER).strip() if purpose != "edit" else ""
+    return Start(
+        name=answers["name"] or free,
+        material=material,
+        purpose=purpose,
+        trigger=trigger,
+        example=f"{answers['model'] or models[0]}-lora",
+        captions=len(material.uncaptioned) < len(material.files.files),
+        root=project.folder,
+    )
