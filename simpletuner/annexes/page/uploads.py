@@ -34,7 +34,7 @@ def new_folder(request: Request, body: dict[str, Any]) -> Response:
 
 
 async def upload(request: Request) -> Response:
-    """Save the body of a request as a file, or the files of a zip: `{"saved": [names], "skipped": [{file, reason}]}`."""
+    """Save the body of a request as a file, or the files of a zip; names those that were saved or skipped."""
     folder, name = project_of(request).inside(FOLDER / request.path_params["name"]), request.path_params["file"]
     if folder.parent != project_of(request).inside(FOLDER) or not folder.is_dir():
         raise Refusal(404, f"There is no folder {FOLDER}/{request.path_params['name']}.")

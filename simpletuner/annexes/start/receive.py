@@ -156,15 +156,19 @@ def _check(members: Sequence[ZipInfo], size: int) -> None:
     if total > max(SMALL, MOST_SHRUNK * size):
         raise _Fault(f"{gigabytes(size)} would become {gigabytes(total)}, as pictures and clips never do")
     for member in members:
-        folders = SEPARATORS.split(member.filename)[:-1]
-        if stat.S_ISLNK(member.external_attr >> 16):
-            raise _Fault(f"{member.filename} is a link")
-        if {"..", ""} & {*folders} or re.match(r"[a-zA-Z]:", member.filename):
-            raise _Fault(f"{member.filename} leads out of the folder")
-        if len(folders) > DEEPEST:
-            raise _Fault(f"{member.filename} is in more than {DEEPEST} folders")
-        if member.flag_bits & 1:
-            raise _Fault("it needs a password")
+        _check_member(member)
+
+
+def _check_member(member: ZipInfo) -> None:
+    folders = SEPARATORS.split(member.filename)[:-1]
+    if stat.S_ISLNK(member.external_attr >> 16):
+        raise _Fault(f"{member.filename} is a link")
+    if {"..", ""} & {*folders} or re.match(r"[a-zA-Z]:", member.filename):
+        raise _Fault(f"{member.filename} leads out of the folder")
+    if len(folders) > DEEPEST:
+        raise _Fault(f"{member.filename} is in more than {DEEPEST} folders")
+    if member.flag_bits & 1:
+        raise _Fault("it needs a password")
 
 
 def why_unused(name: str) -> str | None:
