@@ -8,15 +8,24 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from simpletuner.annexes.page.files import shown
+from simpletuner.annexes.page import files
 from simpletuner.annexes.page.project import CONFIG_NAME, Project, Refusal, project_of
 from simpletuner.annexes.start.material import Material
-from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, name_of
+from simpletuner.annexes.start.receive import LARGEST_FILE, MOST_FILES, USED, ZIP
+from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, about_example, name_of
 from simpletuner.atomic import free_path
+from simpletuner.config.sources import example_names
 from simpletuner.errors import Problem, did_you_mean
 
 MOST_SKIPPED = 20  # named
 _writing = threading.Lock()
+
+
+def card_content() -> dict[str, Any]:
+    """What the card shows before any file is there."""
+    limits = {"suffixes": sorted({*USED, ZIP}), "files": MOST_FILES, "bytes": LARGEST_FILE}
+    examples = sorted(example_names(), key=lambda name: not name.startswith("demo"))
+    return {"limits": limits, "trigger": TRIGGER, "examples": {name: about_example(name) for name in examples}}
 
 
 def look(request: Request, body: dict[str, Any]) -> Response:
@@ -33,7 +42,7 @@ def look(request: Request, body: dict[str, Any]) -> Response:
         drafts[model.removesuffix("-lora")] = {"config": start.name, "values": values, "datasets": start.datasets()}
     ignored = [{"file": file, "reason": reason} for file, (_, reason) in material.files.ignored.items()]
     content = {
-        "folder": shown(project, material.folder),
+        "folder": files.shown(project, material.folder),
         "name": start.name,
         "described": material.describe(),
         "files": len(material.files.files),
@@ -95,6 +104,6 @@ def start_of(project: Project, material: Material, body: dict[str, Any]) -> Star
         purpose=purpose,
         trigger=trigger,
         example=f"{answers['model'] or models[0]}-lora",
-        captions=len(material.uncaptioned) < len(material.files.files),
+        captions=body.get("captions") is True or len(material.uncaptioned) < len(material.files.files),
         root=project.folder,
     )

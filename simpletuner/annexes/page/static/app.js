@@ -12,7 +12,7 @@ const later = (name, delay, action) => { clearTimeout(timers[name]); timers[name
 
 // Tabs. The address names the tab or one of its sections.
 function openTab() {
-  const [name] = location.hash.slice(1).split("/"), tab = tabs.find((each) => each.id === `tab-${inRun ? "run" : name}`) ?? tabs[0];
+  const [name] = location.hash.slice(1).split("/"), tab = tabs.find((each) => each.id === `tab-${inRun ? "run" : name}`) ?? page("#tab-basic");
   page("#search").value = "";
   for (const each of tabs) {
     each.setAttribute("aria-selected", String(each === tab));
@@ -215,10 +215,13 @@ page("#config").addEventListener("change", async ({ target }) => {
   if (await maySwitch()) await openConfig(target.value);
   target.value = state.config;
 });
-page("#add-config").addEventListener("click", async () => {
+page("#add-config").addEventListener("click", () => newConfig());
+
+// Asks for the name of a new config, and what it is a copy of.
+export async function newConfig(copied = "") {
   if (!(await maySwitch())) return;
   const { data } = await api("/api/configs/examples"), from = page("#new-from"), name = page("#new-name");
-  from.replaceChildren(from.options[0], ...data.map((each) => element("option", { textContent: each.name })));
+  from.replaceChildren(from.options[0], ...data.map((each) => element("option", { textContent: each.name, selected: each.name === copied })));
   for (let refused = ""; ; ) {
     page("#new .bad").textContent = refused;
     if ((await ask(page("#new"))) !== "create") return;
@@ -226,7 +229,8 @@ page("#add-config").addEventListener("click", async () => {
     if (!refused) break;
   }
   await openConfig(name.value.trim(), from.value || name.value.trim());
-});
+  if (copied) location.hash = "basic";
+}
 addEventListener("hashchange", openTab);
 addEventListener("beforeunload", (event) => isDirty() && event.preventDefault());
 addEventListener("keydown", (event) => {
@@ -245,4 +249,5 @@ async function openFirst(asked) {
     refused ||= told;
   }
   if (refused) showSaved(refused);
+  else if (!found.length && !location.hash) location.hash = "start";
 }
