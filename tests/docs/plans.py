@@ -83,12 +83,12 @@ def printed(*arguments: str) -> tuple[str, str]:
 
 
 def plan(*arguments: str) -> dict[str, Any]:
-    return json.loads(printed("plan", "offload=auto", "--json", *arguments)[0])
+    return json.loads(printed("plan", "--json", *arguments)[0])
 
 
 def choice(example: str, gigabytes: int) -> str:
     """A cell of the table of choices."""
-    found = plan(f"example={example}", "--device-memory", str(gigabytes))
+    found = plan(f"example={example}", "offload=auto", "--device-memory", str(gigabytes))
     if not found["ok"]:
         return "does not fit"
     chosen = {key: each["value"] for key, each in found["settings"].items()}
@@ -114,7 +114,7 @@ def shared_cells(width: int, height: int, frames: int, card: str) -> Iterator[st
     entry |= {"resolution": height, "resolution_type": "pixel", "video": video}
     Path("datasets.json").write_text(json.dumps([entry, {"id": "text", "dataset_type": "text_embeds"}]))
     settings = ["example=kandinsky5-video-pro-lora", f"model_flavour={flavour}", "data_backend_config=datasets.json"]
-    settings += ["validation_disable=true", "--devices", "8", "--device", card]
+    settings += ["offload=auto", "validation_disable=true", "--devices", "8", "--device", card]
     whole, shared = (plan(*settings, f"sequence_parallel_size={count}") for count in (1, 8))
     assert shared["buckets"][0]["size"] == f"{width}x{height}@{frames}"
     host = [f"{max(phase['host'] for phase in each['memory']) / 1e9:.0f} GB" for each in (whole, shared)]
