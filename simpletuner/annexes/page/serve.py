@@ -88,7 +88,7 @@ PAGE = [
     taking("/api/start/look", start_card.look),
     taking("/api/start/write", start_card.write),
     taking("/api/uploads", uploads.new_folder),
-    Route(f"{UPLOADS}{{name}}/{{file:path}}", uploads.upload, methods=["PUT"]),
+    Route(f"{UPLOADS}{{name}}/{{file:path}}", uploads.put_file, methods=["PUT"]),
     Route("/dataset", plans.show_datasets),
     Route("/api/training/status", live.status),
     taking("/api/training/start", live.start),

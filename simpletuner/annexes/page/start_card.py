@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from simpletuner.annexes.page import files
 from simpletuner.annexes.page.project import CONFIG_NAME, Project, Refusal, project_of
 from simpletuner.annexes.start.material import Material
 from simpletuner.annexes.start.receive import LARGEST_FILE, MOST_FILES, USED, ZIP
-from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, about_example, name_of
+from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, about_example, run_name
 from simpletuner.atomic import free_path
 from simpletuner.config.sources import example_names
 from simpletuner.errors import Problem, did_you_mean
@@ -36,7 +37,7 @@ def look(request: Request, body: dict[str, Any]) -> Response:
     project, drafts = project_of(request), dict[str, Any]()
     material = material_in(project, body)
     for model in material.models:
-        start = start_of(project, material, {**body, "model": model.removesuffix("-lora")})
+        start = answered(project, material, {**body, "model": model.removesuffix("-lora")})
         # The plan of a draft has no files beside its config.
         values = {key: value for key, value in start.config().items() if key not in FILES}
         drafts[model.removesuffix("-lora")] = {"config": start.name, "values": values, "datasets": start.datasets()}
@@ -63,7 +64,7 @@ def write(request: Request, body: dict[str, Any]) -> Response:
         Refusal: 409 if there is a config of this name, 422 for answers that cannot be used.
     """
     project = project_of(request)
-    start = start_of(project, material_in(project, body), body)
+    start = answered(project, material_in(project, body), body)
     if not CONFIG_NAME.fullmatch(start.name) or start.name == "config":
         raise Refusal(422, [Problem("name", f"{start.name!r} cannot name a config: use letters, digits and . _ -")])
     folder = project.inside(project.config_file(start.name).parent)
@@ -83,27 +84,35 @@ def material_in(project: Project, body: dict[str, Any]) -> Material:
     return Material.of(project.inside(str(body.get("folder") or ".")), mixed=True)
 
 
-def start_of(project: Project, material: Material, body: dict[str, Any]) -> Start:
+def answered(project: Project, material: Material, body: dict[str, Any]) -> Start:
     """The run that the answers in a request describe; what is left open is taken as the command takes it.
 
     Raises:
         Refusal: 422 for a purpose or model that the files cannot have.
     """
-    free = free_path(project.folder / "config" / name_of(material.folder)).name
-    answers = {key: str(body.get(key) or "").strip() for key in ("purpose", "model", "name")}
     models = [model.removesuffix("-lora") for model in material.models]
-    for key, choices in (("purpose", material.purposes), ("model", models)):
-        if (answer := answers[key]) and answer not in choices:
-            hint = did_you_mean(answer, choices)
-            raise Refusal(422, [Problem(key, f"{answer!r} is not one of: {', '.join(choices)}.{hint}")])
-    purpose = answers["purpose"] or material.purposes[0]
-    trigger = str(body.get("trigger") or TRIGGER).strip() if purpose != "edit" else ""
+    purpose, model = one_of(material.purposes, body, "purpose"), one_of(models, body, "model")
+    free = free_path(project.folder / "config" / run_name(material.folder)).name
+    missing = len(material.uncaptioned)
     return Start(
-        name=answers["name"] or free,
+        name=str(body.get("name") or free).strip(),
         material=material,
         purpose=purpose,
-        trigger=trigger,
-        example=f"{answers['model'] or models[0]}-lora",
-        captions=body.get("captions") is True or len(material.uncaptioned) < len(material.files.files),
+        trigger=str(body.get("trigger") or TRIGGER).strip() if purpose != "edit" else "",
+        example=f"{model}-lora",
+        captions=body.get("captions") is True or missing < len(material.files.files),
         root=project.folder,
     )
+
+
+def one_of(choices: Sequence[str], body: dict[str, Any], key: str) -> str:
+    """The choice that a request names, else the first.
+
+    Raises:
+        Refusal: 422 if it is none of them.
+    """
+    answer = str(body.get(key) or choices[0]).strip()
+    if answer not in choices:
+        hint = did_you_mean(answer, choices)
+        raise Refusal(422, [Problem(key, f"{answer!r} is not one of: {', '.join(choices)}.{hint}")])
+    return answer

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from simpletuner.annexes.page.plans import GONE
 from simpletuner.annexes.page.project import Refusal, project_of
 from simpletuner.annexes.start.receive import check_space, receive, safe_name
-from simpletuner.annexes.start.recipe import name_of
+from simpletuner.annexes.start.recipe import run_name
 from simpletuner.atomic import free_path, writing_to
 
 FOLDER = Path("datasets")
@@ -25,7 +25,7 @@ IDLE_SECONDS = 30.0  # without a byte; an upload as a whole may take hours
 
 def new_folder(request: Request, body: dict[str, Any]) -> Response:
     """Create a folder for files: `{"name": NAME}`, made safe, and numbered if there is one already."""
-    wanted = project_of(request).inside(FOLDER) / name_of(Path(safe_name(str(body.get("name", ""))) or "my-files"))
+    wanted = project_of(request).inside(FOLDER) / run_name(Path(safe_name(str(body.get("name", ""))) or "my-files"))
     while True:
         folder = free_path(wanted)
         with writing_to(folder), suppress(FileExistsError):  # somebody else was faster
@@ -33,7 +33,7 @@ def new_folder(request: Request, body: dict[str, Any]) -> Response:
             return JSONResponse({"name": folder.name, "folder": f"{FOLDER}/{folder.name}"}, 201)
 
 
-async def upload(request: Request) -> Response:
+async def put_file(request: Request) -> Response:
     """Save the body of a request as a file, or the files of a zip; names those that were saved or skipped."""
     folder, name = project_of(request).inside(FOLDER / request.path_params["name"]), request.path_params["file"]
     if folder.parent != project_of(request).inside(FOLDER) or not folder.is_dir():

@@ -108,21 +108,13 @@ def unpack(archive: Path, title: str) -> tuple[dict[str, Path], dict[str, str]]:
     Raises:
         UserError: it is damaged or dangerous.
     """
-    found, skipped = dict[str, Path](), dict[str, str]()
     try:
         _check_end(archive)
         with ZipFile(archive) as content:
             members = [member for member in content.infolist() if not member.is_dir()]
             _check(members, archive.stat().st_size)
             check_space(archive.parent, sum(member.file_size for member in members))
-            for number, member in enumerate(members, start=1):
-                name = safe_name(member.filename)
-                if reason := why_unused(name) or (name in found and "is in the zip twice; the first was used"):
-                    skipped[name] = reason
-                    continue
-                found[name] = archive.with_name(f"{number}{Path(name).suffix.lower()}")
-                with content.open(member) as source, found[name].open("xb") as target:
-                    shutil.copyfileobj(source, target)
+            found, skipped = _unpack(content, members, archive)
     except _Fault as fault:
         raise UserError(f"{title} was not unpacked: {fault}.") from None
     except (BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError) as error:
@@ -130,6 +122,19 @@ def unpack(archive: Path, title: str) -> tuple[dict[str, Path], dict[str, str]]:
     if len({name.partition("/")[0] for name in found}) == 1 and all("/" in name for name in found):
         # The folder that was zipped.
         found = {name.partition("/")[2]: path for name, path in found.items()}
+    return found, skipped
+
+
+def _unpack(content: ZipFile, members: Sequence[ZipInfo], archive: Path) -> tuple[dict[str, Path], dict[str, str]]:
+    found, skipped = dict[str, Path](), dict[str, str]()
+    for number, member in enumerate(members, start=1):
+        name = safe_name(member.filename)
+        if reason := why_unused(name) or (name in found and "is in the zip twice; the first was used"):
+            skipped[name] = reason
+            continue
+        found[name] = archive.with_name(f"{number}{Path(name).suffix.lower()}")
+        with content.open(member) as source, found[name].open("xb") as target:
+            shutil.copyfileobj(source, target)
     return found, skipped
 
 

@@ -180,7 +180,7 @@ class Start:
         return False, "cannot be planned"
 
 
-def name_of(folder: Path) -> str:
+def run_name(folder: Path) -> str:
     """The name of a run, from that of its folder."""
     return re.sub(r"[^\w.-]+", "-", folder.resolve().name).strip("-.") or "my-lora"
 

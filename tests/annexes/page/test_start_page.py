@@ -22,7 +22,7 @@ expect = pytest.importorskip("playwright.sync_api", reason="needs Playwright").e
 PLAN = {
     "ok": True, "problems": [], "device": {"name": "a GPU with 24 GiB", "usable": 25e9, "memory": 26e9},
     "memory": [{"phase": "training", "device": 20e9, "host": 1e9}], "length": {"steps": 1000, "steps_done": 0},
-    "seconds": {"step": 2.4, "training": 2400, "previews": 60}, "download": 2e9, "datasets": [], "disk": [],
+    "seconds": {"step": 2.4, "training": 2400, "previews": 60}, "model": {"download": 2e9}, "datasets": [], "disk": [],
     "buckets": [], "offload_auto": [],
 }  # fmt: skip
 DROP = """

@@ -174,11 +174,11 @@ async function judge(mine) {
   }
 }
 
-function verdict({ device, download, problems, seconds }) {
+function verdict({ device, model, problems, seconds }) {
   const isTold = (key) => problems.some((problem) => problem.key === key);
   const fatal = problems.find((problem) => problem.fatal && problem.key !== "memory" && !/caption/.test(problem.message));
   if (fatal || !device) return [false, fatal ? `${fatal.key}: ${fatal.message}` : "the plan needs captions"];
-  const loaded = download ? `, ${gigabytes(download)} to download` : "";
+  const loaded = model.download ? `, ${gigabytes(model.download)} to download` : "";
   const time = `about ${duration(seconds.training)} without previews${loaded}`;
   if (isTold("device")) return [false, `no GPU can be used here; on the CPU ${time}`];
   return isTold("memory") ? [false, `does not fit ${device.name}`] : [true, `fits, ${time}`];
