@@ -22,7 +22,7 @@ def caption(
 ) -> None:
     """Write a .txt caption beside each picture or clip that has none, with the checkpoint's own Qwen2.5-VL.
 
-    Nothing is overwritten, and a call that was stopped continues when repeated. Settings follow as in train.
+    No caption is overwritten, and a call that was stopped continues when repeated. Settings follow as in train.
     """
     from simpletuner.annexes.captions.wording import Wording, check_captions, uncaptioned, unread
     from simpletuner.reporting.log import setup_logging

@@ -26,6 +26,12 @@ export async function show() {
   await load(new URLSearchParams({ ...named(), ...Object.fromEntries(wanted.query) }));
 }
 
+// The policy of the page forbids styles in HTML.
+function fill(place, html) {
+  place.innerHTML = html;
+  for (const each of place.querySelectorAll("[data-style]")) each.style.cssText = each.dataset.style;
+}
+
 async function load(query) {
   const mine = (shown = String(query));
   dialog.setAttribute("aria-busy", "true");
@@ -34,7 +40,7 @@ async function load(query) {
   dialog.removeAttribute("aria-busy");
   if (response?.ok) {
     const focused = document.activeElement?.id, open = find(".change")?.open;
-    dialog.innerHTML = text;
+    fill(dialog, text);
     dialog.scrollTo(0, 0);
     if (open && find(".change")) find(".change").open = true;
     if (focused) document.getElementById(focused)?.focus();
@@ -51,7 +57,7 @@ async function change(card, path, body, etag) {
   const said = card.querySelector(".said"), { ok, status, data } = await api(path, { method: "PUT", etag, body: { ...named(), file: fileOf(card), ...body } });
   if (!ok && status !== 412) return void (said.textContent = `Not saved: ${sentences({ ok, data }).join(" ")}`);
   const box = element("div");
-  box.innerHTML = data.card;
+  fill(box, data.card);
   const fresh = box.firstElementChild, typed = card.querySelector("textarea"), now = fresh.querySelector("textarea");
   if (ok && typed && typed === document.activeElement) {
     card.dataset.tag = fresh.dataset.tag; // the cursor stays where it is
@@ -69,21 +75,21 @@ const save = (card, area) => area.value !== area.defaultValue && change(card, "/
 
 // All files: first a preview, then the change itself.
 async function edit(body) {
-  const { ok, data } = await api("/api/library/edit", { method: "POST", body: { ...named(), ...body } }), place = find(".preview");
+  const { ok, data } = await api("/api/library/edit", { method: "POST", body: { ...named(), ...body } }), place = find(".changes");
   const told = sentences({ ok, data });
   if (!ok && data.count === undefined) return place.replaceChildren(element("p", { className: "bad", textContent: told.join(" ") }));
   if (data.backup) {
     await show();
     const undo = element("button", { type: "button", textContent: "Undo" });
     undo.addEventListener("click", () => edit({ undo: data.backup }));
-    return find(".preview").replaceChildren(element("p", { textContent: `${data.count} captions changed. ${data.note} ` }), undo);
+    return find(".changes").replaceChildren(element("p", { textContent: `${data.count} captions changed. ${data.note} ` }), undo);
   }
-  const rows = data.first.map(({ name, before, after }) => element("tr", {}, ...[name, before, after].map((textContent) => element("td", { textContent }))));
+  const lines = data.first.map(({ name, before, after }) => element("p", {}, element("b", { textContent: name }), element("del", { textContent: before }), element("ins", { textContent: after })));
   const notes = [...told, data.emptied && `${data.emptied} of them would be empty.`, data.unreadable.length && `Not readable: ${data.unreadable.join(", ")}.`];
   const apply = element("button", { type: "button", className: "primary", textContent: `Change ${data.count} captions`, disabled: !data.count });
   apply.addEventListener("click", () => edit({ ...body, seen: data.digest }));
-  const table = element("table", { className: "rows" }, element("tbody", {}, ...rows));
-  place.replaceChildren(element("p", { textContent: `${data.count} captions would change${data.count > rows.length ? `, for instance ${rows.length}` : ""}.` }), ...notes.filter(Boolean).map((textContent) => element("p", { className: "bad", textContent })), element("div", { className: "scroll" }, table), apply);
+  const heading = `${data.count} captions would change${data.count > lines.length ? `, of which these are the first ${lines.length}` : ""}.`;
+  place.replaceChildren(element("p", { textContent: heading }), ...notes.filter(Boolean).map((textContent) => element("p", { className: "bad", textContent })), ...lines, apply);
   apply.focus();
 }
 
@@ -91,10 +97,10 @@ async function edit(body) {
 async function follow() {
   clearTimeout(timer);
   const { ok, data } = await api("/api/library/describe");
-  if (!ok || !find(".preview") || data.dataset !== asked()?.dataset) return;
+  if (!ok || !find(".changes") || data.dataset !== asked()?.dataset) return;
   const ended = !data.running && !find("[value=stop]").hidden;
   find("[value=stop]").hidden = !data.running;
-  if (data.message) find(".preview").textContent = data.message;
+  if (data.message) find(".changes").textContent = data.message;
   if (data.running) {
     find(".change").open = true;
     timer = setTimeout(follow, 2000);
@@ -106,7 +112,7 @@ const ACTS = {
   prefix: () => edit({ trigger: find(".trigger").value }),
   describe: async () => {
     const { ok, data } = await api("/api/library/describe", { method: "POST", body: { ...named(), style: page("#library-style").value, trigger: find(".trigger").value } });
-    if (!ok) return void (find(".preview").textContent = sentences({ ok, data }).join(" "));
+    if (!ok) return void (find(".changes").textContent = sentences({ ok, data }).join(" "));
     follow();
   },
   stop: () => api("/api/library/describe/stop", { method: "POST", body: {} }),
