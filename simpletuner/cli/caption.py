@@ -38,7 +38,7 @@ def caption(
             events.say(note, warning=True)
         # Before torch is imported: a second call on a captioned folder ends at once.
         if not files:
-            events.say("Every picture and clip has a caption file.")
+            events.say("Every picture and clip has a caption.")
             return
         with events.phase("Loading torch"), uncollected():
             from simpletuner.annexes.captions.caption import described, write_captions

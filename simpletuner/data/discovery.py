@@ -29,7 +29,7 @@ from simpletuner.data import files
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, is_clip, probe_clip
 from simpletuner.data.media import PICTURE_SUFFIXES, probe
 from simpletuner.data.sample import Rejected
-from simpletuner.errors import Problem, Reading
+from simpletuner.errors import Problem, Problems, Reading
 
 if TYPE_CHECKING:  # it reads folders by this module
     from simpletuner.data.entries import DataContext
@@ -356,9 +356,11 @@ def read_excluded(config: DatasetConfig) -> Reading[frozenset[str]]:
     path = Path(config.instance_data_dir or "", config.exclude_files)
     if not path.is_file() and "exclude_files" not in config.model_fields_set:
         return frozenset()
-    names = (yield from read_json(path, list, "a JSON list of file names")) or []
+    problems = Problems()
+    names = problems.take(read_json(path, list, "a JSON list of file names")) or []
     if not all(isinstance(name, str) for name in names):
-        yield Problem("exclude_files", f'{str(path)!r} must be a JSON list of file names, such as ["a.png"].')
+        problems.append(Problem("", 'must be a JSON list of file names, such as ["a.png"].'))
+    yield from (Problem("exclude_files", f"{str(path)!r} {each.message}", each.fatal) for each in problems)
     return frozenset(name for name in names if isinstance(name, str))
 
 

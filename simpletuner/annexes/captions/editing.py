@@ -1,4 +1,4 @@
-"""Change captions and leave files out: what the page of the server does to a dataset's folder. Free of torch.
+"""CaptionChange captions and leave files out: what the page of the server does to a dataset's folder. Free of torch.
 
 No file is deleted or moved. A caption is replaced only by somebody who has seen what it says now, and before many are
 replaced at once, a hidden file beside them keeps the old ones.
@@ -37,7 +37,7 @@ class ChangedMeanwhileError(UserError):
 
 
 @dataclass(frozen=True)
-class Change:
+class CaptionChange:
     """What becomes of a caption file; `name` is its path below the dataset's folder."""
 
     name: str
@@ -72,9 +72,17 @@ def write_caption(path: Path, text: str, seen: str) -> None:
     """
     content = content_of(text)
     with _writing:
-        if tag_of(read_caption(path)) != seen:
-            raise ChangedMeanwhileError(f"{path.name} has changed since it was opened. Nothing was saved.")
+        _check_unchanged(path, seen)
         write_atomically(path, content)
+
+
+def _check_unchanged(path: Path, seen: str) -> None:
+    try:
+        tag = tag_of(read_caption(path))
+    except LeftOutError:
+        tag = "not text any more"
+    if tag != seen:
+        raise ChangedMeanwhileError(f"{path.name} has changed since it was opened. It is kept as it is.")
 
 
 def content_of(text: str) -> str:
@@ -124,7 +132,7 @@ def restoring(backup: Path) -> Reading[Edit]:
     return lambda name, text: texts.get(name, text)
 
 
-def changes_of(files: Mapping[str, Path], edit: Edit) -> tuple[list[Change], list[str]]:
+def changes_of(files: Mapping[str, Path], edit: Edit) -> tuple[list[CaptionChange], list[str]]:
     """What an edit would change, and the names of the files that cannot be read.
 
     Args:
@@ -141,16 +149,16 @@ def changes_of(files: Mapping[str, Path], edit: Edit) -> tuple[list[Change], lis
             unreadable.append(name)
             continue
         if (after := edit(name, text)) != text:
-            changes.append(Change(name, path, text, content_of(after)))
+            changes.append(CaptionChange(name, path, text, content_of(after)))
     return changes, unreadable
 
 
-def digest_of(changes: Sequence[Change]) -> str:
+def digest_of(changes: Sequence[CaptionChange]) -> str:
     """Identifies changes, so that those which are applied are those which were seen."""
     return tag_of("".join(map(tag_of, (part for each in changes for part in (each.name, each.before, each.after)))))
 
 
-def apply(changes: Iterable[Change], folder: Path) -> str:
+def apply(changes: Iterable[CaptionChange], folder: Path) -> str:
     """Write changes; returns the name of the file in the dataset's folder that keeps what was there.
 
     Raises:
@@ -161,8 +169,7 @@ def apply(changes: Iterable[Change], folder: Path) -> str:
         backup = free_path(folder / f".captions-{datetime.now().astimezone():%Y%m%d-%H%M%S}.json")
         write_json(backup, {change.name: change.before for change in changes})
         for change in changes:
-            if (read_caption(change.path) or "") != change.before:
-                raise ChangedMeanwhileError(f"{change.name} has changed meanwhile; {backup.name} has the old captions.")
+            _check_unchanged(change.path, tag_of(change.before))
             write_atomically(change.path, change.after)
     return backup.name
 

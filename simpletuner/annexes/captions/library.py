@@ -88,7 +88,7 @@ class Library:
     @cached_property
     def listing(self) -> Scan:
         """The names of its files and caption files."""
-        return listed(self.entry, self.context)
+        return list_files(self.entry, self.context)
 
     @cached_property
     def excluded(self) -> frozenset[str]:
@@ -151,7 +151,7 @@ class Library:
 
     def show(self, names: Sequence[str]) -> Iterator[Shown]:
         """Some files, with what training makes of them."""
-        known, shared = facts_of(self.root, names), Counter(map(pair_key, names))
+        known, shared = read_facts(self.root, names), Counter(map(pair_key, names))
         for entry, captions in self._planned(names) if self.is_planned else self._bare(names):
             card = card_of(known[entry.name], entry, [Words(caption) for caption in captions])
             text, locked, facts = None, self.locked, known[entry.name]
@@ -166,27 +166,30 @@ class Library:
 
     def _planned(self, names: Sequence[str]) -> Iterator[tuple[LedgerEntry, Sequence[str]]]:
         """What training makes of some files, as if there were no others and none had been left out."""
-        entries = [each for each in self.entries if each.id == self.entry.id or each.dataset_type == "text_embeds"]
-        folders, keys = {self.entry.id: part_of(self.entry, names, self.listing)}, set(map(pair_key, names))
-        for each in (each for each in self.entries if each.is_conditioning):
-            filled = self.context.fill(each)
-            listing = listed(filled, self.context)
-            partners = [name for name in listing.files if pair_key(name) in keys]
-            folders[each.id] = part_of(filled, partners, listing)
-            entries.append(each)
-        built = build_datasets(entries, self.context, Problems(), folders)
+        entries = [
+            each for each in self.entries if each.id == self.entry.id or each.is_conditioning or each.is_text_embeds
+        ]
+        built = build_datasets(entries, self.context, Problems(), self._folders(names))
         dataset = next((each for each in built if each.id == self.entry.id), None)
         if dataset is None:
             return self._bare(names)
         captions = {sample.name: sample.captions for sample in dataset.samples}
         return ((entry, captions.get(entry.name, ())) for entry in placed(dataset) if entry.name in dataset.facts)
 
+    def _folders(self, names: Sequence[str]) -> dict[str, Folder]:
+        """The folders of the dataset and of its partners, as if they had only some files."""
+        folders, keys = {self.entry.id: part_of(self.entry, names, self.listing)}, set(map(pair_key, names))
+        for each in (self.context.fill(each) for each in self.entries if each.is_conditioning):
+            listing = list_files(each, self.context)
+            folders[each.id] = part_of(each, [name for name in listing.files if pair_key(name) in keys], listing)
+        return folders
+
     def _bare(self, names: Sequence[str]) -> Iterator[tuple[LedgerEntry, Sequence[str]]]:
         """Some files without what training makes of them."""
         return ((LedgerEntry(self.entry.id, name), ()) for name in names)
 
 
-def listed(entry: DatasetConfig, context: DataContext) -> Scan:
+def list_files(entry: DatasetConfig, context: DataContext) -> Scan:
     """The files of an entry, listed again whenever that takes a small part of the time."""
     place = Path(entry.instance_data_dir or ""), wanted_suffixes(entry, context)
     until, listing = _listings.get(place, (0.0, Scan()))
@@ -203,7 +206,7 @@ def forget_listings() -> None:
     _listings.clear()
 
 
-def facts_of(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:
+def read_facts(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:
     """Facts of some files, each read once unless it changes."""
     facts = inspect_files(root, names, _facts[root])
     _facts[root] |= facts
@@ -213,7 +216,7 @@ def facts_of(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:
 def part_of(entry: DatasetConfig, names: Sequence[str], listing: Scan) -> Folder:
     """The folder of an entry as if it had only these files."""
     root = Path(entry.instance_data_dir or "")
-    facts = facts_of(root, sorted(names))
+    facts = read_facts(root, sorted(names))
     captions = {key: listing.captions[key] for key in map(pair_key, names) if key in listing.captions}
     damaged = tuple(Rejected(entry.id, name, "damaged", fact.problem) for name, fact in facts.items() if fact.problem)
     return Folder(root, facts, Scan((*facts,), captions), frozenset(), damaged, {})

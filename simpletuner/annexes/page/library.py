@@ -51,7 +51,7 @@ class Captioning:
         return self.child is not None and self.child.poll() is None
 
 
-def entries_of(saved: Configuration) -> tuple[list[DatasetConfig], DataContext]:
+def datasets_in(saved: Configuration) -> tuple[list[DatasetConfig], DataContext]:
     """The entries of a config's dataset file, and what their files depend on.
 
     Raises:
@@ -72,7 +72,7 @@ def opened(request: Request, asked: Mapping[str, Any]) -> Library:
         Refusal: 404 if there is none, 422 or 403 if it leads out of the project.
     """
     project, name = project_of(request), str(asked.get("dataset"))
-    entries, context = entries_of(Configuration.saved(project, str(asked.get("config") or "config")))
+    entries, context = datasets_in(Configuration.saved(project, str(asked.get("config") or "config")))
     for entry in map(context.fill, entries):
         if entry.id == name and entry.instance_data_dir:
             folder = project.inside(entry.instance_data_dir, packaged=True)
@@ -95,7 +95,7 @@ def show(request: Request) -> Response:
     )
 
 
-def card_of(library: Library, name: str) -> str:
+def card_html(library: Library, name: str) -> str:
     """The card of a file, as HTML."""
     return render("page/library.html.jinja", part="files", library=library, files=library.show([name]))
 
@@ -131,7 +131,9 @@ def put_caption(request: Request, body: dict[str, Any]) -> Response:
     try:
         editing.write_caption(path, str(body.get("text", "")), seen)
     except editing.ChangedMeanwhileError as error:
-        return JSONResponse({"problems": problems_json([Problem("", str(error))]), "card": card_of(library, name)}, 412)
+        return JSONResponse(
+            {"problems": problems_json([Problem("", str(error))]), "card": card_html(library, name)}, 412
+        )
     return after_change(request, library, name, is_new=not seen)
 
 
@@ -150,7 +152,7 @@ def after_change(request: Request, library: Library, name: str, *, is_new: bool)
     if is_new:
         forget_listings()
         library = Library(library.entry, library.entries, library.context)
-    return JSONResponse({"card": card_of(library, name), "note": when_used(request, library)})
+    return JSONResponse({"card": card_html(library, name), "note": when_used(request, library)})
 
 
 def when_used(request: Request, library: Library) -> str:
@@ -165,7 +167,7 @@ def when_used(request: Request, library: Library) -> str:
 def roots_of(runs: Runs, run: Run) -> Iterator[Path]:
     """The folders of a run's datasets, as far as they are known."""
     with suppress(UserError, OSError):
-        entries, _ = entries_of(Configuration.saved(runs.project, run.config, run.settings))
+        entries, _ = datasets_in(Configuration.saved(runs.project, run.config, run.settings))
         yield from (runs.project.inside(each.instance_data_dir) for each in entries if each.instance_data_dir)
 
 
@@ -213,7 +215,7 @@ def edit_in(library: Library, body: Mapping[str, Any]) -> editing.Edit:
     return restored
 
 
-def describe(request: Request, body: dict[str, Any]) -> Response:
+def start_captioning(request: Request, body: dict[str, Any]) -> Response:
     """Caption the files that have no caption, in a process: `{"config", "dataset", "style", "trigger"}`."""
     library, runs, captioning = editable(request, body), request.app.state.runs, request.app.state.captioning
     if captioning.is_running or any(run.status()["status"] in ACTIVE for run in runs.all()):
@@ -228,7 +230,7 @@ def describe(request: Request, body: dict[str, Any]) -> Response:
     return JSONResponse({}, 202)
 
 
-def description(request: Request) -> Response:
+def captioning_state(request: Request) -> Response:
     """Whether captions are being written, and the last words of the process."""
     captioning = request.app.state.captioning
     forget_listings()
@@ -237,7 +239,7 @@ def description(request: Request) -> Response:
     return JSONResponse({**about, "message": said_at_the_end(console) if captioning.child else ""})
 
 
-def stop_describing(request: Request, body: dict[str, Any]) -> Response:
+def stop_captioning(request: Request, body: dict[str, Any]) -> Response:
     """End the process that writes captions; those that it wrote stay."""
     if (captioning := request.app.state.captioning).is_running:
         send(captioning.child.pid, signal.SIGINT)
@@ -256,7 +258,7 @@ def media_file(project: Project, path: str) -> Path:
     return file
 
 
-def thumbnail(request: Request) -> Response:
+def send_thumbnail(request: Request) -> Response:
     """A small picture of a file, of a clip its first frame: `?path=FILE&stamp=TEXT`."""
     file = media_file(project_of(request), request.query_params.get("path", ""))
     try:
@@ -267,6 +269,6 @@ def thumbnail(request: Request) -> Response:
         raise Refusal(422, f"{file.name} {error}.") from None
 
 
-def media(request: Request) -> Response:
+def send_original(request: Request) -> Response:
     """A picture or clip itself; ranges are answered, which players need: `?path=FILE`."""
     return FileResponse(media_file(project_of(request), request.query_params.get("path", "")))

@@ -120,9 +120,9 @@ const ACTS = {
 
 dialog.addEventListener("change", ({ target }) => {
   if (target.matches("textarea")) save(target.closest("figure"), target);
-  if (target.matches("#library-only")) go({ only: target.value, page: "" });
+  if (target.matches("#library-only, #library-words")) go({ only: page("#library-only").value, words: page("#library-words").value, page: "" });
 });
-dialog.addEventListener("submit", (event) => { event.preventDefault(); go({ words: page("#library-words").value, page: "" }); });
+dialog.addEventListener("submit", (event) => event.preventDefault());
 dialog.addEventListener("click", ({ target }) => {
   const card = target.closest("figure"), button = target.closest("button");
   if (button?.matches(".close")) location.hash = CLOSED;
