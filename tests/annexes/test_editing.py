@@ -1,4 +1,4 @@
-"""Captions are changed by those who have seen them, all at once only after a preview, and nothing is lost on the way."""
+"""Captions are changed by those who have seen them, all at once only after a preview, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -294,7 +294,7 @@ def test_nothing_outside_the_project_is_shown_or_written(page: TestClient, folde
     assert edit(page, find="secret").status_code == 403
     assert (outside / "secret.txt").read_text() == "secret\n"
     for route in ("thumbnail", "media"):
-        assert page.get(f"/library/{route}", params={"path": outside / "secret.png"}).status_code == 403
+        assert page.get(f"/library/{route}", params={"path": str(outside / "secret.png")}).status_code == 403
         assert page.get(f"/library/{route}", params={"path": "config/config.json"}).status_code == 404
     write(folder, "", CONFIG, {**CATS, "exclude_files": "../../list.json"})
     assert page.get("/library", params={"dataset": "cats"}).status_code == 422
