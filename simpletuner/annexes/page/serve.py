@@ -18,6 +18,8 @@ import h11
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
@@ -26,7 +28,7 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from simpletuner.annexes.page import files, form, library, live, plans
+from simpletuner.annexes.page import docs, files, form, library, live, plans
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
 from simpletuner.annexes.page.project import Project, Refusal, read_object
@@ -40,6 +42,7 @@ Mode = Literal["unified", "trainer", "callback"]
 HEAD_SECONDS = 10.0
 MOST_CONNECTIONS = 400
 END_SECONDS = 1
+COMPRESSION = 6  # of 9: the form takes 4 % more bytes, in a third of the time
 
 
 def health(request: Request) -> Response:
@@ -102,6 +105,7 @@ PAGE = [
     Route("/api/metrics/training/runs/{run}", live.metrics),
     Route("/media/{run}/{path:path}", live.media),
     Route("/report/{run}", live.report),
+    Route("/docs/{path:path}", docs.show),
     Route("/runs", live.listing),
     Route("/runs/{run}/{part}", live.view),
     *map(shared, ("page.css", "curves.js", "viewer.js")),
@@ -113,6 +117,8 @@ def create_app(project: Project, mode: Mode = "unified", over: threading.Event |
     """The application that serves a project, without its guard; once `over` is set, streams of events end."""
     app = Starlette(
         routes=[*ALWAYS, *(ELSEWHERE if mode != "trainer" else []), *(PAGE if mode != "callback" else [])],
+        # Of pictures, clips, parts of files and streams of events it compresses none.
+        middleware=[Middleware(GZipMiddleware, compresslevel=COMPRESSION)],
         exception_handlers={UserError: refused, HTTPException: refused},
     )
     app.state.runs, app.state.over = Runs(project), over or threading.Event()
