@@ -354,6 +354,9 @@ class Folder:
 def read_excluded(config: DatasetConfig) -> Reading[frozenset[str]]:
     """The files of an entry that its `exclude_files` names; none without such a list."""
     path = Path(config.instance_data_dir or "", config.exclude_files)
+    if path.name != config.exclude_files:
+        yield Problem("exclude_files", f"{config.exclude_files!r} must be the name of a file in the dataset's folder.")
+        return frozenset()
     if not path.is_file() and "exclude_files" not in config.model_fields_set:
         return frozenset()
     problems = Problems()
@@ -377,9 +380,8 @@ def read_folder(
     known = load_index(Path(config.cache_dir_vae or ""), root)
     if listing is None:
         listing = scan(root, wanted_suffixes(config, context)) if is_readable(root) else Scan()
-    left_out = {**listing.ignored}
-    detail = f"is left out by {config.exclude_files}"
-    left_out |= {name: ("not chosen", detail) for name in listing.files if name in excluded}
+    reason = "not chosen", f"is left out by {config.exclude_files}"
+    left_out = {**listing.ignored, **dict.fromkeys(excluded & {*listing.files}, reason)}
     # Without an index no list has been made that could be kept.
     if known and (config.preserve_data_backend_cache or {"metadata", "aspect"} & {*(config.skip_file_discovery or ())}):
         detail = "was added after the list of files was made, and that list is kept"

@@ -276,6 +276,8 @@ def test_a_list_that_cannot_be_used_is_an_error(content: str, message: str, cont
     ]
     _, problems = build(context, folder(photos, exclude_files="none.json"))
     assert ["none.json" in problem.message for problem in fatal(problems)] == [True], "a list that was named must exist"
+    _, problems = build(context, folder(photos, exclude_files="../exclude.json"))
+    assert ["must be the name of a file" in problem.message for problem in fatal(problems)] == [True]
 
 
 def test_max_num_samples_is_a_fixed_subset(context: DataContext, photos: Path) -> None:

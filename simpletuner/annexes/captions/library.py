@@ -151,7 +151,7 @@ class Library:
 
     def show(self, names: Sequence[str]) -> Iterator[Shown]:
         """Some files, with what training makes of them."""
-        known, shared = read_facts(self.root, names), Counter(map(pair_key, names))
+        known, shared = inspected(self.root, names), Counter(map(pair_key, names))
         for entry, captions in self._planned(names) if self.is_planned else self._bare(names):
             card = card_of(known[entry.name], entry, [Words(caption) for caption in captions])
             text, locked, facts = None, self.locked, known[entry.name]
@@ -206,7 +206,7 @@ def forget_listings() -> None:
     _listings.clear()
 
 
-def read_facts(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:
+def inspected(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:
     """Facts of some files, each read once unless it changes."""
     facts = inspect_files(root, names, _facts[root])
     _facts[root] |= facts
@@ -216,7 +216,7 @@ def read_facts(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:
 def part_of(entry: DatasetConfig, names: Sequence[str], listing: Scan) -> Folder:
     """The folder of an entry as if it had only these files."""
     root = Path(entry.instance_data_dir or "")
-    facts = read_facts(root, sorted(names))
+    facts = inspected(root, sorted(names))
     captions = {key: listing.captions[key] for key in map(pair_key, names) if key in listing.captions}
     damaged = tuple(Rejected(entry.id, name, "damaged", fact.problem) for name, fact in facts.items() if fact.problem)
     return Folder(root, facts, Scan((*facts,), captions), frozenset(), damaged, {})

@@ -80,7 +80,7 @@ def opened(request: Request, asked: Mapping[str, Any]) -> Library:
     raise Refusal(404, f"The saved config has no dataset {name!r} with a folder; save your changes first.")
 
 
-def show(request: Request) -> Response:
+def show_files(request: Request) -> Response:
     """A page of the files of a dataset, as HTML: `?config=NAME&dataset=ID&words=TEXT&only=KIND&page=N`."""
     asked, library = request.query_params, opened(request, request.query_params)
     words, only, number = asked.get("words", ""), asked.get("only", ""), asked.get("page", "1")

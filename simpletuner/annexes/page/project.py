@@ -147,9 +147,6 @@ class Project:
             # Of the hub's datasets, `owner/name` is a path inside the project, too.
             for key in (*PATH_KEYS, "caption_filter_list", "dataset_name"):
                 yield from self.check_path(f"{entry.id}.{key}", vars(entry)[key])
-            if entry.instance_data_dir:
-                excluded = str(Path(entry.instance_data_dir, entry.exclude_files))
-                yield from self.check_path(f"{entry.id}.exclude_files", excluded)
             if entry.parquet is not None:
                 yield from self.check_path(f"{entry.id}.parquet.path", entry.parquet.path)
 

@@ -86,7 +86,7 @@ PAGE = [
     taking("/api/configuration/check", plans.validate),
     Route("/api/plan", plans.plan_unsaved, methods=["POST"]),
     Route("/dataset", plans.show_datasets),
-    Route("/library", library.show),
+    Route("/library", library.show_files),
     Route("/library/thumbnail", library.send_thumbnail),
     Route("/library/media", library.send_original),
     taking("/api/library/caption", library.put_caption, "PUT"),
