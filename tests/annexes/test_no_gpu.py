@@ -138,3 +138,7 @@ def test_red_is_for_terminals_with_colour(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "dumb")
     assert in_red("days", Terminal()) == "days"
+
+
+def test_long_durations() -> None:
+    assert [duration(days * 86400) for days in (3, 999, 1001, 31836)] == ["72 h", "999 days", "3 years", "87 years"]
