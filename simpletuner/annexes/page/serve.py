@@ -28,7 +28,7 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from simpletuner.annexes.page import docs, files, form, live, plans
+from simpletuner.annexes.page import docs, files, form, library, live, plans
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
 from simpletuner.annexes.page.project import Project, Refusal, read_object
@@ -86,6 +86,15 @@ PAGE = [
     taking("/api/configuration/check", plans.validate),
     Route("/api/plan", plans.plan_unsaved, methods=["POST"]),
     Route("/dataset", plans.show_datasets),
+    Route("/library", library.show_files),
+    Route("/library/thumbnail", library.send_thumbnail),
+    Route("/library/media", library.send_original),
+    taking("/api/library/caption", library.put_caption, "PUT"),
+    taking("/api/library/excluded", library.put_excluded, "PUT"),
+    taking("/api/library/edit", library.edit),
+    Route("/api/library/describe", library.captioning_state),
+    taking("/api/library/describe", library.start_captioning),
+    taking("/api/library/describe/stop", library.stop_captioning),
     Route("/api/training/status", live.status),
     taking("/api/training/start", live.start),
     taking("/api/training/new", live.renew),
@@ -113,6 +122,7 @@ def create_app(project: Project, mode: Mode = "unified", over: threading.Event |
         exception_handlers={UserError: refused, HTTPException: refused},
     )
     app.state.runs, app.state.over = Runs(project), over or threading.Event()
+    app.state.captioning = library.Captioning()
     return app
 
 

@@ -11,6 +11,10 @@ const timers = {};
 const later = (name, delay, action) => { clearTimeout(timers[name]); timers[name] = setTimeout(action, delay); };
 
 // Tabs. The address names the tab or one of its sections.
+async function openFiles() {
+  if (location.hash.startsWith("#dataset/files/") || page("#library").open) (await import("./library.js")).show();
+}
+
 function openTab() {
   const [name] = location.hash.slice(1).split("/"), tab = tabs.find((each) => each.id === `tab-${inRun ? "run" : name}`) ?? tabs[0];
   page("#search").value = "";
@@ -238,6 +242,8 @@ page("#add-config").addEventListener("click", async () => {
   await openConfig(name.value.trim(), from.value || name.value.trim());
 });
 addEventListener("hashchange", openTab);
+addEventListener("hashchange", openFiles);
+document.addEventListener("config", openFiles);
 addEventListener("beforeunload", (event) => isDirty() && event.preventDefault());
 addEventListener("keydown", (event) => {
   if ((event.ctrlKey || event.metaKey) && event.key === "s") { event.preventDefault(); if (isDirty()) saveNow(); }

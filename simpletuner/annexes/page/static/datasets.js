@@ -24,6 +24,8 @@ function matters(key, entry) {
 
 function refresh(card, entry) {
   card.querySelector("h3").textContent = entry.id || "New dataset";
+  card.querySelector(".files").hidden = !entry.instance_data_dir;
+  card.querySelector(".files").href = `#dataset/files/${encodeURIComponent(entry.id)}`;
   card.querySelector(".enabled").checked = !(entry.disabled || entry.disable);
   card.classList.toggle("off", Boolean(entry.disabled || entry.disable));
   for (const field of card.querySelectorAll(".field")) {
