@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from simpletuner.annexes.sweep import Sheet
+from simpletuner.annexes.report.sheet import Sheet
 from simpletuner.reporting.metrics import Columns, MediaRecord
 from tests.workspace import DATASETS, Workspace
 

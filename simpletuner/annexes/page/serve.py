@@ -7,8 +7,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -26,10 +26,11 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from simpletuner.annexes.page import files, form, live, plans
+from simpletuner.annexes.page import files, form, jobs, live, plans, results
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
 from simpletuner.annexes.page.project import Project, Refusal, read_object
+from simpletuner.annexes.queue import Queue
 from simpletuner.annexes.report.html import FOLDER as REPORT
 from simpletuner.errors import ConfigError, DiskFullError, UserError
 from simpletuner.reporting.events import EventStream
@@ -87,6 +88,11 @@ PAGE = [
     taking("/api/training/start", live.start),
     taking("/api/training/new", live.renew),
     *(taking(path, partial(live.press, act)) for path, act in live.BUTTONS.items()),
+    taking("/api/training/queue", jobs.add),
+    taking("/api/training/render", jobs.add_rendering),
+    taking("/api/training/queue/move", jobs.move),
+    taking("/api/training/queue/remove", jobs.remove),
+    Route("/queue", jobs.listing),
     Route("/api/training/events", live.events),
     Route("/api/events/recent", live.recent),
     Route("/api/metrics/training/runs", live.summaries),
@@ -94,6 +100,8 @@ PAGE = [
     Route("/media/{run}/{path:path}", live.media),
     Route("/report/{run}", live.report),
     Route("/runs", live.listing),
+    *(Route(f"/runs/{{run}}/{act.__name__}", act) for act in results.PARTS),
+    Route("/download/{run}", results.download),
     Route("/runs/{run}/{part}", live.view),
     *map(shared, ("page.css", "curves.js", "viewer.js")),
     Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
@@ -105,9 +113,20 @@ def create_app(project: Project, mode: Mode = "unified", over: threading.Event |
     app = Starlette(
         routes=[*ALWAYS, *(ELSEWHERE if mode != "trainer" else []), *(PAGE if mode != "callback" else [])],
         exception_handlers={UserError: refused, HTTPException: refused},
+        lifespan=serving_queue if project.run is None and mode != "callback" else None,
     )
     app.state.runs, app.state.over = Runs(project), over or threading.Event()
+    app.state.queue = Queue(project.folder, jobs.RunWorker(app.state.runs))
     return app
+
+
+@asynccontextmanager
+async def serving_queue(app: Starlette) -> AsyncIterator[None]:
+    """Start the jobs of the queue, from a thread, as long as the server runs."""
+    over = threading.Event()
+    threading.Thread(target=app.state.queue.serve, args=(over,), name="queue", daemon=True).start()
+    yield
+    over.set()
 
 
 def refused(request: Request, error: Exception) -> Response:
@@ -149,7 +168,7 @@ def make_server(
         factory=True,
         http=Connection,
         ws="none",
-        lifespan="off",
+        lifespan="on",
         # uvicorn would replace the handlers of the run.
         log_config=None,
         log_level="error",

@@ -9,8 +9,8 @@ import base64
 import functools
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
@@ -59,10 +59,20 @@ def gallery(metrics: Columns, previews: Sequence[MediaRecord], folder: Path, *, 
     return {"grid": grid, "left_out": left_out(grid), "scripts": scripts, **curves(metrics, with_mfu=with_mfu)}
 
 
-def curves(metrics: Columns, *, with_mfu: bool = True) -> dict[str, Any]:
-    """What templates need for the curves of some metrics."""
+def curves(metrics: Columns, *, with_mfu: bool = True, beside: Mapping[str, Columns] | None = None) -> dict[str, Any]:
+    """What templates need for the curves of some metrics; `beside` are those of other runs, to draw over them."""
     charts = charts_of(metrics, with_mfu=with_mfu)
-    return {"charts": charts, "chart_data": {"charts": [each.to_json() for each in charts], "hours": hours_of(metrics)}}
+    for name, other in (beside or {}).items():
+        theirs = {
+            each.title: [replace(line, name=f"{name}: {line.name}") for line in each.series]
+            for each in charts_of(other)
+        }
+        charts = [
+            each if each.bars else replace(each, series=[*each.series, *theirs.get(each.title, ())]) for each in charts
+        ]
+    # A step of another run took another time, so only steps are comparable.
+    hours = [] if beside else hours_of(metrics)
+    return {"charts": charts, "chart_data": {"charts": [each.to_json() for each in charts], "hours": hours}}
 
 
 def left_out(grid: PreviewGrid) -> list[str]:
@@ -354,18 +364,48 @@ def build_grid(
         output_dir: their paths are relative to it.
         link: the address of a preview, for pages that are served and embed none.
     """
-    by_row: dict[tuple[str, int, int, int], list[MediaRecord]] = {}
-    for record in records:
-        by_row.setdefault(record.row, []).append(record)
-    shown = sorted(by_row.values(), key=lambda row: grid_order(row[0]))[:ROWS]
-    all_steps = sorted({record.step for row in shown for record in row})
-    # A prompt with EMA previews takes two lines of the grid.
-    lines = sum(len({record.ema for record in row}) for row in shown)
-    steps = choose_steps(all_steps, max(FEWEST_COLUMNS, CELLS // max(1, lines)))
+    ordered = grid_rows(records)
+    shown = ordered[:ROWS]
+    all_steps = steps_of(shown)
+    steps = choose_steps(all_steps, columns_beside(shown))
     allowance = _allowance(sum(record.step in steps for row in shown for record in row))
     source = link or partial(_source, output_dir=output_dir, allowance=allowance)
     rows = [_build_row(row, steps, source) for row in shown]
-    return PreviewGrid(steps, rows, len(all_steps) - len(steps), len(by_row) - len(shown))
+    return PreviewGrid(steps, rows, len(all_steps) - len(steps), len(ordered) - len(shown))
+
+
+def grid_rows(records: Iterable[MediaRecord]) -> list[list[MediaRecord]]:
+    """Previews by prompt, index and size, in the order of a grid."""
+    by_row: dict[tuple[str, int, int, int], list[MediaRecord]] = {}
+    for record in records:
+        by_row.setdefault(record.row, []).append(record)
+    return sorted(by_row.values(), key=lambda row: grid_order(row[0]))
+
+
+def steps_of(rows: Iterable[Iterable[MediaRecord]]) -> list[int]:
+    """The steps at which any of some rows was rendered."""
+    return sorted({record.step for row in rows for record in row})
+
+
+def columns_beside(rows: Sequence[Sequence[MediaRecord]]) -> int:
+    """How many steps a grid of these rows shows."""
+    # A prompt with EMA previews takes two lines of the grid.
+    lines = sum(len({record.ema for record in row}) for row in rows)
+    return max(FEWEST_COLUMNS, CELLS // max(1, lines))
+
+
+def pages_of(records: Sequence[MediaRecord]) -> list[tuple[str, list[MediaRecord]]]:
+    """All previews in portions that a grid shows whole, each with its name."""
+    rows, pages = grid_rows(records), list[tuple[str, list[MediaRecord]]]()
+    for top in range(0, len(rows), ROWS):
+        chunk = rows[top : top + ROWS]
+        prompts = f", prompts {top + 1} to {top + len(chunk)}" if len(rows) > ROWS else ""
+        steps, width = steps_of(chunk), columns_beside(chunk)
+        for start in range(0, len(steps), width):
+            part = steps[start : start + width]
+            kept = [record for row in chunk for record in row if part[0] <= record.step <= part[-1]]
+            pages.append((f"steps {part[0]:,} to {part[-1]:,}{prompts}", kept))
+    return pages
 
 
 def grid_order(record: MediaRecord) -> tuple[bool, bool]:

@@ -238,7 +238,7 @@ def test_nothing_outside_the_project_is_touched(
     keys, values = (json.loads(json.dumps(each).replace("{outside}", str(outside))) for each in (keys, values))
     opened, looked = client.get("/api/configs/config").json(), list[str]()
     monkeypatch.setattr("simpletuner.annexes.page.plans.run_while_wanted", lambda *_: looked.append("plan"))
-    monkeypatch.setattr("simpletuner.annexes.page.control.Runs._spawn", lambda *_: looked.append("train"))
+    monkeypatch.setattr("simpletuner.annexes.page.control.Runs.spawn", lambda *_: looked.append("train"))
     entries = [{**opened["datasets"][0], **keys}, opened["datasets"][1]]
     asked = {"values": {**opened["values"], **values}, "datasets": entries}
     key = next(iter(keys or values)).replace("huggingface", "dataset_name").lstrip("-").replace("-", "_")

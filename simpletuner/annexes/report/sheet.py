@@ -1,0 +1,126 @@
+"""The contact sheet of a sweep, and what else was rendered from a run. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from simpletuner.annexes.report.html import gallery, grid_order, render
+from simpletuner.atomic import open_atomically, write_atomically, write_json
+from simpletuner.config.values import read_json
+from simpletuner.errors import result_of
+from simpletuner.reporting.metrics import (
+    MEDIA,
+    Columns,
+    MediaRecord,
+    evaluation_names,
+    evaluation_points,
+)
+
+PAGE, PICTURE, CONTENT = "sheet.html", "sheet.png", "sheet.json"
+CELL, MARGIN, FONT_SIZE = 256, 8, 14  # of the picture, in pixels
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What a sweep shows.
+
+    Attributes:
+        title: the run.
+        folder: paths of the records are relative to it.
+        records: the cells: a row per `short_name`, a column per step.
+        metrics: of the run's `training_metrics.jsonl`.
+    """
+
+    title: str
+    folder: Path
+    records: Sequence[MediaRecord]
+    metrics: Columns
+
+    @classmethod
+    def read(cls, folder: Path, title: str, metrics: Columns) -> Sheet:
+        """The sheet that was begun last in a folder, with the cells that are rendered by now; none without one."""
+        content = result_of(read_json(folder / CONTENT, list)) if (folder / CONTENT).is_file() else None
+        records = [MEDIA.validate_python(each) for each in content or ()]
+        return cls(title, folder, [each for each in records if (folder / each.path).is_file()], metrics)
+
+    def begin(self) -> None:
+        """Write which cells there will be, for those who watch."""
+        write_json(self.folder / CONTENT, [asdict(record) for record in self.records], durable=False)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, in order."""
+        return sorted({record.step for record in self.records})
+
+    @property
+    def best(self) -> int | None:
+        """The checkpoint with the lowest evaluation loss, interpolated between the steps where it was measured."""
+        points = evaluation_points(self.metrics)
+        steps, losses = [step for step, _ in points], [loss for _, loss in points]
+        return min(self.steps, key=lambda step: float(np.interp(step, steps, losses))) if points else None
+
+    @property
+    def verdict(self) -> str:
+        """What the evaluation loss says, in one sentence."""
+        points = evaluation_points(self.metrics)
+        if not points:
+            return "No evaluation loss was measured, so no checkpoint is marked; eval_steps_interval measures it."
+        (low, least), (last, loss) = min(points, key=lambda point: point[1]), points[-1]
+        if low == last:
+            return f"The evaluation loss is lowest at the last step measured ({least:.4g} at step {low:,})."
+        rise = f"rises after it, to {loss:.4g} at step {last:,}"
+        return f"The evaluation loss is lowest at step {low:,} ({least:.4g}) and {rise}."
+
+    def write(self) -> None:
+        """Write `sheet.html`, which holds the pictures, and `sheet.png`."""
+        kept = {"step", "train_loss", *evaluation_names(self.metrics)}
+        shown = gallery(self.metrics.only(kept), self.records, self.folder, with_mfu=False)
+        page = render("sheet.html.jinja", sheet=self, refresh=None, **shown)
+        write_atomically(self.folder / PAGE, page, durable=False)
+        with open_atomically(self.folder / PICTURE, durable=False) as file:
+            self._picture().save(file, "PNG")
+
+    def _picture(self) -> Image.Image:
+        """A row per prompt with its name above, a column per checkpoint; the middle frames of clips."""
+        records = sorted(self.records, key=grid_order)
+        rows = list(dict.fromkeys(record.row for record in records))
+        line = FONT_SIZE + MARGIN
+        height = max(CELL * record.height // max(record.width, record.height) for record in records)
+        size = (CELL + MARGIN) * len(self.steps) + MARGIN, line + (height + line) * len(rows)
+        sheet, font = Image.new("RGB", size, "white"), ImageFont.load_default(FONT_SIZE)
+        draw = ImageDraw.Draw(sheet)
+        left = {step: MARGIN + column * (CELL + MARGIN) for column, step in enumerate(self.steps)}
+        top = {row: line + (height + line) * number for number, row in enumerate(rows)}
+        for step in self.steps:
+            mark = ", lowest evaluation loss" if step == self.best else ""
+            draw.text((left[step], MARGIN // 2), f"step {step:,}{mark}", "black", font)
+        for row in rows:
+            draw.text((MARGIN, top[row]), row[0], "black", font)
+        for record in records:
+            cell = ImageOps.contain(still(self.folder / record.path), (CELL, height))
+            sheet.paste(cell, (left[record.step], top[record.row] + line - MARGIN // 2))
+        return sheet
+
+
+def cell(made: Mapping[str, Any], name: str, path: str) -> MediaRecord:
+    """The record of what was rendered by a recipe."""
+    shown = {key: made[key] for key in ("width", "height", "seed", "index", "prompt")}
+    return MediaRecord(step=made["step"] or 0, short_name=name, path=path, **shown)
+
+
+def still(path: Path) -> Image.Image:
+    """A picture, or the middle frame of a clip."""
+    if path.suffix != ".mp4":
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    import av  # the page imports this module and decodes no clip
+
+    with av.open(str(path)) as clip:
+        frames = list(clip.decode(video=0))
+        return frames[len(frames) // 2].to_image()
