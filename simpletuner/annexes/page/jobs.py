@@ -43,9 +43,8 @@ class RunWorker:
         """Start the process of a job."""
         if job.command == "train":
             run = self.runs.start(job.config, job.settings)
-            return replace(
-                job, folder=str(run.folder), owner=run.child and owner_of(run.child.pid, "simpletuner train")
-            )
+            assert run.child is not None
+            return replace(job, folder=str(run.folder), owner=owner_of(run.child.pid, "simpletuner train"))
         log = log_of(job)
         log.parent.mkdir(exist_ok=True)
         child = self.runs.spawn(log, [job.command, job.folder, f"--output={log.parent}", *job.options])
@@ -53,12 +52,14 @@ class RunWorker:
 
     def look(self, job: Job) -> Job:
         """A started job as of now; what its process left behind says how it ended, also to a new server."""
+        is_alive = job.is_alive  # before its files: what a process that has ended wrote is complete
         if job.command == "train":
             status = self.runs.at(Path(job.folder)).status()
-            state = RUNNING if job.is_alive or status["status"] in ACTIVE else status["status"]
-            return replace(job, state=state, message=status["message"])
+            if is_alive or status["status"] in ACTIVE:
+                return replace(job, message="")  # the view of the run has it
+            return replace(job, state=status["status"], message=status["message"])
         last = said_at_the_end(printed(log_of(job)))
-        if job.is_alive:
+        if is_alive:
             return replace(job, message=last)
         ended = "completed" if last.startswith(LAST_LINE) else "cancelled" if last in INTERRUPTED else "error"
         return replace(job, state=ended, message=last)
