@@ -28,7 +28,7 @@ def start(
 
     Settings on the command line go into the config, as in start my_cat max_train_steps=500.
     """
-    from simpletuner.annexes.start import ask
+    from simpletuner.annexes.start.questions import ask
     from simpletuner.annexes.wizard.talk import Talk
     from simpletuner.config.sources import parse_arguments
 

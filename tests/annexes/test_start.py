@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from simpletuner.annexes.start import Material, Recipe, Start
+from simpletuner.annexes.start.material import Material
+from simpletuner.annexes.start.recipe import Recipe, Start
 from simpletuner.cli.app import main
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.discovery import Scan

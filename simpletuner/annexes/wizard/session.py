@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_atomically, write_json
 from simpletuner.config.load import canonical, read_json_layer
-from simpletuner.config.schema import GROUPS, main_name, option_names
+from simpletuner.config.render import render_config
+from simpletuner.config.schema import main_name
 from simpletuner.config.values import read_json
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, UserError, result_of
 from simpletuner.models.spec import FamilySpec, Task
@@ -289,14 +289,6 @@ def unusable_keys(draft: Draft) -> dict[str, str]:
     return reasons
 
 
-def render_config(values: Mapping[str, Any]) -> str:
-    """JSON in the order of the schema, with an empty line between groups; unknown keys come last."""
-    known = [[name for name in group.model_fields if name in values] for group in GROUPS.values()]
-    others = [name for name in values if name not in option_names()]
-    blocks = [",\n".join(_entry(name, values[name]) for name in names) for names in (*known, others) if names]
-    return "{\n" + ",\n\n".join(blocks) + "\n}\n"
-
-
 def save(file: Path, text: str) -> None:
     """Write the file atomically; the previous one is kept as `.bak`."""
     target = file.resolve()  # a link is kept, and the file it points to is replaced
@@ -308,12 +300,6 @@ def save(file: Path, text: str) -> None:
 
 def backup_of(file: Path) -> Path:
     return file.with_name(f"{file.name}.bak")
-
-
-def _entry(name: str, value: Any) -> str:
-    # Newlines inside texts are escaped, so only lines of JSON are indented.
-    text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
-    return f"  {json.dumps(name)}: {text}"
 
 
 def show_next_steps(draft: Draft, talk: Talk) -> None:

@@ -1,0 +1,176 @@
+"""The files of a run that learns from a folder, by a recipe for its purpose.
+
+What a recipe knows stands in `examples/recipes/PURPOSE.json`, what a model needs in the example of that model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from simpletuner.annexes.fitting.ready import weigh_plan
+from simpletuner.annexes.fitting.show import duration
+from simpletuner.annexes.start.material import Material
+from simpletuner.atomic import build_folder, write_json
+from simpletuner.budget.device import find_device
+from simpletuner.config.render import render_config
+from simpletuner.config.sources import EXAMPLES, Arguments
+from simpletuner.errors import ConfigError, Problems, UserError
+from simpletuner.models.registry import FAMILIES
+
+CHECKPOINTS = 8  # to choose from at the end; see docs/CHOOSING.md
+FILES = {"data_backend_config": "multidatabackend.json", "user_prompt_library": "user_prompt_library.json"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a purpose asks of a run.
+
+    Attributes:
+        title: the purpose in a few words.
+        phrase: how captions and prompts name what is learned; `{trigger}` stands for the user's words.
+        prompt, unrelated_prompt: of previews with `{phrase}`, and of what should stay as it was.
+        steps_per_file, fewest_steps, most_steps: the length of the run.
+        settings: further keys of config.json.
+    """
+
+    title: str
+    phrase: str
+    prompt: str
+    unrelated_prompt: str
+    steps_per_file: int
+    fewest_steps: int
+    most_steps: int
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, purpose: str) -> Recipe:
+        path = EXAMPLES / "recipes" / f"{purpose}.json"
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def steps(self, files: int) -> int:
+        """The length of a run on so many files, in whole hundreds."""
+        return min(self.most_steps, max(self.fewest_steps, round(files * self.steps_per_file, -2)))
+
+
+@dataclass(frozen=True)
+class Start:
+    """The answers, and the files that follow from them.
+
+    Attributes:
+        trigger: a word for what is learned; what it is may follow after a comma.
+        example: of the model.
+        captions: every file will have a caption of its own.
+        settings: keys given on the command line.
+    """
+
+    name: str
+    material: Material
+    purpose: str
+    trigger: str
+    example: str
+    captions: bool
+    settings: Mapping[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        return Path("config") / self.name
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        return Recipe.of(self.purpose)
+
+    @property
+    def phrase(self) -> str:
+        return self.recipe.phrase.format(trigger=self.trigger)
+
+    def config(self) -> dict[str, Any]:
+        """The content of config.json."""
+        config, recipe = _example(self.example), self.recipe
+        steps = recipe.steps(len(self.material.files.files))
+        config.pop("validation_step_interval")
+        config |= {
+            "output_dir": f"output/{self.name}",
+            **{key: (self.folder / file).as_posix() for key, file in FILES.items()},
+            "max_train_steps": steps,
+            "checkpoint_step_interval": steps // CHECKPOINTS,
+            "checkpoints_total_limit": CHECKPOINTS,
+            "offload": "auto",
+            "validation_prompt": recipe.prompt.format(phrase=self.phrase) or config["validation_prompt"],
+            **recipe.settings,
+        }
+        word, _, what = self.phrase.partition(", ")
+        if self.purpose == "subject" and what:
+            # The class of the subject stays as it was, without further pictures.
+            config |= {
+                "preservation_weight": 1.0,
+                "preservation_trigger": f"{word}, {what}",
+                "preservation_prompt": what,
+            }
+        if self.material.holds_clips:
+            config["validation_num_video_frames"] = self._frames(config)
+        return config | self.settings
+
+    def _frames(self, config: Mapping[str, Any]) -> int:
+        spec = FAMILIES[config["model_family"]]
+        return self.material.frames(spec.frame_rate or 1, spec.frame_stride, config["validation_num_video_frames"])
+
+    def datasets(self) -> list[dict[str, Any]]:
+        """The content of the dataset file."""
+        trained, *others = _example(self.example, "multidatabackend.json")
+        trained["instance_data_dir"] = self.material.folder.as_posix()
+        if self.phrase and not self.captions:
+            trained |= {"caption_strategy": "instanceprompt", "instance_prompt": self.phrase}
+        elif self.phrase:
+            trained |= {"instance_prompt": f"{self.phrase},", "prepend_instance_prompt": True}
+        if "video" in trained:
+            frames = self._frames(_example(self.example))
+            trained["video"] |= {"num_frames": frames, "min_frames": frames}
+        if self.material.sources:
+            others[0]["instance_data_dir"] = self.material.sources.as_posix()
+        return [trained, *others]
+
+    def write(self, folder: Path) -> None:
+        """Write config, dataset file and prompts into a folder that exists."""
+        (folder / "config.json").write_text(render_config(self.config()), encoding="utf-8")
+        write_json(folder / "multidatabackend.json", self.datasets())
+        write_json(folder / "user_prompt_library.json", {"unrelated": self.recipe.unrelated_prompt})
+
+    def save(self) -> None:
+        """Create the folder of the run's config, whole or not at all.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        try:
+            with build_folder(self.folder) as unfinished:
+                self.write(unfinished)
+        except OSError as error:
+            raise UserError(f"{self.folder} cannot be written: {error.strerror}.") from None
+
+    def verdict(self) -> tuple[bool, str]:
+        """Whether it fits this machine, and how long it takes, in a few words."""
+        if not find_device().is_gpu:
+            return True, "no GPU here"
+        problems = Problems()
+        # Captions that are still to be written are no reason against a model.
+        judged = replace(self, captions=not self.material.uncaptioned)
+        with TemporaryDirectory() as name, suppress(ConfigError):
+            judged.write(Path(name))
+            files: list[tuple[str, object]] = [(key, f"{name}/{file}") for key, file in FILES.items()]
+            arguments = Arguments(files, {"config_path": f"{name}/config.json"}, problems=problems)
+            plan, budget = weigh_plan(arguments)
+            fits = not any(problem.where == "memory" for problem in problems)
+            time = duration(budget.step_seconds * plan.length.total_steps)
+            return fits, f"fits, about {time} without previews" if fits else "does not fit this GPU"
+        return False, "cannot be planned"
+
+
+def _example(name: str, file: str = "config.json") -> Any:
+    return json.loads((EXAMPLES / name / file).read_text(encoding="utf-8"))
