@@ -126,10 +126,9 @@ def move(request: Request, body: dict[str, Any]) -> Response:
 
 def remove(request: Request, body: dict[str, Any]) -> Response:
     """Take a job out of the queue: `{"job": ID}`; one at work is stopped instead, as with Ctrl-C."""
-    queue = queue_of(request)
-    job = queue.find(str(body.get("job")))
+    job = queue_of(request).find(str(body.get("job")))
     if job.state != RUNNING:
-        queue.remove(job.id)
+        queue_of(request).remove(job.id)
     elif job.command == "train":
         ask(runs_of(request).at(Path(job.folder)), "stop")
     elif job.owner is not None and job.is_alive:
@@ -150,11 +149,11 @@ def listing(request: Request) -> Response:
     titles = {job.id: job.title for job in jobs}
     rows = [
         {
-            "job": job, "run": runs.at(Path(job.folder)).id, "number": number,
+            "job": job, "run": runs.at(Path(job.folder)).id,
             "waits_for": titles.get(job.waits_for) or Path(job.waits_for).name,
             "log": "" if job.command == "train" else "\n".join(printed(log_of(job)).splitlines()[-LOG_LINES:]),
         }
-        for number, job in enumerate(jobs)
+        for job in jobs
     ]  # fmt: skip
     other = queue.other_server if jobs else ""
     return HTMLResponse(html.render("page/queue.html.jinja", rows=rows, problem=problem, other_server=other))

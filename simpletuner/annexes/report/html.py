@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache, partial
+from html import unescape
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -37,6 +38,8 @@ from simpletuner.reporting.metrics import (
 from simpletuner.reporting.pace import RunningMean
 
 FOLDER = Path(__file__).parent
+PROGRAM = re.compile(r'class="snippet">.*?<pre>(.*?)</pre>', re.DOTALL)  # in report.html.jinja
+HEAD = 1 << 18
 # A page may show what it contains and video files next to it, and load nothing else.
 POLICY = (
     "default-src 'none'; img-src data:; media-src data: 'self' file:; style-src 'unsafe-inline'; "
@@ -60,25 +63,35 @@ def gallery(metrics: Columns, previews: Sequence[MediaRecord], folder: Path, *, 
 
 
 def curves(metrics: Columns, *, with_mfu: bool = True, beside: Mapping[str, Columns] | None = None) -> dict[str, Any]:
-    """What templates need for the curves of some metrics; `beside` are those of other runs, to draw over them."""
+    """What templates need for the curves of some metrics; `beside` are those of other runs, drawn over them."""
     charts = charts_of(metrics, with_mfu=with_mfu)
     for name, other in (beside or {}).items():
-        theirs = {
-            each.title: [replace(line, name=f"{name}: {line.name}") for line in each.series]
-            for each in charts_of(other)
-        }
-        charts = [
-            each if each.bars else replace(each, series=[*each.series, *theirs.get(each.title, ())]) for each in charts
-        ]
-    # A step of another run took another time, so only steps are comparable.
+        charts = [with_lines_of(each, name, charts_of(other)) for each in charts]
+    # Another run took other times, so the two are compared over steps.
     hours = [] if beside else hours_of(metrics)
     return {"charts": charts, "chart_data": {"charts": [each.to_json() for each in charts], "hours": hours}}
+
+
+def with_lines_of(chart: Chart, name: str, others: Sequence[Chart]) -> Chart:
+    """A chart with the lines that the charts of another run have under its title; histograms stay as they are."""
+    theirs = [line for each in others if each.title == chart.title and not chart.bars for line in each.series]
+    return replace(chart, series=[*chart.series, *(replace(line, name=f"{name}: {line.name}") for line in theirs)])
 
 
 def left_out(grid: PreviewGrid) -> list[str]:
     """What the grid does not show, in words."""
     counts = {"steps": grid.hidden_steps, "prompts": grid.hidden_rows}
     return [f"{count:,} more {what}" for what, count in counts.items() if count]
+
+
+def program_in(report: Path) -> str:
+    """The program of a report that samples with the result; empty if there is none."""
+    if not report.is_file():
+        return ""
+    with report.open("rb") as file:
+        # It is near the top; the pictures below it take megabytes.
+        found = PROGRAM.search(file.read(HEAD).decode(errors="replace"))
+    return unescape(found[1]) if found else ""
 
 
 def breakable(text: str) -> Markup:

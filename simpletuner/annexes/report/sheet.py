@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,16 @@ from simpletuner.config.values import read_json
 from simpletuner.errors import result_of
 from simpletuner.reporting.metrics import (
     MEDIA,
+    MIME,
+    VIDEO_MIME,
     Columns,
     MediaRecord,
     evaluation_names,
     evaluation_points,
 )
 
+SAMPLES = 48  # that a page shows, the newest
+SAME = ("prompt", "seed", "index", "width", "height")  # of samples in a row
 PAGE, PICTURE, CONTENT = "sheet.html", "sheet.png", "sheet.json"
 CELL, MARGIN, FONT_SIZE = 256, 8, 14  # of the picture, in pixels
 
@@ -112,6 +118,27 @@ def cell(made: Mapping[str, Any], name: str, path: str) -> MediaRecord:
     """The record of what was rendered by a recipe."""
     shown = {key: made[key] for key in ("width", "height", "seed", "index", "prompt")}
     return MediaRecord(step=made["step"] or 0, short_name=name, path=path, **shown)
+
+
+def samples_in(folder: Path) -> list[MediaRecord]:
+    """The newest samples in a folder: a row per prompt, seed and strength, with the untrained model as step 0."""
+    files = [each for each in folder.glob("*") if each.suffix in {*MIME, *VIDEO_MIME}]
+    newest = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)[:SAMPLES]
+    made = {file.name: result_of(read_json(file.with_suffix(".json"), dict)) or {} for file in newest}
+    made = {name: recipe for name, recipe in made.items() if recipe.keys() >= {*SAME, "step", "strength"}}
+    strengths: dict[tuple[Any, ...], set[float]] = defaultdict(set)
+    for recipe in made.values():
+        strengths[itemgetter(*SAME)(recipe)] |= {recipe["strength"]} - {0}
+    records: dict[tuple[Any, ...], MediaRecord] = {}
+    for name, recipe in made.items():
+        is_untrained = recipe["strength"] == 0
+        # Without its LoRA, the model belongs to the rows of all strengths.
+        rows = sorted(strengths[itemgetter(*SAME)(recipe)]) or [1] if is_untrained else [recipe["strength"]]
+        for strength in rows:
+            title = f"{recipe['prompt']:.50}, seed {recipe['seed']}" + (f", at {strength:g}" if strength != 1 else "")
+            record = cell({**recipe, "step": 0} if is_untrained else recipe, title, name)
+            records.setdefault((*record.row, record.step), record)
+    return [*records.values()]
 
 
 def still(path: Path) -> Image.Image:

@@ -20,6 +20,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from simpletuner.annexes import queue as queues
+from simpletuner.annexes.page.control import run_id
 from simpletuner.annexes.page.jobs import JOB_LOG
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
@@ -31,7 +32,8 @@ from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE
 from simpletuner.reporting.events import StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord
 from simpletuner.run.lock import LOCK_FILE
-from tests.annexes.page.page import serving
+from tests.annexes.page.page import opened, serving
+from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, own, tell
 from tests.processes import PATIENCE
 from tests.workspace import Workspace
@@ -307,3 +309,44 @@ def test_two_runs_share_a_chart_over_steps(page: TestClient, finished: Path, pro
     assert [line["name"] for line in loss["series"]] == ["loss", "other: loss"]
     assert data["hours"] == []
     assert page.get(f"/runs/{run}/curves?beside=absent").status_code == 404
+
+
+@pytest.mark.slow
+def test_a_person_compares_two_steps_and_two_runs(browser: Any, project: Workspace, finished: Path) -> None:
+    expect = pytest.importorskip("playwright.sync_api").expect
+    preview(finished, *((step, name) for step in (0, 1, 3) for name in ("validation", "bird")))
+    project.path("other").mkdir()
+    tell(project.path("other"), *STEPS, StateChanged("finished", 3, 3))
+    with opened(browser, project.folder, f"?run={run_id(finished)}#run") as page:
+        tags = page.locator("#comparison .compare .tag")
+        expect(tags).to_have_text(["step 0", "step 3"] * 2)
+        page.locator("[data-step=before]").select_option("1")
+        expect(tags).to_have_text(["step 1", "step 3"] * 2)
+        page.get_by_label("Curves beside those of").select_option(label="other")
+        expect(page.locator(".key-line").first).to_have_text("lossother: loss")
+        tell(finished, *STEPS, *preview(finished, (4, "validation"), (4, "bird")), StateChanged("finished", 4, 4))
+        expect(tags).to_have_text(["step 1", "step 4"] * 2)
+        with page.expect_download() as download:
+            page.get_by_role("link", name="Download output.safetensors").click()
+        assert download.value.suggested_filename == "output.safetensors"
+
+
+@pytest.mark.slow
+def test_a_person_samples_and_orders_the_queue(browser: Any, project: Workspace, finished: Path) -> None:
+    expect = pytest.importorskip("playwright.sync_api").expect
+    with opened(browser, project.folder, f"?run={run_id(finished)}#run") as page:
+        page.get_by_text("Sample with your own prompts").click()
+        page.get_by_label("Prompts, one a line").first.fill("a bird\nan owl")
+        page.get_by_role("button", name="Sample", exact=True).click()
+        jobs = page.locator(".queue li")
+        expect(jobs).to_contain_text(["running"])
+        page.get_by_role("button", name="Sample", exact=True).click()
+        expect(jobs).to_have_count(2)
+        page.locator(".with-number").get_by_role("button", name="Add to queue").click()
+        expect(jobs).to_have_count(3)
+        page.get_by_role("button", name="Move output up").click()
+        expect(jobs.nth(1)).to_contain_text("output waiting")
+        page.get_by_role("button", name="Stop sample of output").click()
+        expect(jobs.first).to_contain_text("cancelled")
+        said = (finished / "samples" / JOB_LOG).read_text()
+    assert "'--prompt=a bird' '--prompt=an owl' '--strength=0, 1'" in said

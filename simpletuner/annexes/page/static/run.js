@@ -94,6 +94,7 @@ function showHead(node, fresh) {
 function showQueue(node, fresh) {
   if (node.innerHTML !== fresh.innerHTML) want("results");
   morphChildren(node, fresh);
+  parts.queue.every = node.querySelector(".waiting, .running") ? 1 : 5;
 }
 
 const show = {
@@ -214,7 +215,8 @@ export async function send(path, body) {
   const answer = await api(`/api/training/${path}`, { method: "POST", body });
   problems.replaceChildren(...sentences(answer).map((text) => element("li", {}, text)));
   problems.hidden = answer.ok;
-  want("head", "list", "queue", "log");
+  refresh("queue"); // at once: it is what the next click is about
+  want("head", "list", "log");
   return answer.ok ? answer.data : null;
 }
 
