@@ -75,6 +75,11 @@ class Job:
 JOBS = TypeAdapter(list[Job])
 
 
+def in_state(jobs: Sequence[Job], state: str) -> list[Job]:
+    """The jobs in a state, in order."""
+    return [job for job in jobs if job.state == state]
+
+
 class Worker(Protocol):
     """What the queue leaves to whoever knows runs and processes."""
 
@@ -147,7 +152,7 @@ class Queue:
         """Let a waiting job pass others: -1 is one earlier."""
         with self._change() as write:
             jobs = self.read()
-            waiting = [job for job in jobs if job.state == WAITING]
+            waiting = in_state(jobs, WAITING)
             for place, job in enumerate(waiting):
                 if job.id == name:
                     waiting.insert(max(0, place + by), waiting.pop(place))
@@ -164,21 +169,27 @@ class Queue:
         with self._change() as write:
             before = self.read()
             jobs = [self.worker.look(job) if job.state == RUNNING else job for job in before]
-            running = [job.id for job in jobs if job.state == RUNNING]
-            waiting = [job for job in jobs if job.state == WAITING]
-            busy = running[0] if running else self.worker.at_work() if waiting else ""
-            for job in waiting:
-                place, problem = jobs.index(job), self._problem(job)
-                if busy or problem:
-                    jobs[place] = replace(job, message=problem, waits_for=busy)
-                elif (started := self._start(job, jobs, write)).state == RUNNING:
-                    jobs[place], busy = started, job.id
-                else:
-                    jobs[place] = started  # with its problem: it is the next one's turn
-            ended = [job for job in jobs if job.state not in (WAITING, RUNNING)][-KEPT:]
-            jobs = [*ended, *(job for state in (RUNNING, WAITING) for job in jobs if job.state == state)]
+            if in_state(jobs, WAITING):
+                jobs = self._start_next(jobs, write)
+            ended = [job for job in jobs if job.state not in (WAITING, RUNNING)]
+            jobs = [*ended[-KEPT:], *in_state(jobs, RUNNING), *in_state(jobs, WAITING)]
             if jobs != before:
                 write(jobs)
+
+    def _start_next(self, jobs: list[Job], write: Write) -> list[Job]:
+        """The jobs, one more of them at work if nothing else is; those that wait know for what."""
+        running = in_state(jobs, RUNNING)
+        busy = running[0].id if running else self.worker.at_work()
+        for place, job in enumerate(jobs):
+            if job.state == WAITING:
+                problem = self._problem(job)
+                if busy or problem:
+                    jobs[place] = replace(job, message=problem, waits_for=busy)
+                    continue
+                jobs[place] = self._start(job, jobs, write)
+                # If it could not start after all, it is the next one's turn.
+                busy = job.id if jobs[place].state == RUNNING else ""
+        return jobs
 
     def _problem(self, job: Job) -> str:
         """What keeps a job from starting; empty if nothing does."""

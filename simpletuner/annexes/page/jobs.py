@@ -136,7 +136,7 @@ def remove(request: Request, body: dict[str, Any]) -> Response:
     return JSONResponse({})
 
 
-def listing(request: Request) -> Response:
+def show_queue(request: Request) -> Response:
     """The queue as HTML."""
     queue, runs = queue_of(request), runs_of(request)
     if runs.project.run is not None:

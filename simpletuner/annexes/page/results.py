@@ -29,7 +29,7 @@ def shown(part: str, run: Run, **values: Any) -> Response:
     return HTMLResponse(html.render("page/results.html.jinja", part=part, run=run, **values))
 
 
-def curves(request: Request) -> Response:
+def show_curves(request: Request) -> Response:
     """The curves of a run; those of another over them: `?beside=ID`."""
     run, name = chosen(request), request.query_params.get("beside")
     others = [runs_of(request).find(name)] if name else []
@@ -42,7 +42,7 @@ def grid_of(run: Run, records: Sequence[MediaRecord], below: str = ".") -> Previ
     return build_grid(records, run.folder, lambda record: address(run, f"{below}/{record.path}".removeprefix("./")))
 
 
-def previews(request: Request) -> Response:
+def show_previews(request: Request) -> Response:
     """Previews of a run, a selection or all of a page: `?page=3`; those being sampled come with their progress."""
     run, page = chosen(request), request.query_params.get("page", "")
     state, _, story = run.judge()
@@ -55,14 +55,14 @@ def previews(request: Request) -> Response:
     )  # fmt: skip
 
 
-def pair(request: Request) -> Response:
+def show_pair(request: Request) -> Response:
     """The previews of two steps: `?before=0&after=300`."""
     run, asked = chosen(request), {request.query_params.get(key) for key in ("before", "after")}
     records = [each for each in read_media(run.folder / MEDIA_FILE) if str(each.step) in asked]
     return shown("pair", run, grid=grid_of(run, records))
 
 
-def results(request: Request) -> Response:
+def show_results(request: Request) -> Response:
     """What a run has left: its files and how to use them, its sweep and its samples."""
     run = chosen(request)
     folder, step = run.folder, result_step(run.folder, "lora")
@@ -93,4 +93,4 @@ def download(request: Request) -> Response:
     return FileResponse(file, filename=file_name(run, step), media_type="application/octet-stream")
 
 
-PARTS = (curves, previews, pair, results)
+PARTS = {"curves": show_curves, "previews": show_previews, "pair": show_pair, "results": show_results}

@@ -122,10 +122,7 @@ def cell(made: Mapping[str, Any], name: str, path: str) -> MediaRecord:
 
 def samples_in(folder: Path) -> list[MediaRecord]:
     """The newest samples in a folder: a row per prompt, seed and strength, with the untrained model as step 0."""
-    files = [each for each in folder.glob("*") if each.suffix in {*MIME, *VIDEO_MIME}]
-    newest = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)[:SAMPLES]
-    made = {file.name: result_of(read_json(file.with_suffix(".json"), dict)) or {} for file in newest}
-    made = {name: recipe for name, recipe in made.items() if recipe.keys() >= {*SAME, "step", "strength"}}
+    made = recipes_in(folder)
     strengths: dict[tuple[Any, ...], set[float]] = defaultdict(set)
     for recipe in made.values():
         strengths[itemgetter(*SAME)(recipe)] |= {recipe["strength"]} - {0}
@@ -139,6 +136,14 @@ def samples_in(folder: Path) -> list[MediaRecord]:
             record = cell({**recipe, "step": 0} if is_untrained else recipe, title, name)
             records.setdefault((*record.row, record.step), record)
     return [*records.values()]
+
+
+def recipes_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """The recipes of the newest samples by their files' names; what is no sample is left out."""
+    files = [each for each in folder.glob("*") if each.suffix in {*MIME, *VIDEO_MIME}]
+    newest = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)[:SAMPLES]
+    made = {file.name: result_of(read_json(file.with_suffix(".json"), dict)) or {} for file in newest}
+    return {name: recipe for name, recipe in made.items() if recipe.keys() >= {*SAME, "step", "strength"}}
 
 
 def still(path: Path) -> Image.Image:
