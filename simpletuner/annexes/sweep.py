@@ -15,8 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+<<<<<<< HEAD
 from simpletuner.annexes.report.sheet import Sheet, cell
 from simpletuner.atomic import free_path, write_json
+=======
+from simpletuner.annexes.report.html import gallery, grid_order, render
+from simpletuner.annexes.sampling import Weights
+from simpletuner.atomic import free_path, open_atomically, write_atomically, write_json
+>>>>>>> main
 from simpletuner.caching.keys import digest
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import trained_precision
@@ -26,7 +32,6 @@ from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
-from simpletuner.plan.sampling import Weights
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import PREVIEWS, EventStream, RunningPhase
 from simpletuner.reporting.metrics import METRICS_FILE, Columns, read_rows

@@ -348,7 +348,7 @@ def with_faster_previews(budget: Budget) -> Budget:
 def _faster_previews(budget: Budget) -> Iterator[str]:
     """Settings that make previews faster if memory allows."""
     config = budget.config
-    if not budget.parts.cost.guided_together:
+    if not budget.parts.cost.guided_together and config.speed.speed == "auto":
         yield BATCHED
     if not budget.device.is_gpu or not budget.parts.trains:
         return

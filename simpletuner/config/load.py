@@ -140,7 +140,9 @@ def canonical(
         hide_secrets({key: raw})
         if key not in names:
             unknown = Problem(written, f"{unknown_key(key, names)}{source}")
-            yield foreign_key_problem(written, key, raw, source, instead) or unknown
+            found = foreign_key_problem(written, key, raw, source, instead) or unknown
+            # A remedy is about config.json, which may have a key of the same name as a dataset.
+            yield replace(found, remedy={written: None}) if instead is INSTEAD else found
             continue
         name, option = names[key].name, names[key]
         # A plan without these variables can still be made; `check_unset` warns.

@@ -249,6 +249,37 @@ def test_start_and_probability(context: DataContext, photos: Path) -> None:
     assert not problems
 
 
+def test_files_are_left_out_by_a_list_in_their_folder(context: DataContext, photos: Path) -> None:
+    name = "sub 0/photo_0.png"
+    (photos / "exclude.json").write_text(json.dumps([name]))
+    (dataset,), problems = build(context, folder(photos))
+    assert not problems, "that was asked for"
+    assert (len(dataset.samples), name in dataset.facts) == (5, False)
+    assert {entry.use for entry in dataset.ledger() if entry.name == name} == {"is left out by exclude.json"}
+    (photos / "mine.json").write_text(json.dumps(["sub 1/photo_9.png"]))
+    (dataset,), (problem,) = build(context, folder(photos, exclude_files="mine.json"))
+    assert len(dataset.samples) == 6
+    assert (problem.where, problem.fatal) == ("set0.exclude_files", False)
+    assert "not in the folder: sub 1/photo_9.png. Did you mean 'sub 1/photo_" in problem.message
+    (photos / "exclude.json").write_text("[]")  # all were taken back
+    assert len(build(context, folder(photos))[0][0].samples) == 6
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("[1]", "a JSON list of file names"), ("{}", "a JSON list"), ("[", "not valid JSON")]
+)
+def test_a_list_that_cannot_be_used_is_an_error(content: str, message: str, context: DataContext, photos: Path) -> None:
+    (photos / "exclude.json").write_text(content)
+    _, problems = build(context, folder(photos))
+    assert [(problem.where, message in problem.message) for problem in fatal(problems)] == [
+        ("set0.exclude_files", True)
+    ]
+    _, problems = build(context, folder(photos, exclude_files="none.json"))
+    assert ["none.json" in problem.message for problem in fatal(problems)] == [True], "a list that was named must exist"
+    _, problems = build(context, folder(photos, exclude_files="../exclude.json"))
+    assert ["must be the name of a file" in problem.message for problem in fatal(problems)] == [True]
+
+
 def test_max_num_samples_is_a_fixed_subset(context: DataContext, photos: Path) -> None:
     (dataset,), problems = build(context, folder(photos, max_num_samples=4))
     names = [sample.name for sample in dataset.samples]

@@ -201,8 +201,7 @@ def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
             yield f"  with {count:.2g} extra {kind} passes a micro-step on average"
     disk = ", ".join(f"{writing.what} up to {gigabytes(writing.total)}" for writing in find_writings(plan, budget))
     yield f"  disk: {disk}"
-    if budget.parts.assumed:
-        yield f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {plan.flavour.name}"
+    yield from (f"  {text}" for text in _assumed(plan, budget))
     for decision in budget.decisions:
         yield f"  offload auto: {decision}"
 
@@ -236,6 +235,11 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
         yield f"  {bucket.label:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
     if len(buckets) > SHOWN_BUCKETS:
         yield f"  and {len(buckets) - SHOWN_BUCKETS} smaller buckets"
+
+
+def _assumed(plan: Plan, budget: Budget) -> Iterator[str]:
+    if budget.parts.assumed:
+        yield f"{', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {plan.flavour.name}"
 
 
 def _density_lines(budget: Budget) -> Iterator[str]:
@@ -322,7 +326,7 @@ def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) 
     Bytes and seconds are plain numbers; unknown values are `null`.
     """
     # Checks of the plan and of the budget may report the same problem.
-    listed = [{"key": each.where, "message": each.message, "fatal": each.fatal} for each in dict.fromkeys(problems)]
+    listed = [each.to_json() for each in dict.fromkeys(problems)]
     judged = {"problems": listed, "ok": not any(problem.fatal for problem in problems)}
     described = _described(*weighed) if weighed else {}
     return json.dumps(judged | described, indent=2, ensure_ascii=False)
@@ -350,7 +354,8 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
             "batches_per_epoch": length.batches_per_epoch,
             "finished": plan.is_finished,
         },
-        "device": {"name": device.name, "memory": device.memory, "usable": device.usable},
+        "device": {"name": device.name, "memory": device.memory, "usable": device.usable, "note": device.note},
+        "assumed": [*_assumed(plan, budget), *map(str.strip, _density_lines(budget))],
         "memory": [{"phase": phase.name, "device": phase.device, "host": phase.host} for phase in budget.phases],
         "buckets": [
             {

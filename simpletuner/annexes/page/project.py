@@ -61,7 +61,7 @@ def problems_json(problems: Iterable[Problem]) -> list[dict[str, Any]]:
     """Problems as the page reads them, each once and without secrets."""
     # An unnamed source of settings leaves an empty note.
     return [
-        {"key": problem.where, "message": redact(problem.message.removesuffix(" ()")), "fatal": problem.fatal}
+        {**problem.to_json(), "message": redact(problem.message.removesuffix(" ()"))}
         for problem in dict.fromkeys(problems)
     ]
 

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,8 @@ def _kept(file: Path) -> dict[str, Any] | None:
 
 def review(draft: Draft, talk: Talk) -> bool:
     """Show all settings, and ask again for those that the user names, until the answer is yes or no."""
-    owners, declined = {question.key: question for question in QUESTIONS}, dict[str, Any]()
+    owners = {question.key: question for question in QUESTIONS}
+    declined: Mapping[str, Any] = {}
     while True:
         # None removes a key.
         draft.change(dict.fromkeys(stale_keys(draft, {})))
@@ -209,7 +211,7 @@ def _written(draft: Draft) -> dict[str, Any]:
     return {key: value for key, value in draft.values.items() if key != DEVICE_MEMORY or key in draft.loaded}
 
 
-def _show(draft: Draft, talk: Talk) -> tuple[bool, dict[str, Any]]:
+def _show(draft: Draft, talk: Talk) -> tuple[bool, Mapping[str, Any]]:
     """Show all settings and what the plan says; returns whether training will refuse them, and what would fit."""
     # Late, since importing the plan would delay the first question.
     from simpletuner.annexes.wizard.verdict import judge
@@ -231,13 +233,14 @@ def _show(draft: Draft, talk: Talk) -> tuple[bool, dict[str, Any]]:
             shown = (f"{key} {redact(json.dumps(values[key], ensure_ascii=False))}" for key in keys)
             talk.say(f"  {title}: {', '.join(shown)}")
     talk.say()
-    lines, problems, remedy = judge(draft, draft.values.get(DEVICE_MEMORY))
+    lines, problems = judge(draft, draft.values.get(DEVICE_MEMORY))
     for line in lines:
         talk.tell(f"  {line}", "cyan")
     told = [*draft.judgement.problems, *problems]
     _warn(told, talk)
     talk.say()
-    return any(problem.fatal and problem.where != "device" for problem in told), remedy
+    remedies = [problem.remedy for problem in problems if problem.where == "memory"]
+    return any(problem.fatal and problem.where != "device" for problem in told), next(iter(remedies), {})
 
 
 def _warn(problems: list[Problem], talk: Talk) -> None:
