@@ -15,14 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-<<<<<<< HEAD
 from simpletuner.annexes.report.sheet import Sheet, cell
-from simpletuner.atomic import free_path, write_json
-=======
-from simpletuner.annexes.report.html import gallery, grid_order, render
 from simpletuner.annexes.sampling import Weights
-from simpletuner.atomic import free_path, open_atomically, write_atomically, write_json
->>>>>>> main
+from simpletuner.atomic import free_path, write_json
 from simpletuner.caching.keys import digest
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import trained_precision

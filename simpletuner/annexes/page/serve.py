@@ -28,11 +28,7 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-<<<<<<< HEAD
-from simpletuner.annexes.page import files, form, jobs, live, plans, results
-=======
-from simpletuner.annexes.page import docs, files, form, library, live, plans
->>>>>>> main
+from simpletuner.annexes.page import docs, files, form, jobs, library, live, plans, results
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
 from simpletuner.annexes.page.project import Project, Refusal, read_object
@@ -135,11 +131,8 @@ def create_app(project: Project, mode: Mode = "unified", over: threading.Event |
         lifespan=serving_queue if project.run is None and mode != "callback" else None,
     )
     app.state.runs, app.state.over = Runs(project), over or threading.Event()
-<<<<<<< HEAD
     app.state.queue = Queue(project.folder, jobs.RunWorker(app.state.runs))
-=======
     app.state.captioning = library.Captioning()
->>>>>>> main
     return app
 
 
