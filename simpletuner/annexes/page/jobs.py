@@ -22,7 +22,7 @@ from simpletuner.run.lock import owner_of
 JOB_LOG = "job.log"  # of a sweep or sample, in its folder
 FOLDERS = {"sweep": "sweep", "sample": "samples"}  # in the output folder of the run
 LAST_LINE = "Saved "  # begins the last line of a sweep or sample that has done everything
-LOG_LINES, MOST_PROMPTS = 40, 64
+LOG_LINES = 40
 OPTIONS = {"sweep": ("strengths", "checkpoints"), "sample": ("strength", "checkpoint", "seed", "resolution")}
 
 
@@ -104,8 +104,6 @@ def add_rendering(request: Request, body: dict[str, Any]) -> Response:
     if command not in OPTIONS or not run.may_start:
         raise Refusal(400, "A job is a sweep or a sample, of a run that `simpletuner server` shows.")
     prompts = [text for each in wanted({"prompts": [], **body}, "prompts", list) if (text := str(each).strip())]
-    if len(prompts) > MOST_PROMPTS:
-        raise Refusal(422, [Problem("prompts", f"{len(prompts)} are too many: at most {MOST_PROMPTS}.")])
     options = [f"--prompt={text}" for text in prompts]
     if image := str(body.get("image") or ""):
         options.append(f"--image={project_of(request).inside(image)}")
