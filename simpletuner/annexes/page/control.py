@@ -20,6 +20,7 @@ from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.plans import PROGRAM
 from simpletuner.annexes.page.project import CONFIG_NAME, EXAMPLE, Project, Refusal, chosen_by
 from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
+from simpletuner.annexes.payloads import EVENTS_FILE, last_id
 from simpletuner.atomic import write_json
 from simpletuner.config.load import canonical
 from simpletuner.config.schema import all_options
@@ -29,7 +30,6 @@ from simpletuner.errors import UserError, result_of
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
-from simpletuner.reporting.payloads import EVENTS_FILE, last_id
 from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
 
 # How far runs are searched for below a folder; a --root may be a whole disk.
