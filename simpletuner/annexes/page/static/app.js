@@ -1,10 +1,11 @@
 // The page: tabs, search, the open config, and the check after every change.
-import { api, ask, bindField, changes, isDirty, open, page, problemLine, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
+import { api, ask, bindField, changes, complete, isDirty, open, page, problemLine, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
 import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { showPlan } from "./plan.js";
 
 const all = (selector) => [...document.querySelectorAll(selector)];
 const tabs = all("[role=tab]"), fields = all("main .field"), byKey = new Map(fields.map((field) => [field.dataset.key, field]));
+for (const field of fields) complete(field, "f");
 const inRun = document.body.classList.contains("in-run"); // the page of a run edits nothing
 let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0, told = "";
 const timers = {};
@@ -19,11 +20,19 @@ function openTab() {
     each.tabIndex = each === tab ? 0 : -1;
   }
   document.body.dataset.tab = tab.id.slice(4);
+  fill(page(`#pane-${tab.id.slice(4)}`));
   filter("");
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (target?.matches("section, .field")) target.scrollIntoView();
   else scrollTo(0, 0);
   tab.scrollIntoView({ block: "nearest", inline: "nearest" });
+}
+
+// What only one pane needs is loaded when it is first shown, its scripts in their order.
+function fill(pane) {
+  const shell = pane.querySelector(":scope > template");
+  for (const script of shell?.content.querySelectorAll("script") ?? []) script.async = false;
+  shell?.replaceWith(shell.content);
 }
 
 page("[role=tablist]").addEventListener("keydown", (event) => {
@@ -42,7 +51,7 @@ function filter(query) {
   document.body.classList.toggle("searching", searching);
   let found = 0;
   for (const field of fields) {
-    const text = `${field.dataset.key} ${field.dataset.key.replaceAll("_", " ")} ${field.dataset.words} ${field.textContent} ${field.closest(".group")?.dataset.group ?? ""}`.toLowerCase();
+    const text = `${field.dataset.key} ${field.dataset.key.replaceAll("_", " ")} ${field.dataset.words ?? ""} ${field.textContent} ${field.closest(".group")?.dataset.group ?? ""}`.toLowerCase();
     field.hidden = searching && !words.every((word) => text.includes(word));
     found += !field.hidden;
   }
@@ -80,6 +89,7 @@ export async function openConfig(name, from = name) {
 async function refill() {
   remember("config", state.config);
   page("#look").href = `/dataset?config=${encodeURIComponent(state.config)}`;
+  Object.assign(state, { switched: state.opened !== "", opened: state.config });
   document.dispatchEvent(new CustomEvent("config", { detail: state.config }));
   listConfigs();
   showDatasets();

@@ -1,7 +1,7 @@
 // The settings of the open config: what the file says, what the page has, and what is wrong with it.
 // A field shows a value of `state.values`, or, greyed as its placeholder, what training uses without it.
 
-export const state = { config: "config", etag: null, file: {}, values: {}, datasets: { etag: null, file: [], entries: [] } };
+export const state = { config: "config", opened: "", switched: false, etag: null, file: {}, values: {}, datasets: { etag: null, file: [], entries: [] } };
 export const page = (selector) => document.querySelector(selector);
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 const clone = (value) => JSON.parse(JSON.stringify(value));
@@ -49,8 +49,23 @@ export function remember(key, value) {
   history.replaceState(history.state, "", url);
 }
 
-// One field: its control, its value as JSON, and back.
+// One field: what all have, its control, its value as JSON, and back.
+export function complete(field, prefix) {
+  const [label, input, help] = field.children, { key } = field.dataset, id = `${prefix}-${key}`, name = element("div", { className: "name" });
+  const words = `Use the default of ${label.textContent}`;
+  const reset = element("button", { type: "button", className: "reset", hidden: true, ariaLabel: words, title: "Use the default", textContent: "↺" });
+  Object.assign(label, { htmlFor: id, title: key });
+  Object.assign(input, { id, autocomplete: "off", spellcheck: false, role: input.type === "checkbox" ? "switch" : null });
+  input.setAttribute("aria-describedby", `${id}-help ${id}-told`);
+  help.id = `${id}-help`;
+  name.append(label, reset);
+  const replace = element("button", { type: "button", className: "replace", hidden: true, textContent: "Replace" });
+  field.prepend(name, element("div", { className: "set" }, input, replace));
+  field.append(element("div", { className: "told", id: `${id}-told` }));
+}
+
 const control = (field) => field.querySelector(".set").querySelector("input, select, textarea");
+const defaultOf = ({ dataset }) => JSON.parse(dataset.default ?? "null");
 const isSecret = (value) => same(value, { secret: "set" });
 const written = (value) => (typeof value === "object" ? JSON.stringify(value) : String(value));
 
@@ -60,14 +75,14 @@ export function showField(field, value, effective) {
   field.querySelector(".reset").hidden = !isSet;
   field.querySelector(".replace").hidden = !secret;
   input.readOnly = secret;
-  const unset = effective ?? JSON.parse(field.dataset.default);
+  const unset = effective ?? defaultOf(field);
   if (input.type === "checkbox") {
     const word = isSet ? String(value).toLowerCase() : String(unset);
     input.checked = ["true", "1", "yes", "on"].includes(word);
     input.indeterminate = !isSet && unset === null;
     return;
   }
-  const fallback = unset === null ? field.dataset.note : written(unset);
+  const fallback = unset === null ? (field.dataset.note ?? "") : written(unset);
   if (input.tagName === "SELECT") {
     input.options[0].textContent = fallback ? `${fallback} (default)` : "";
     const known = [...input.options].find((option) => option.value === written(value ?? ""));
