@@ -78,10 +78,14 @@ def test_the_first_visit_takes_sixty_kilobytes(
         session = context.new_cdp_session(page)
         session.send("Network.enable")
         addresses: dict[str, str] = {}
-        session.on("Network.responseReceived", lambda each: addresses.update({each["requestId"]: each["response"]["url"]}))
+        session.on(
+            "Network.responseReceived", lambda each: addresses.update({each["requestId"]: each["response"]["url"]})
+        )
         session.on(
             "Network.loadingFinished",
-            lambda each: sizes.update({addresses[each["requestId"]].partition(f":{port}")[2]: each["encodedDataLength"]}),
+            lambda each: sizes.update(
+                {addresses[each["requestId"]].partition(f":{port}")[2]: each["encodedDataLength"]}
+            ),
         )
         page.goto(f"http://127.0.0.1:{port}/")
         sync_api.expect(page.locator("#verdict")).to_have_text("fits")

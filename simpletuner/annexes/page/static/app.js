@@ -1,12 +1,14 @@
 // The page: tabs, search, the open config, and the check after every change.
-import { api, ask, bindField, changes, complete, isDirty, open, page, problemLine, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
+import { api, ask, bindField, changes, complete, defaultOf, isDirty, open, page, problemLine, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
 import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { showPlan } from "./plan.js";
+import { showRaw, startRaw } from "./raw.js";
 
 const all = (selector) => [...document.querySelectorAll(selector)];
 const tabs = all("[role=tab]"), fields = all("main .field"), byKey = new Map(fields.map((field) => [field.dataset.key, field]));
 for (const field of fields) complete(field, "f");
 const inRun = document.body.classList.contains("in-run"); // the page of a run edits nothing
+const defaults = Object.fromEntries(fields.map((field) => [field.dataset.key, defaultOf(field)]));
 let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0, told = "";
 const timers = {};
 const later = (name, delay, action) => { clearTimeout(timers[name]); timers[name] = setTimeout(action, delay); };
@@ -105,7 +107,7 @@ async function check() {
   if (mine !== number) return;
   if (!status) return; // the page says that the server is away, and checks when it is back
   judged = ok ? data : { ...judged, problems: data.problems };
-  state.effective = judged.effective;
+  state.effective = { ...defaults, ...judged.effective };
   offerFlavours(judged.flavours ?? {});
   showAll();
   later("plan", 600, plan);
@@ -137,9 +139,10 @@ function offerFlavours(flavours) {
 
 function showAll() {
   refreshDatasets();
-  for (const [key, field] of byKey) showField(field, state.values[key], judged.effective[key]);
+  for (const [key, field] of byKey) showField(field, state.values[key], state.effective[key]);
   showProblems();
   showSaved();
+  showRaw();
 }
 
 function showProblems() {
@@ -216,11 +219,12 @@ for (const [key, field] of byKey) {
   bindField(field, (value) => {
     if (value === undefined) delete state.values[key];
     else state.values[key] = value;
-    showField(field, state.values[key], judged.effective[key]);
+    showField(field, state.values[key], state.effective[key]);
     edited();
   });
 }
 startDatasets(edited);
+startRaw((name) => { if (name === "datasets") showDatasets(); edited(); });
 page("#search").addEventListener("input", ({ target }) => { filter(target.value); scrollTo(0, 0); });
 page("#save").addEventListener("click", saveNow);
 

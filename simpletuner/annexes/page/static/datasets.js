@@ -28,7 +28,7 @@ function refresh(card, entry) {
   card.classList.toggle("off", Boolean(entry.disabled || entry.disable));
   for (const field of card.querySelectorAll(".field")) {
     field.hidden = !matters(field.dataset.key, entry);
-    showField(field, part(entry, field.dataset.key), state.effective?.[field.dataset.key]);
+    showField(field, part(entry, field.dataset.key), state.effective[field.dataset.key]);
   }
   const more = card.querySelector(".grid + .more"), count = more.querySelectorAll(".field:not([hidden])").length;
   more.hidden = count === 0;
