@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import av
@@ -19,6 +20,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
 
 from simpletuner.annexes.report.html import gallery, grid_order, render
+from simpletuner.annexes.sampling import Weights
 from simpletuner.atomic import free_path, open_atomically, write_atomically, write_json
 from simpletuner.caching.keys import digest
 from simpletuner.caching.read import BatchReader
@@ -29,7 +31,6 @@ from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
-from simpletuner.plan.sampling import Weights
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import PREVIEWS, EventStream, RunningPhase
 from simpletuner.reporting.metrics import (
@@ -277,24 +278,28 @@ class Sheet:
             self._picture().save(file, "PNG")
 
     def _picture(self) -> Image.Image:
-        """A row per prompt with its name above, a column per checkpoint; the middle frames of clips."""
+        """A row per prompt with its name and text above, a column per checkpoint; the middle frames of clips."""
         records = sorted(self.records, key=grid_order)
-        rows = list(dict.fromkeys(record.row for record in records))
-        line = FONT_SIZE + MARGIN
+        line, font = FONT_SIZE + MARGIN, ImageFont.load_default(FONT_SIZE)
         height = max(CELL * record.height // max(record.width, record.height) for record in records)
-        size = (CELL + MARGIN) * len(self.steps) + MARGIN, line + (height + line) * len(rows)
-        sheet, font = Image.new("RGB", size, "white"), ImageFont.load_default(FONT_SIZE)
+        width = (CELL + MARGIN) * len(self.steps) + MARGIN
+        letters = int((width - MARGIN) / font.getlength("n"))
+        labels = {each.row: wrap(f"{each.short_name}: {each.prompt or '(empty prompt)'}", letters) for each in records}
+        tops = list(itertools.accumulate((height + line * len(label) for label in labels.values()), initial=line))
+        sheet = Image.new("RGB", (width, tops[-1]), "white")
         draw = ImageDraw.Draw(sheet)
         left = {step: MARGIN + column * (CELL + MARGIN) for column, step in enumerate(self.steps)}
-        top = {row: line + (height + line) * number for number, row in enumerate(rows)}
         for step in self.steps:
             mark = ", lowest evaluation loss" if step == self.best else ""
             draw.text((left[step], MARGIN // 2), f"step {step:,}{mark}", "black", font)
-        for row in rows:
-            draw.text((MARGIN, top[row]), row[0], "black", font)
+        cells = dict[object, int]()
+        for (row, label), top in zip(labels.items(), tops, strict=False):
+            cells[row] = top + line * len(label) - MARGIN // 2
+            for number, text in enumerate(label):
+                draw.text((MARGIN, top + line * number), text, "black", font)
         for record in records:
             cell = ImageOps.contain(still(self.folder / record.path), (CELL, height))
-            sheet.paste(cell, (left[record.step], top[record.row] + line - MARGIN // 2))
+            sheet.paste(cell, (left[record.step], cells[record.row]))
         return sheet
 
 

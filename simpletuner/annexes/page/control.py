@@ -113,8 +113,7 @@ class Runs:
             # Before the process can write events: those after `after` are of the new session.
             write_json(run.folder / STARTED_FILE, {"config": name, "settings": dict(settings), "after": after})
             options = [f"--{key}={text}" for key, text in texts.items()]
-            run.child = self._spawn(run.folder, ["train", chosen_by(name, file), *options])
-        threading.Thread(target=run.child.wait, daemon=True).start()  # no zombie stays
+            run.child = self.spawn(run.folder / CONSOLE_FILE, ["train", chosen_by(name, file), *options])
         return run
 
     def _existing(self, config: str) -> Path:
@@ -135,17 +134,20 @@ class Runs:
         here = {"output_dir": str(run.folder)} if run.status()["can"]["continue"] and written != run.folder else {}
         return self.start(run.config, {**run.settings, **here, **settings})
 
-    def _spawn(self, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
+    def spawn(self, console: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
+        """Start a command as a process that outlives this one; its output is appended to a file."""
         # These choose a config, and the new run has been given one.
         environment = {key: value for key, value in os.environ.items() if key not in ENV_VARIABLES}
-        with (folder / CONSOLE_FILE).open("ab") as console:
-            console.write(redact(f"{PROMPT}{shlex.join(arguments)}\n").encode())
-            console.flush()
-            return subprocess.Popen(
+        with console.open("ab") as file:
+            file.write(redact(f"{PROMPT}{shlex.join(arguments)}\n").encode())
+            file.flush()
+            child = subprocess.Popen(
                 # A session of its own: Ctrl-C in the server's terminal does not reach the run.
                 [*PROGRAM, *arguments], cwd=self.project.folder, env=environment, stdin=subprocess.DEVNULL,
-                stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
+                stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+        threading.Thread(target=child.wait, daemon=True).start()  # no zombie stays
+        return child
 
     def renew(self, run: Run, name: str) -> str:
         """Write config/NAME/config.json: the config of a run, starting from its LoRA, into a folder of its own.

@@ -384,7 +384,7 @@ def _build_row(records: Sequence[MediaRecord], steps: Sequence[int], source: Cal
 
 def thumbnail(picture: Image.Image, side: int = THUMBNAIL_SIDE) -> str:
     """A small copy of a training picture as a data URI."""
-    return _data_uri("image/webp", _webp(picture.convert("RGB"), side))
+    return _data_uri("image/webp", webp(picture.convert("RGB"), side))
 
 
 def choose_steps(steps: Sequence[int], limit: int) -> list[int]:
@@ -433,14 +433,14 @@ def _smaller_copy(picture: Image.Image, allowance: int) -> bytes:
     """The picture at the largest side length at which it fits; sides that certainly do not fit are skipped."""
     content = b""
     for side in [side for side in SIDES if side**2 * FEWEST_BYTES_PER_PIXEL <= allowance] or SIDES[-1:]:
-        content = _webp(picture, side)
+        content = webp(picture, side)
         if len(content) <= allowance:
             break
     return content
 
 
-def _webp(picture: Image.Image, side: int) -> bytes:
-    """The picture, reduced in place to a side length at most."""
+def webp(picture: Image.Image, side: int) -> bytes:
+    """A WebP file of the picture, reduced in place to a side length at most."""
     # With a gap, Pillow first shrinks by whole factors, which is fast, and filters from at least twice the size.
     picture.thumbnail((side, side), reducing_gap=2.0)
     buffer = io.BytesIO()

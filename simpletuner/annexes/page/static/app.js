@@ -14,8 +14,12 @@ const timers = {};
 const later = (name, delay, action) => { clearTimeout(timers[name]); timers[name] = setTimeout(action, delay); };
 
 // Tabs. The address names the tab or one of its sections.
+async function openFiles() {
+  if (location.hash.startsWith("#dataset/files/") || page("#library").open) (await import("./library.js")).show();
+}
+
 function openTab() {
-  const [name] = location.hash.slice(1).split("/"), tab = tabs.find((each) => each.id === `tab-${inRun ? "run" : name}`) ?? tabs[0];
+  const [name] = location.hash.slice(1).split("/"), tab = tabs.find((each) => each.id === `tab-${inRun ? "run" : name}`) ?? page("#tab-basic");
   page("#search").value = "";
   for (const each of tabs) {
     each.setAttribute("aria-selected", String(each === tab));
@@ -239,10 +243,13 @@ page("#config").addEventListener("change", async ({ target }) => {
   if (await maySwitch()) await openConfig(target.value);
   target.value = state.config;
 });
-page("#add-config").addEventListener("click", async () => {
+page("#add-config").addEventListener("click", () => newConfig());
+
+// Asks for the name of a new config, and what it is a copy of.
+export async function newConfig(copied = "") {
   if (!(await maySwitch())) return;
   const { data } = await api("/api/configs/examples"), from = page("#new-from"), name = page("#new-name");
-  from.replaceChildren(from.options[0], ...data.map((each) => element("option", { textContent: each.name })));
+  from.replaceChildren(from.options[0], ...data.map((each) => element("option", { textContent: each.name, selected: each.name === copied })));
   for (let refused = ""; ; ) {
     page("#new .bad").textContent = refused;
     if ((await ask(page("#new"))) !== "create") return;
@@ -250,8 +257,11 @@ page("#add-config").addEventListener("click", async () => {
     if (!refused) break;
   }
   await openConfig(name.value.trim(), from.value || name.value.trim());
-});
+  if (copied) location.hash = "basic";
+}
 addEventListener("hashchange", openTab);
+addEventListener("hashchange", openFiles);
+document.addEventListener("config", openFiles);
 addEventListener("beforeunload", (event) => isDirty() && event.preventDefault());
 addEventListener("keydown", (event) => {
   if ((event.ctrlKey || event.metaKey) && event.key === "s") { event.preventDefault(); if (isDirty()) saveNow(); }
@@ -269,4 +279,5 @@ async function openFirst(asked) {
     refused ||= told;
   }
   if (refused) showSaved(refused);
+  else if (!found.length && !location.hash) location.hash = "start";
 }

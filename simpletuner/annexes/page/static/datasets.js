@@ -24,6 +24,8 @@ function matters(key, entry) {
 
 function refresh(card, entry) {
   card.querySelector("h3").textContent = entry.id || "New dataset";
+  card.querySelector(".files").hidden = !entry.instance_data_dir;
+  card.querySelector(".files").href = `#dataset/files/${encodeURIComponent(entry.id)}`;
   card.querySelector(".enabled").checked = !(entry.disabled || entry.disable);
   card.classList.toggle("off", Boolean(entry.disabled || entry.disable));
   for (const field of card.querySelectorAll(".field")) {
@@ -127,7 +129,7 @@ export function startDatasets(whenChanged) {
 }
 
 // A dialog to walk through the folders that the server may show.
-async function chooseFolder(start) {
+export async function chooseFolder(start) {
   const dialog = document.querySelector("#browser");
   let here = "";
   const go = async (path) => {
