@@ -23,6 +23,7 @@ from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_PART, Run, ending, sai
 from simpletuner.annexes.report.html import THUMBNAIL_SIDE, render, webp
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.data.clips import CLIP_SUFFIXES, frames_of, is_clip, probe_clip
+from simpletuner.data.discovery import is_readable
 from simpletuner.data.entries import DataContext
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import PICTURE_SUFFIXES
@@ -76,6 +77,8 @@ def opened(request: Request, asked: Mapping[str, Any]) -> Library:
     for entry in map(context.fill, entries):
         if entry.id == name and entry.instance_data_dir:
             folder = project.inside(entry.instance_data_dir, packaged=True)
+            if not is_readable(folder):
+                raise Refusal(404, f"{str(folder)!r} is not a folder, or cannot be read.")
             return Library(entry.model_copy(update={"instance_data_dir": str(folder)}), entries, context)
     raise Refusal(404, f"The saved config has no dataset {name!r} with a folder; save your changes first.")
 

@@ -298,6 +298,8 @@ def test_nothing_outside_the_project_is_shown_or_written(page: TestClient, folde
         assert page.get(f"/library/{route}", params={"path": "config/config.json"}).status_code == 404
     write(folder, "", CONFIG, {**CATS, "exclude_files": "../../list.json"})
     assert leave_out(page, "0.png").status_code in (403, 422)
+    write(folder, "", CONFIG, {**CATS, "instance_data_dir": "gone"})
+    assert "is not a folder" in page.get("/library", params={"dataset": "cats"}).text
     write(folder, "", CONFIG, {**CATS, "instance_data_dir": str(outside)})
     assert page.get("/library", params={"dataset": "cats"}).status_code == 422
 
