@@ -22,6 +22,7 @@ from simpletuner.annexes.page.project import Project, Refusal, chosen_by, proble
 from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_PART, Run, ending, said_at_the_end
 from simpletuner.annexes.report.html import THUMBNAIL_SIDE, render, webp
 from simpletuner.config.datasets import DatasetConfig, read_datasets
+from simpletuner.config.sources import EXAMPLES
 from simpletuner.data.clips import CLIP_SUFFIXES, frames_of, is_clip, probe_clip
 from simpletuner.data.discovery import is_readable
 from simpletuner.data.entries import DataContext
@@ -77,9 +78,10 @@ def opened(request: Request, asked: Mapping[str, Any]) -> Library:
     for entry in map(context.fill, entries):
         if entry.id == name and entry.instance_data_dir:
             folder = project.inside(entry.instance_data_dir, packaged=True)
-            if not is_readable(folder):
+            if entry.type == "local" and not is_readable(folder):
                 raise Refusal(404, f"{str(folder)!r} is not a folder, or cannot be read.")
-            return Library(entry.model_copy(update={"instance_data_dir": str(folder)}), entries, context)
+            entry = entry.model_copy(update={"instance_data_dir": str(folder)})
+            return Library(entry, entries, context, is_packaged=folder.is_relative_to(EXAMPLES))
     raise Refusal(404, f"The saved config has no dataset {name!r} with a folder; save your changes first.")
 
 
@@ -92,10 +94,7 @@ def show_files(request: Request) -> Response:
     page = min(max(1, int(number[:9]) if number.isdecimal() else 1), pages)
     files = library.show(found[PAGE * (page - 1) : PAGE * page])
     shown = {"words": words, "only": only, "found": len(found), "looked": looked, "page": page, "pages": pages}
-    config = asked.get("config") or "config"
-    return HTMLResponse(
-        render("page/library.html.jinja", part="all", library=library, files=files, config=config, **shown)
-    )
+    return HTMLResponse(render("page/library.html.jinja", part="all", library=library, files=files, **shown))
 
 
 def card_html(library: Library, name: str) -> str:
@@ -134,28 +133,27 @@ def put_caption(request: Request, body: dict[str, Any]) -> Response:
     try:
         editing.write_caption(path, str(body.get("text", "")), seen)
     except editing.ChangedMeanwhileError as error:
-        return JSONResponse(
-            {"problems": problems_json([Problem("", str(error))]), "card": card_html(library, name)}, 412
-        )
-    return after_change(request, library, name, is_new=not seen)
+        problems = problems_json([Problem("", str(error))])
+        return JSONResponse({"problems": problems, "card": card_html(library, name)}, 412)
+    if not seen:
+        forget_listings()
+    return after_change(request, body)
 
 
 def put_excluded(request: Request, body: dict[str, Any]) -> Response:
     """Leave a file out, or take it back: `{"config", "dataset", "file", "out"}`."""
     library = opened(request, body)
-    if not library.is_planned:
-        raise Refusal(403, library.locked)
+    if library.fixed:
+        raise Refusal(403, library.fixed)
     path = project_of(request).inside(library.root / library.entry.exclude_files)
     editing.exclude(library.entry, {name_in(library, body)}, path, out=body.get("out") is True)
-    return after_change(request, opened(request, body), str(body["file"]), is_new=False)
+    return after_change(request, body)
 
 
-def after_change(request: Request, library: Library, name: str, *, is_new: bool) -> Response:
+def after_change(request: Request, body: Mapping[str, Any]) -> Response:
     """The card of a file that was changed, and from when on that counts."""
-    if is_new:
-        forget_listings()
-        library = Library(library.entry, library.entries, library.context)
-    return JSONResponse({"card": card_html(library, name), "note": when_used(request, library)})
+    library = opened(request, body)
+    return JSONResponse({"card": card_html(library, body["file"]), "note": when_used(request, library)})
 
 
 def when_used(request: Request, library: Library) -> str:

@@ -271,6 +271,19 @@ def test_captions_from_elsewhere_are_not_edited(
     assert (folder / "cats/0.txt").read_text() == "a cat number 0\n"
 
 
+def test_packaged_examples_are_only_shown(page: TestClient) -> None:
+    asked = {"config": "examples/demo", "dataset": "glimmers"}
+    html = page.get("/library", params=asked).text
+    assert "copy it to change it" in html
+    assert "<textarea" not in html
+    assert "96x96 → 96x96" in html
+    body = {**asked, "file": "glimmer-01.png"}
+    assert page.put("/api/library/caption", json={**body, "text": "x"}).status_code == 403
+    assert page.put("/api/library/excluded", json={**body, "out": True}).status_code == 403
+    picture = re.findall(r'src="(/library/thumbnail[^"]+)"', html)[0].replace("&amp;", "&")
+    assert page.get(picture).headers["content-type"] == "image/webp"
+
+
 def test_pairs_are_cropped_as_they_are_trained(page: TestClient, folder: Path) -> None:
     (folder / "masks").mkdir()
     for index in range(3):
