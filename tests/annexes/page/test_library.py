@@ -403,11 +403,25 @@ def test_a_replacement_in_a_browser(browser: Any, folder: Path) -> None:
         dialog.get_by_role("button", name="Change 3 captions").click()
         dialog.get_by_text("3 captions changed.").wait_for()
         assert (folder / "cats/2.txt").read_text() == "a cat number 2\n"
-        # A conflict shows what the file says now, and what was typed.
+
+
+@pytest.mark.slow
+def test_a_conflict_in_a_browser(browser: Any, folder: Path) -> None:
+    """Both texts are seen, and nothing typed is lost by leaving."""
+    with opened(browser, folder, "#dataset/files/cats") as page:
+        dialog = page.get_by_role("dialog", name="cats")
+        caption = dialog.get_by_label("Caption of 0.png")
+        caption.wait_for()
         (folder / "cats/0.txt").write_text("from outside\n")
-        dialog.get_by_label("Caption of 0.png").fill("from here")
-        dialog.get_by_label("Caption of 1.png").focus()
-        dialog.get_by_text("you had typed: from here").wait_for()
-        assert dialog.get_by_label("Caption of 0.png").input_value() == "from outside"
-        dialog.get_by_role("button", name="Close").click()
+        caption.fill("from here")
+        page.keyboard.press("Escape")
+        dialog.get_by_text("from outside").wait_for()
+        assert page.evaluate("location.hash") == "#dataset/files/cats"
+        assert caption.input_value() == "from here"
+        dialog.get_by_role("button", name="Save mine").click()
+        dialog.get_by_text("Saved. Training uses it").wait_for()
+        assert (folder / "cats/0.txt").read_text() == "from here\n"
+        caption.fill("last words")  # leaving saves them
+        page.keyboard.press("Escape")
         dialog.wait_for(state="hidden")
+        assert (folder / "cats/0.txt").read_text() == "last words\n"
