@@ -127,7 +127,7 @@ class Library:
         return self.root / self.listing.captions.get(pair_key(name), beside)
 
     def find(self, words: str, only: str = "") -> tuple[Sequence[str], int]:
-        """The files that have some words in their name or caption, and how many files were looked at in time.
+        """The files that have some words in their name or caption, and how many could not be looked at in time.
 
         Args:
             only: `excluded` or `uncaptioned` files, else all.
@@ -136,16 +136,16 @@ class Library:
         if only == "excluded":
             names = tuple(name for name in names if name in self.excluded)
         if not words and only != "uncaptioned":
-            return names, len(names)
+            return names, 0
         end = time.monotonic() + PATIENCE
         for looked, name in enumerate(names):
             if time.monotonic() > end:
-                return found, looked
+                return found, len(names) - looked
             text = self._text(name)
             is_wanted = only != "uncaptioned" or not (text.strip() or name in self.excluded)
             if is_wanted and words.casefold() in f"{name}\n{text}".casefold():
                 found.append(name)
-        return found, len(names)
+        return found, 0
 
     def _text(self, name: str) -> str:
         if self.locked or pair_key(name) not in self.listing.captions:

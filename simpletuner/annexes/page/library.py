@@ -89,11 +89,11 @@ def show_files(request: Request) -> Response:
     """A page of the files of a dataset, as HTML: `?config=NAME&dataset=ID&words=TEXT&only=KIND&page=N`."""
     asked, library = request.query_params, opened(request, request.query_params)
     words, only, number = asked.get("words", ""), asked.get("only", ""), asked.get("page", "1")
-    found, looked = library.find(words, only)
+    found, missed = library.find(words, only)
     pages = max(1, -(-len(found) // PAGE))
     page = min(max(1, int(number[:9]) if number.isdecimal() else 1), pages)
     files = library.show(found[PAGE * (page - 1) : PAGE * page])
-    shown = {"words": words, "only": only, "found": len(found), "looked": looked, "page": page, "pages": pages}
+    shown = {"words": words, "only": only, "found": len(found), "missed": missed, "page": page, "pages": pages}
     return HTMLResponse(render("page/library.html.jinja", part="all", library=library, files=files, **shown))
 
 

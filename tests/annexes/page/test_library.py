@@ -187,7 +187,7 @@ def test_search_in_names_and_captions(page: TestClient, monkeypatch: pytest.Monk
     assert names(show(page, words="3.p")) == ["3.png"]
     assert "0 files." in show(page, words="dog")
     monkeypatch.setattr(library, "PATIENCE", -1.0)
-    assert "0 files among the first 0 of 4: the search stopped there" in show(page, words="cat")
+    assert "0 files; 4 were not looked at" in show(page, words="cat")
 
 
 def test_all_captions_change_after_a_preview(page: TestClient, folder: Path) -> None:
@@ -392,7 +392,7 @@ def test_a_replacement_in_a_browser(browser: Any, folder: Path) -> None:
     with opened(browser, folder, "#dataset/files/cats") as page:
         page.set_viewport_size({"width": 400, "height": 800})
         dialog = page.get_by_role("dialog", name="cats")
-        dialog.get_by_text("Change captions").click()
+        dialog.get_by_text("Change or write captions").click()
         dialog.get_by_label("Find in all captions").fill("cat")
         dialog.get_by_label("Replace by").fill("fox")
         dialog.get_by_role("button", name="Preview").click()
