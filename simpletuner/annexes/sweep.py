@@ -19,6 +19,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
 
 from simpletuner.annexes.report.html import gallery, grid_order, render
+from simpletuner.annexes.sampling import Weights
 from simpletuner.atomic import free_path, open_atomically, write_atomically, write_json
 from simpletuner.caching.keys import digest
 from simpletuner.caching.read import BatchReader
@@ -29,7 +30,6 @@ from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
-from simpletuner.plan.sampling import Weights
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import PREVIEWS, EventStream, RunningPhase
 from simpletuner.reporting.metrics import (

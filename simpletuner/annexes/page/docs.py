@@ -54,6 +54,8 @@ def to_html(file: Path) -> tuple[str, Markup]:
     for token, inline in pairwise(tokens):
         if token.type == "heading_open":
             token.attrs["id"] = anchor_of(inline.content)
+        if token.type == "table_open":
+            token.attrs["tabindex"] = "0"  # so that the arrow keys scroll one that is wider than a phone
         for link in token.children or ():
             target = str(link.attrs.get("href", "#")).partition("#")[0]
             # To a file of the repository that wheels do not carry.

@@ -152,7 +152,7 @@ function chooseFirst() {
   else if (!links.some((link) => link.dataset.run === run)) {
     const first = linkOf(opened) ?? links.find((link) => "active" in link.dataset) ?? links[0];
     if (first) choose(first.dataset.run);
-    else place("head").replaceChildren();
+    else place("head").replaceChildren(element("h1", { textContent: "No runs yet" }));
   }
   for (const link of links) link.setAttribute("aria-current", String(link.dataset.run === run));
 }
