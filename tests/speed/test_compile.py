@@ -434,6 +434,7 @@ def test_wrong_gradients_keep_a_block_eager(spoil: Callable[[Tensor], Tensor], i
     assert block.layer.weight.grad is not None
 
 
+@pytest.mark.usefixtures("one_size")
 def test_stock_blocks_of_sana_are_checked(sana_checkpoint: Path) -> None:
     batch = sana.make_batch(sana_checkpoint, "i2v")
     eager = loss_and_gradients(sana.make_assembly(sana_checkpoint), batch)
