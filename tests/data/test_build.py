@@ -106,7 +106,7 @@ def test_captions_beside_pictures_that_nobody_asked_for_are_mentioned(context: D
 @pytest.mark.parametrize(
     ("entry", "where", "words"),
     [
-        ({"dataset_type": "video"}, "dataset_type", "not available yet"),
+        ({"dataset_type": "video"}, "dataset_type", "set model_family kandinsky5-video or sanavideo"),
         ({"instance_data_dir": None}, "instance_data_dir", "required"),
         ({"caption_strategy": "instanceprompt"}, "caption_strategy", "needs instance_prompt"),
         ({"prepend_instance_prompt": True}, "prepend_instance_prompt", "needs instance_prompt"),
