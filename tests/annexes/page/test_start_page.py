@@ -23,7 +23,7 @@ PLAN = {
     "ok": True, "problems": [], "device": {"name": "a GPU with 24 GiB", "usable": 25e9, "memory": 26e9},
     "memory": [{"phase": "training", "device": 20e9, "host": 1e9}], "length": {"steps": 1000, "steps_done": 0},
     "seconds": {"step": 2.4, "training": 2400, "previews": 60}, "model": {"download": 2e9}, "datasets": [], "disk": [],
-    "buckets": [], "offload_auto": [],
+    "buckets": [], "assumed": [], "offload_auto": [],
 }  # fmt: skip
 DROP = """
 (files) => {
@@ -46,14 +46,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands of runs that the page starts, instead of running them; plans fit."""
     commands: list[list[str]] = []
 
-    def spawn(runs: object, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
+    def spawn(runs: object, console: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
         commands.append(arguments)
         return subprocess.Popen(["true"])
 
     async def plan(*given: object) -> tuple[str, str]:
         return json.dumps(PLAN), ""
 
-    monkeypatch.setattr(Runs, "_spawn", spawn)
+    monkeypatch.setattr(Runs, "spawn", spawn)
     monkeypatch.setattr(plans, "run_while_wanted", plan)
     return commands
 
