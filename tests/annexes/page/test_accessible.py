@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from simpletuner.annexes.page.control import run_id
 from simpletuner.reporting.events import StateChanged
-from simpletuner.reporting.metrics import REPORT_FILE
 from tests.annexes.page.page import opened
 from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, tell
