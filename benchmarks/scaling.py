@@ -24,10 +24,10 @@ from benchmarks.first_gpus import SHARED, STRONG, WEAK
 from benchmarks.gpu_sections import Line
 from benchmarks.models import SHAPES, cost_of, hollow_transformer, lora_targets, make_config
 from benchmarks.variants import COMMON, Settings, Variant
+from simpletuner.annexes.processes.joining import ConnectedWorld, connect, settle_meeting
 from simpletuner.budget.device import this_cpu
 from simpletuner.budget.estimate import Step
 from simpletuner.budget.workload import Parts, kernels_on
-from simpletuner.distributed.joining import ConnectedWorld, connect, settle_meeting
 from simpletuner.distributed.world import Value, World, launched
 from simpletuner.models.cost import BatchShape
 from simpletuner.models.registry import FAMILIES

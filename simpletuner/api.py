@@ -15,6 +15,7 @@ from typing import Any
 
 from simpletuner.annexes.fitting.ready import ready_plan, weigh_plan
 from simpletuner.annexes.fitting.show import plan_json
+from simpletuner.annexes.sampling import SampleRequest
 from simpletuner.atomic import write_json
 from simpletuner.cli.sample import SHORT, prepared_samples
 from simpletuner.cli.settings import command_settings, prepare_output
@@ -24,7 +25,6 @@ from simpletuner.config.sources import SELECTORS, Arguments
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.plan.build import Plan
-from simpletuner.plan.sampling import SampleRequest
 from simpletuner.reporting.events import EventStream, Subscriber
 from simpletuner.reporting.log import setup_logging
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, is_number, read_media, read_rows
@@ -139,7 +139,7 @@ def sample(
     with prepared_samples(asked, _events(on_event, show)) as (plan, weights, events):
         from simpletuner.annexes.sweep import render_samples
 
-        return render_samples(plan, weights[0], strength, events)
+        return render_samples(plan, weights[0], [strength], events)
 
 
 def _arguments(config: object, *, overrides: bool = False) -> Arguments:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import difflib
 import re
 import unicodedata
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -32,14 +32,21 @@ class Problem:
 
     `where` names the key or file; `message` gives the wrong value and what is allowed.
     A problem that does not prevent the run is a warning (`fatal=False`).
+    `remedy` holds the settings that solve it, where they are known; None removes a key. Page and wizard apply it.
     """
 
     where: str
     message: str
     fatal: bool = True
+    remedy: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
         return visible(f"{self.where}: {self.message}" if self.where else self.message)
+
+    def to_json(self) -> dict[str, Any]:
+        """It as programs read it."""
+        remedy = {"remedy": dict(self.remedy)} if self.remedy else {}
+        return {"key": self.where, "message": self.message, "fatal": self.fatal, **remedy}
 
     def within(self, place: str) -> Problem:
         """The problem of a part that has keys of its own, such as a dataset."""

@@ -1,10 +1,11 @@
 """Measures of the source: `python -m tests.house [--run] [--against REF]` prints them.
 
 `--against` takes a commit or the folder of another tree, and prints what changed. `--run` trains the packaged demo up
-to its first backward pass and counts what was executed on the way (tests/road.py).
+to its first backward pass, and then to its end, and counts what was executed on the way (tests/road.py).
 
-Code lines are lines with code on them: no blank ones, no comments, no docstrings. Complexity is radon's: one, and one
-for every branch, loop, handler, comprehension with its conditions, assertion, and further operand of `and` or `or`;
+Code lines are lines with code on them: no blank ones, no comments, no docstrings. The executed lines of a file are
+those of the functions that were called, and those outside of functions. Complexity is radon's: one, and one for every
+branch, loop, handler, comprehension with its conditions, assertion, and further operand of `and` or `or`;
 functions inside of a function are judged for themselves.
 """
 
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,16 @@ class File:
         """Code lines of a definition, decorators aside."""
         return len(self.lines & set(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
 
+    def executed(self, called: Collection[int]) -> int:
+        """Code lines outside of functions, and of the functions that were called, whose first lines these are."""
+        idle = set[int]()
+        for function in outermost(self.tree):
+            first = min([function, *function.decorator_list], key=lambda node: node.lineno).lineno
+            lines = range(first, (function.end_lineno or first) + 1)
+            if not any(line in lines for line in called):
+                idle |= set(lines)
+        return len(self.lines - idle)
+
     def definitions(self) -> Iterator[tuple[str, ast.stmt, bool]]:
         """Functions and classes with their dotted names, and whether every part of the name is public; what stands
         inside a function is part of it."""
@@ -78,6 +89,12 @@ def complexity(function: ast.AST) -> int:
             case _:
                 total += isinstance(node, BRANCH)
     return total
+
+
+def outermost(node: ast.AST) -> Iterator[Function]:
+    """The functions and methods in a module; not those inside of functions, which are parts of them."""
+    for inner in ast.iter_child_nodes(node):
+        yield from [inner] if isinstance(inner, Function) else outermost(inner)
 
 
 def _definitions(node: ast.Module | ast.ClassDef, prefix: str, public: bool) -> Iterator[tuple[str, ast.stmt, bool]]:
@@ -132,12 +149,14 @@ class House:
         return {str(file.path): len(file.lines) for file in self.files if file.lines}
 
     def rooms(self) -> dict[str, int]:
-        """Code lines of the core and of each annex."""
+        """Code lines of the core, of the command line and of each annex."""
         lines: dict[str, int] = defaultdict(int)
         for file in self.files:
             match file.path.relative_to(self.folder).parts:
                 case ("annexes", annex, *_):
                     lines[f"annex {annex.removesuffix('.py')}"] += len(file.lines)
+                case ("cli", *_):
+                    lines["commands"] += len(file.lines)
                 case _:
                     lines["core"] += len(file.lines)
         return {room: count for room, count in sorted(lines.items(), key=lambda item: item[0] != "core") if count}
@@ -197,19 +216,33 @@ def table(house: House) -> dict[str, float]:
     }
 
 
-def measure_run(tree: Path) -> dict[str, float]:
-    """What the packaged demo executes before its first backward pass, with the package of a tree."""
+def train_demo(tree: Path, end: str) -> tuple[dict[Path, list[int]], dict[str, float]]:
+    """What the packaged demo executes with the package of a tree: the first lines of functions by file, and counts."""
     with tempfile.TemporaryDirectory(prefix="house-") as folder:
         report = Path(folder, "report.json")
-        command = [sys.executable, str(Path(__file__).with_name("road.py")), str(tree), str(report)]
+        command = [sys.executable, str(Path(__file__).with_name("road.py")), str(tree), str(report), end]
         environment = {**os.environ, "PYTHONPATH": str(tree)}
         with Path(folder, "log").open("w+") as log:
             if subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log).returncode:
                 log.seek(0)
-                sys.exit(f"error: the demo did not come to its first backward pass:\n{log.read()}")
+                sys.exit(f"error: the demo did not come to its {end}:\n{log.read()}")
         told = json.loads(report.read_text())
-        executed = [len(read(Path(file)).lines) for file in told["executed"]]
-        return {"files executed": len(executed), "  their code lines": sum(executed), **told["counts"]}
+        return {Path(file): lines for file, lines in told["executed"].items()}, told["counts"]
+
+
+def measure_run(tree: Path) -> dict[str, float]:
+    """What the packaged demo executes before its first backward pass, and as a whole."""
+    (before, counts), (whole, _) = train_demo(tree, "backward"), train_demo(tree, "end")
+    rooms: dict[str, int] = defaultdict(int)
+    for path, called in whole.items():
+        room = path.relative_to(tree / "simpletuner").parts[0]
+        rooms["annexes" if room == "annexes" else "core"] += read(path).executed(called)
+    return {
+        "files executed": len(before),
+        "  their code lines": sum(len(read(path).lines) for path in before),
+        **counts,
+        **{f"executed to the end, {room}": lines for room, lines in sorted(rooms.items(), reverse=True)},
+    }
 
 
 def measure(tree: Path, run: bool) -> dict[str, float]:

@@ -1,8 +1,11 @@
-"""What a run executes before its first backward pass: `python tests/road.py TREE REPORT` trains the packaged demo.
+"""What a run executes: `python tests/road.py TREE REPORT backward|end` trains the packaged demo.
+
+Up to its first backward pass without previews, which would sample before training starts: their calls grow with the
+steps of the sampler. Or to its end, three steps with previews, checkpoints and the result.
 
 A file is executed when one of its functions is called, not when it is imported. A hop is a call of a function of one
 file by a function of another, both in the package; calls that a library passes on are none. Generators that go on count
-as called. Without previews, which would sample before training starts: their calls grow with the steps of the sampler.
+as called.
 """
 
 from __future__ import annotations
@@ -12,14 +15,21 @@ import json
 import os
 import sys
 import threading
+from collections import defaultdict
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
-TREE, REPORT = Path(sys.argv[1]), Path(sys.argv[2])
+TREE, REPORT, END = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 PACKAGE = f"{TREE}/simpletuner/"
 BACKWARD = ("torch/_tensor.py", "torch/autograd/__init__.py")
+ROADS = {
+    "backward": ["--validation_disable=true"],
+    "end": ["--max_train_steps=3", "--checkpoint_step_interval=2", "--validation_step_interval=2",
+            "--validation_num_inference_steps=2"],
+}  # fmt: skip
 
-executed: set[str] = set()
+executed: defaultdict[str, set[int]] = defaultdict(set)  # first lines of functions that were called, by file
 hops = 0
 
 
@@ -32,18 +42,26 @@ def file_of_function(frame: FrameType | None) -> str | None:
 
 
 def watch(frame: FrameType, event: str, argument: object) -> None:
-    """Count a call; the first backward pass writes the report and ends the process."""
+    """Count a call; the first backward pass may be the end."""
     global hops
     if event != "call":
         return
     if file := file_of_function(frame):
-        executed.add(file)
+        executed[file].add(frame.f_code.co_firstlineno)
         hops += file_of_function(frame.f_back) not in (None, file)
-    elif frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith(BACKWARD):
-        imported = sum(name.partition(".")[0] == "simpletuner" for name in sys.modules)
-        counts = {"files imported": imported, "hops between files": hops}
-        REPORT.write_text(json.dumps({"executed": sorted(executed), "counts": counts}))
-        os._exit(0)
+    elif END == "backward" and frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith(BACKWARD):
+        leave(0)
+
+
+def leave(code: int) -> NoReturn:
+    """Write the report and end the process, whatever its threads do."""
+    sys.setprofile(None)
+    imported = sum(name.partition(".")[0] == "simpletuner" for name in sys.modules)
+    counts = {"files imported": imported, "hops between files": hops}
+    REPORT.write_text(
+        json.dumps({"executed": {file: sorted(lines) for file, lines in executed.items()}} | {"counts": counts})
+    )
+    os._exit(code)
 
 
 if __name__ == "__main__":
@@ -51,5 +69,5 @@ if __name__ == "__main__":
 
     threading.setprofile(watch)
     sys.setprofile(watch)
-    main(["train", "--example", "demo", "--validation_disable=true", "--torch_num_threads=1"])
-    sys.exit(1)  # there was no backward pass
+    main(["train", "--example", "demo", "--torch_num_threads=1", *ROADS[END]])
+    leave(END == "backward")  # there was no backward pass

@@ -206,6 +206,16 @@ class Parts:
     def cost(self) -> FamilyCost:
         return self.spec.cost
 
+    @property
+    def download(self) -> int:
+        """About how many bytes of weights are not on this machine, as published: mostly two bytes a parameter."""
+        sizes = {
+            "transformer": self.transformer.parameters,
+            "VAE": self.vae_parameters,
+            "text encoders": self.text_parameters,
+        }
+        return sum(2 * sizes[part] for part in self.assumed)
+
     def with_densities(self, measured: Mapping[int, float]) -> Parts:
         """With measured shares of the tiles that block-sparse attention visits, by tokens of a sample."""
         cost, assumed = self.transformer, self.transformer.density
@@ -297,10 +307,10 @@ def quantised_bytes(precision: str) -> float:
 
 
 def kernels_on(config: RunConfig, spec: FamilySpec, *, is_gpu: bool) -> Kernels:
-    """What the blocks run in. Compiled blocks are counted where they were measured: a family's own fast ones, and on a
-    GPU stock ones, which on a CPU fail the check of their gradients."""
+    """What the blocks run in. Compiled blocks are counted where they were measured: fast ones, and on a GPU those of
+    Sana Video, which on a CPU fail the check of their gradients."""
     backend = compile_backend(config.speed, config.launch, "cuda" if is_gpu else "cpu")
-    measured = plain_math(config.speed) if spec.fast_blocks else is_gpu
+    measured = plain_math(config.speed) if spec.fast_blocks else is_gpu and config.speed.speed == "auto"
     return Kernels(backend == "inductor" and measured, is_gpu)
 
 

@@ -56,7 +56,7 @@ def verify(context: typer.Context) -> None:
     After Ctrl-C it goes on where it stopped; verified.json in each cache folder says what was read and when.
     """
     plan = planned(context.args)
-    from simpletuner.caching.inspect import begin_verifications
+    from simpletuner.annexes.inspection import begin_verifications
     from simpletuner.plan.entries import cache_folders
     from simpletuner.reporting.progress import shown_events
 
@@ -89,7 +89,7 @@ def gc(
     family are listed, too: do not remove them while you need both.
     """
     plan, listing = _listing(context.args)
-    from simpletuner.caching.inspect import find_garbage, remove_garbage
+    from simpletuner.annexes.inspection import find_garbage, remove_garbage
     from simpletuner.plan.entries import cache_folders
 
     # Keys are of all configured entries, cached or not.
@@ -113,7 +113,7 @@ def explain_file(context: typer.Context, file: str) -> None:
     if file.startswith("--") or "=" in file:
         raise typer.BadParameter(f"{file!r} is a setting; the file comes first, settings after it.")
     _, listing = _listing(context.args)
-    from simpletuner.caching.inspect import entries_of, explain
+    from simpletuner.annexes.inspection import entries_of, explain
 
     entries = entries_of(file, listing.latents, listing.texts, listing.catalogue)
     if not entries:

@@ -22,7 +22,7 @@ def caption(
 ) -> None:
     """Write a .txt caption beside each picture or clip that has none, with the checkpoint's own Qwen2.5-VL.
 
-    Nothing is overwritten, and a call that was stopped continues when repeated. Settings follow as in train.
+    No caption is overwritten, and a call that was stopped continues when repeated. Settings follow as in train.
     """
     from simpletuner.annexes.captions.wording import Wording, check_captions, uncaptioned, unread
     from simpletuner.reporting.log import setup_logging
@@ -38,7 +38,7 @@ def caption(
             events.say(note, warning=True)
         # Before torch is imported: a second call on a captioned folder ends at once.
         if not files:
-            events.say("Every picture and clip has a caption file.")
+            events.say("Every picture and clip has a caption.")
             return
         with events.phase("Loading torch"), uncollected():
             from simpletuner.annexes.captions.caption import described, write_captions

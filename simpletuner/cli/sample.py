@@ -14,8 +14,8 @@ from simpletuner.cli.settings import command_settings, prepare_output, uncollect
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:
+    from simpletuner.annexes.sampling import SampleRequest, Weights
     from simpletuner.plan.build import Plan
-    from simpletuner.plan.sampling import SampleRequest, Weights
     from simpletuner.reporting.events import EventStream
 
 # Short names of the settings that are most often changed here.
@@ -34,7 +34,9 @@ def sample(
     context: typer.Context,
     prompt: Prompts = None,
     image: Images = None,
-    strength: Annotated[str, typer.Option("--strength", help="Strength of the LoRA.")] = "1.0",
+    strength: Annotated[
+        str, typer.Option("--strength", help="Strength of the LoRA; 0,1 renders the untrained model, too.")
+    ] = "1.0",
     checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="A step, or latest.")] = None,
     ema: UseEma = False,
     output: Output = None,
@@ -46,11 +48,11 @@ def sample(
     """
     chosen = None if checkpoint is None else [checkpoint]
     asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema}
-    with _planned(context.args, output or Path("samples"), "--strength", [strength], **asked) as planned:
+    with _planned(context.args, output or Path("samples"), "--strength", strength.split(","), **asked) as planned:
         from simpletuner.annexes.sweep import render_samples
 
         request, plan, weights, events = planned
-        for path in render_samples(plan, weights[0], request.strengths[0], events):
+        for path in render_samples(plan, weights[0], request.strengths, events):
             events.say(f"Saved {path}")
 
 
@@ -84,8 +86,8 @@ def _planned(
     tokens: list[str], output: Path | None, key: str, strengths: list[str], **asked: Any
 ) -> Iterator[tuple[SampleRequest, Plan, list[Weights], EventStream]]:
     """What the command line asks for, with a display of what happens; see `prepared_samples`."""
+    from simpletuner.annexes.sampling import SampleRequest
     from simpletuner.config.values import parse_number, plain_key
-    from simpletuner.plan.sampling import SampleRequest
 
     # The first word is the source unless it is a setting; an existing file may be called `a=b`.
     source = tokens[0] if tokens and (Path(tokens[0]).exists() or not re.match("--|[^=]+=", tokens[0])) else None
@@ -122,8 +124,8 @@ def prepared_samples(
     """
     from simpletuner.annexes.fitting.ready import weigh
     from simpletuner.annexes.fitting.show import fit_line
+    from simpletuner.annexes.sampling import plan_samples
     from simpletuner.models.registry import load_adapter
-    from simpletuner.plan.sampling import plan_samples
 
     arguments = request.arguments
     plan, weights = plan_samples(request)

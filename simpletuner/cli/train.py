@@ -81,10 +81,10 @@ def _check_flags(replay: Path | None, *, bisect: bool, alone: bool) -> None:
 def _start(arguments: Arguments, command: list[str], take_page: TakePage | None, *, yes: bool) -> None:
     """Train in this process, alone or as one of several, or start the processes of the run with the same command."""
     from simpletuner.annexes.fitting.ready import ready_plan
-    from simpletuner.distributed.launching import joined, start_processes
 
     if (place := launched(os.environ)) is not None:
-        from simpletuner.run.agreement import plan_together
+        from simpletuner.annexes.processes.agreement import plan_together
+        from simpletuner.annexes.processes.launching import joined
 
         with joined(place, start_limit(arguments)) as world:
             plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed)))
@@ -95,6 +95,8 @@ def _start(arguments: Arguments, command: list[str], take_page: TakePage | None,
     plan = agreed(plan, budget, yes=yes)
     # Only the plan knows the number of processes; made here, its problems are printed once.
     if plan.config.launch.num_processes > 1:
+        from simpletuner.annexes.processes.launching import start_processes
+
         start_processes(plan.config.launch, command)
     else:
         _train(World(), plan, budget, take_page, yes=yes)
@@ -173,7 +175,7 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
     from simpletuner.run.lock import lock_output
 
     def ended(message: str, code: int) -> None:
-        from simpletuner.distributed.launching import complain
+        from simpletuner.annexes.processes.launching import complain
 
         state: RunState = "interrupted" if code == Interrupted.exit_code else "failed"
         events.publish(StateChanged(state, events.step, plan.length.total_steps, message))

@@ -140,7 +140,9 @@ def canonical(
         hide_secrets({key: raw})
         if key not in names:
             unknown = Problem(written, f"{unknown_key(key, names)}{source}")
-            yield foreign_key_problem(written, key, raw, source, instead) or unknown
+            found = foreign_key_problem(written, key, raw, source, instead) or unknown
+            # A remedy is about config.json, which may have a key of the same name as a dataset.
+            yield replace(found, remedy={written: None}) if instead is INSTEAD else found
             continue
         name, option = names[key].name, names[key]
         # A plan without these variables can still be made; `check_unset` warns.
@@ -149,7 +151,8 @@ def canonical(
         if value == "":  # an empty resume_from_checkpoint asks for a new run; unset is latest
             value = "none" if name == "resume_from_checkpoint" else None
         if value is None:
-            values.setdefault(name, None)  # one spelling that is null does not unset another one
+            # In a file, one spelling that is null does not unset another one.
+            values[name] = None if layer.last_wins else values.get(name)
             continue
         if values.get(name) is not None and not same_value(values[name], value):
             message = f"is given twice: {spelled[name]}={values[name]!r} and {written}={value!r}{source}."

@@ -1,13 +1,14 @@
-"""Generates docs/OPTIONS.md from the option schema and a table of environment variables."""
+"""Writes in the order of the option schema: config files, and docs/OPTIONS.md with a table of environment variables."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from simpletuner.config.option import Option, as_written
-from simpletuner.config.schema import all_options, sections
+from simpletuner.config.schema import GROUPS, all_options, option_names, sections
 
 INTRODUCTION = """\
 # Options
@@ -33,6 +34,20 @@ For a key of another trainer, the message names the alternative here; if its val
 """
 VARIABLES_TITLE = "Environment configuration variables"
 FAMILIES_TITLE = "Defaults of the model families"
+
+
+def render_config(values: Mapping[str, Any]) -> str:
+    """JSON in the order of the schema, with an empty line between groups; unknown keys come last."""
+    known = [[name for name in group.model_fields if name in values] for group in GROUPS.values()]
+    others = [name for name in values if name not in option_names()]
+    blocks = [",\n".join(_entry(name, values[name]) for name in names) for names in (*known, others) if names]
+    return "{\n" + ",\n\n".join(blocks) + "\n}\n"
+
+
+def _entry(name: str, value: Any) -> str:
+    # Newlines inside texts are escaped, so only lines of JSON are indented.
+    text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
+    return f"  {json.dumps(name)}: {text}"
 
 
 def render_options(family_defaults: Mapping[str, Mapping[str, Any]]) -> str:

@@ -588,7 +588,7 @@ class ValidationConfig(Group):
     validation_batched_guidance: Flag | None = option(
         None,
         "Compute both branches of guidance in previews as one batch, which only changes the rounding.",
-        default_note="true where memory allows",
+        default_note="true where memory allows and `speed` is auto",
         requires=unless("validation_disable"),
     )
     validation_decode_in_background: Flag | None = option(

@@ -75,6 +75,22 @@ EVERYDAY_WORDS = {
     "trigger word": ("instance_prompt", "prepend_instance_prompt", "validation_prompt", "model_card_trigger"),
     "disk space": ("checkpoints_total_limit", "compress_disk_cache", "disk_low_threshold", "vae_cache_disable"),
 }  # fmt: skip
+# What choices mean, on the page and in the wizard.
+CHOICES = {
+    "model_type": {
+        "lora": "a small file that is loaded on top of the model",
+        "full": "the whole model; needs far more memory",
+    },
+    "offload": {
+        "manual": "you, with the options that follow",
+        "auto": "the plan: the fastest settings that fit the card",
+    },
+    "tread_config": {
+        "none": "every block sees every token",
+        "quarter": "a quarter of the tokens skip it",
+        "half": "half of them, the usual choice; routes of your own: JSON, see docs/TREAD.md",
+    },
+}
 TABS = tuple(dict.fromkeys(section.tab for section in SECTIONS))
 
 

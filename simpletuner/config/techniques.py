@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -52,6 +52,14 @@ class Route:
     def written(self) -> str:
         """The ends of the range as in the config."""
         return f"{self.first} to {self.last}"
+
+
+def _around_middle(share: float) -> dict[str, Any]:
+    return {"routes": [{"selection_ratio": share, "start_layer_idx": 2, "end_layer_idx": -2}]}
+
+
+# The usual values of `tread_config`: one route around all but the outermost blocks.
+ROUTES: Mapping[str, Any] = {"none": None, "quarter": _around_middle(0.25), "half": _around_middle(0.5)}
 
 
 class RouteGroup(Group):

@@ -5,8 +5,9 @@ All problems are collected; nothing is decoded, and nothing is written but downl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TypeVar
 
 from simpletuner.config.datasets import MASKS, DatasetConfig
@@ -15,17 +16,23 @@ from simpletuner.data.captions import CaptionSource, Edit, caption_source, capti
 from simpletuner.data.chance import order_key
 from simpletuner.data.clips import build_clip_rules, check_frame_rate
 from simpletuner.data.dataset import Dataset, check_amount, is_stretched, summarise_rejected, warn_of_enlarged
-from simpletuner.data.discovery import Folder, Scan, read_folder
+from simpletuner.data.discovery import Folder, Scan, read_excluded, read_folder
 from simpletuner.data.entries import DataContext, check_dataset_file, latent_dir_of, link_partners, text_entry_of
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.sample import Rejected, Sample
-from simpletuner.errors import Problem, Problems, Reading, shorten, within
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean, shorten, within
 
 T = TypeVar("T")
+MOST_COMPARED = 1000  # names of files, for the nearest spelling
 
 
-def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, problems: Problems) -> list[Dataset]:
+def build_datasets(
+    configs: Sequence[DatasetConfig],
+    context: DataContext,
+    problems: Problems,
+    folders: Mapping[str, Folder] = MappingProxyType({}),
+) -> list[Dataset]:
     """Look at every file of every entry, after downloading those of remote ones.
 
     Args:
@@ -33,6 +40,7 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
         context: the run.
         problems: receives everything that is wrong or worth knowing; nothing is raised. With a fatal one in it,
             nothing is downloaded.
+        folders: those that were read, in part or whole, by the id of their entry.
 
     Returns:
         one `Dataset` for each entry of pictures or clips: first those with captions, in file order, then the
@@ -45,7 +53,7 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
     entries = [entry.model_copy(update={"cache_dir_vae": latent_dir}) for entry, latent_dir in named]
     problems.extend(check_dataset_file(configs, entries, context))
     links = problems.take(link_partners(entries, context))
-    builder = _Builder(entries, context, problems, _collect_remote(entries, context, problems))
+    builder = _Builder(entries, context, problems, _collect_remote(entries, context, problems), {**folders})
     datasets = []
     for written, entry in zip(configs, entries, strict=True):
         # Caches; and conditioning entries, which are read for the datasets that they are paired with.
@@ -57,6 +65,7 @@ def build_datasets(configs: Sequence[DatasetConfig], context: DataContext, probl
             datasets += [] if dataset is None else [dataset]
         else:  # the missing folder has been reported; its rules may be wrong as well
             builder.take(entry, build_rules(entry, context.spec))
+    datasets += builder.held
     # Last, since their samples are the partners that the datasets before them use.
     return datasets + builder.conditioning_datasets(datasets)
 
@@ -78,9 +87,10 @@ class _Builder:
     context: DataContext
     problems: Problems
     listings: Mapping[str, Scan]
-    folders: dict[str, Folder] = field(default_factory=dict)
+    folders: dict[str, Folder]
     partners: dict[str, Dataset | None] = field(default_factory=dict)
     filters: dict[str, Edit | None] = field(default_factory=dict)
+    held: list[Dataset] = field(default_factory=list)
 
     def take(self, entry: DatasetConfig, reading: Reading[T]) -> T:
         """The result of a reading that is about an entry."""
@@ -88,7 +98,10 @@ class _Builder:
 
     def folder(self, entry: DatasetConfig) -> Folder:
         if entry.id not in self.folders:
-            self.folders[entry.id] = read_folder(entry, self.context, self.listings.get(entry.id))
+            excluded = self.take(entry, read_excluded(entry))
+            folder = read_folder(entry, self.context, self.listings.get(entry.id), excluded)
+            self.problems.extend(_check_excluded(entry, excluded, folder))
+            self.folders[entry.id] = folder
         return self.folders[entry.id]
 
     def partners_of(self, entry: DatasetConfig) -> Dataset | None:
@@ -136,6 +149,9 @@ class _Builder:
         self.problems.extend(summarise_rejected(dataset))
         self.problems.extend(warn_of_enlarged(dataset))
         self.problems.extend(_check_speed(dataset, self.context.spec.frame_rate))
+        if entry.hold_out:
+            dataset, held = self.take(entry, _hold_out(dataset))
+            self.held += held
         return check_amount(dataset, self.context, self.problems)
 
     def _fill(self, dataset: Dataset, captions: CaptionSource) -> Dataset:
@@ -229,6 +245,38 @@ def _choose(dataset: Dataset) -> Dataset:
     ranked = sorted(dataset.samples, key=lambda sample: order_key(dataset.id, sample.name))
     left_out = {sample.name: f"max_num_samples is {most}" for sample in ranked[most:]}
     return dataset.without(left_out, "not chosen")
+
+
+def _hold_out(dataset: Dataset) -> Reading[tuple[Dataset, list[Dataset]]]:
+    """A dataset without the samples that its `hold_out` keeps from training, and an eval dataset of these."""
+    count = dataset.config.hold_out
+    if count >= len(dataset.samples):
+        yield Problem("hold_out", f"{count} of {len(dataset.samples)} samples would leave nothing to train on.")
+        return dataset, []
+    # By hash as in `_choose`, with another key: of `max_num_samples` the last ranks would always be the same.
+    ranked = sorted(dataset.samples, key=lambda sample: order_key(dataset.id, "held out", sample.name))
+    name = f"{dataset.id}-held-out"
+    changes = {
+        "id": name,
+        "dataset_type": "eval",
+        "hold_out": 0,
+        "train_batch_size": 1,
+        "cache_dir_vae": f"{dataset.latent_dir}-held-out",
+        "vae_cache_clear_each_epoch": False,
+    }
+    samples = sorted((replace(each, dataset_id=name) for each in ranked[:count]), key=lambda each: each.name)
+    config = dataset.config.model_copy(update=changes)
+    held = replace(dataset, config=config, samples=tuple(samples), rejected=(), repeats=0)
+    reasons = {sample.name: "is held out, to measure the evaluation loss on it" for sample in samples}
+    return dataset.without(reasons, "held out"), [held]
+
+
+def _check_excluded(entry: DatasetConfig, excluded: Set[str], folder: Folder) -> Iterator[Problem]:
+    """A name that belongs to no file is most likely misspelt."""
+    if excluded and (missing := sorted(excluded - {*folder.listing.files})):
+        message = f"{entry.exclude_files} names {len(missing)} files that are not in the folder: {shorten(missing)}."
+        hint = did_you_mean(missing[0], folder.listing.files[:MOST_COMPARED])
+        yield Problem(f"{entry.id}.exclude_files", message + hint, fatal=False)
 
 
 def _hint_at_caption_files(written: DatasetConfig, entry: DatasetConfig, folder: Folder) -> Iterator[Problem]:

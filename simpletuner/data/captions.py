@@ -29,6 +29,7 @@ from simpletuner.errors import Problem, Reading, UserError, did_you_mean, shorte
 COARSEST_CLOCK = 3.0  # seconds: file systems round times, FAT to two seconds
 FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take exponential time
 FILTERS = "caption_filter_list"
+EMPTY = "has an empty caption file"
 LONGEST_SHOWN = 200  # characters of a caption in a message
 UNKNOWN = FileFacts(0, 0, "")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -193,10 +194,26 @@ def caption_of_name(name: str) -> str:
 def read_caption_file(path: Path, *, whole: bool = False) -> tuple[str, ...]:
     """The captions in a text file: each non-empty line, or the whole text as one.
 
+    Raises:
+        LeftOutError: unreadable, in another encoding, or empty.
+        DeviceError: the device failed.
+    """
+    # Not `splitlines`, which also breaks at form feeds, U+0085 and U+2028 inside a caption.
+    lines = [line.strip() for line in read_caption_text(path).split("\n")]
+    captions = ("\n".join(lines).strip(),) if whole else tuple(lines)
+    captions = tuple(caption for caption in captions if caption)
+    if not captions:
+        raise no_caption(EMPTY)
+    return captions
+
+
+def read_caption_text(path: Path) -> str:
+    """The text of a caption file, with `\\n` as its line ends.
+
     UTF-8 with or without a byte order mark, or UTF-16 with one.
 
     Raises:
-        LeftOutError: unreadable, in another encoding, or empty.
+        LeftOutError: unreadable, or in another encoding.
         DeviceError: the device failed.
     """
     try:
@@ -208,13 +225,7 @@ def read_caption_file(path: Path, *, whole: bool = False) -> tuple[str, ...]:
         raise no_caption(f"has a caption file that is not UTF-8 text (byte {error.start})") from error
     if "\0" in text:  # UTF-16 without a mark decodes as UTF-8, with a NUL beside every Latin letter
         raise no_caption("has a caption file with NUL characters: UTF-16 without a byte order mark? Save it as UTF-8")
-    # Not `splitlines`, which also breaks at form feeds, U+0085 and U+2028 inside a caption.
-    lines = [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
-    captions = ("\n".join(lines).strip(),) if whole else tuple(lines)
-    captions = tuple(caption for caption in captions if caption)
-    if not captions:
-        raise no_caption("has an empty caption file")
-    return captions
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 SEPARATORS = {"comma": (",", ", "), "space": (" ", " "), "period": (".", ". ")}  # how to split, how to join

@@ -10,7 +10,7 @@ import hashlib
 import os
 import stat
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,11 +24,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import open_atomically
 from simpletuner.config.datasets import MASKS, DatasetConfig
-from simpletuner.config.values import Size
+from simpletuner.config.values import Size, read_json
 from simpletuner.data import files
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, is_clip, probe_clip
 from simpletuner.data.media import PICTURE_SUFFIXES, probe
 from simpletuner.data.sample import Rejected
+from simpletuner.errors import Problem, Problems, Reading
 
 if TYPE_CHECKING:  # it reads folders by this module
     from simpletuner.data.entries import DataContext
@@ -350,17 +351,37 @@ class Folder:
         return [name for name, fact in self.facts.items() if fact.problem is None]
 
 
-def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | None = None) -> Folder:
+def read_excluded(config: DatasetConfig) -> Reading[frozenset[str]]:
+    """The files of an entry that its `exclude_files` names; none without such a list."""
+    path = Path(config.instance_data_dir or "", config.exclude_files)
+    if path.name != config.exclude_files:
+        yield Problem("exclude_files", f"{config.exclude_files!r} must be the name of a file in the dataset's folder.")
+        return frozenset()
+    if not path.is_file() and "exclude_files" not in config.model_fields_set:
+        return frozenset()
+    problems = Problems()
+    names = problems.take(read_json(path, list, "a JSON list of file names")) or []
+    if not all(isinstance(name, str) for name in names):
+        problems.append(Problem("", 'must be a JSON list of file names, such as ["a.png"].'))
+    yield from (Problem("exclude_files", f"{str(path)!r} {each.message}", each.fatal) for each in problems)
+    return frozenset(name for name in names if isinstance(name, str))
+
+
+def read_folder(
+    config: DatasetConfig, context: DataContext, listing: Scan | None = None, excluded: Set[str] = frozenset()
+) -> Folder:
     """Inspect every file of an entry; one that has not changed since the last run is not read again.
 
     Args:
         listing: what a remote dataset consists of; its folder of downloads may hold more.
+        excluded: files to leave out.
     """
     root = Path(config.instance_data_dir or "")
     known = load_index(Path(config.cache_dir_vae or ""), root)
     if listing is None:
         listing = scan(root, wanted_suffixes(config, context)) if is_readable(root) else Scan()
-    left_out = {**listing.ignored}
+    reason = "not chosen", f"is left out by {config.exclude_files}"
+    left_out = {**listing.ignored, **dict.fromkeys(excluded & {*listing.files}, reason)}
     # Without an index no list has been made that could be kept.
     if known and (config.preserve_data_backend_cache or {"metadata", "aspect"} & {*(config.skip_file_discovery or ())}):
         detail = "was added after the list of files was made, and that list is kept"

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from simpletuner.distributed.watch import EXCHANGE_SECONDS
-from simpletuner.distributed.world import World
+from simpletuner.distributed.world import EXCHANGE_SECONDS, World
 
 TOKENS, HEADS = 1, 2  # dimensions of `B S H D`
 

@@ -17,6 +17,8 @@ from simpletuner.errors import UserError
 
 Value = TypeVar("Value")
 
+EXCHANGE_SECONDS = 1800.0  # the longest that a process may wait for another that does nothing
+
 
 @dataclass(frozen=True)
 class World:

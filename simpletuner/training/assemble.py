@@ -16,6 +16,7 @@ from __future__ import annotations
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -319,6 +320,8 @@ def _checkpoint_and_compile(
         # The last functions of checkpointed blocks recompute themselves if they keep the attention's result, and their
         # inputs on the device, and do not restore the state of the random generator.
         inside, sampling = keeps and not inputs_leave and not dropout, samples_compiled(config)
+        if config.speed.speed == "reference":
+            layout = replace(layout, compiled=None)  # diffusers' code, not ours
         compile_blocks(layout, fast, backend, config.launch, sampling=sampling, recomputing=inside)
     for each in compared:
         each.install()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from simpletuner.config.schema import SLOTS, EmaConfig
 from simpletuner.distributed.sharding import as_sharded, like, local
 from simpletuner.errors import UserError
-from simpletuner.memory.offload.image import page_lock, whole_pages
+from simpletuner.memory.offload.beside import SideStream
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -160,9 +160,8 @@ class Following:
     """
 
     def __init__(self, device: torch.device, room: int) -> None:
-        self._device = device
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._rooms = deque(self._room(4 * room) for _ in range(SLOTS))
+        self._side = SideStream(device)
+        self._rooms = deque(self._side.host_memory(4 * room, self).view(torch.float32) for _ in range(SLOTS))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ema")
         self._works: deque[Future[None]] = deque()
 
@@ -174,27 +173,17 @@ class Following:
         if len(self._works) == SLOTS:
             self._works.popleft().result()
         self._rooms.rotate()
-        room, arrived = self._rooms[0][: len(flat)], None
-        if self._side is None:
-            room.copy_(flat)
-        else:
-            self._side.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._side):
-                room.copy_(flat, non_blocking=True)
-            flat.record_stream(self._side)
-            arrived = self._side.record_event()
-        self._works.append(self._thread.submit(_work_on, room, arrived, work))
+        room = self._rooms[0][: len(flat)]
+        with self._side.after_compute():
+            room.copy_(flat, non_blocking=True)
+        if self._side.stream is not None:
+            flat.record_stream(self._side.stream)
+        self._works.append(self._thread.submit(_work_on, room, self._side.complete(), work))
 
     def wait(self) -> None:
         """Wait for all work, and raise its exception, if any."""
         while self._works:
             self._works.popleft().result()
-
-    def _room(self, nbytes: int) -> Tensor:
-        flat = whole_pages(nbytes)
-        if self._side is not None:
-            page_lock(flat, self)
-        return flat.view(torch.float32)
 
 
 def _work_on(room: Tensor, arrived: torch.cuda.Event | None, work: Callable[[Tensor], None]) -> None:

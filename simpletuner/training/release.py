@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from simpletuner.config.schema import SLOTS, OptimizerConfig
-from simpletuner.memory.offload.image import Span, leaves, page_lock, rebuild, whole_pages, wraps
+from simpletuner.memory.offload.beside import SideStream
+from simpletuner.memory.offload.image import Span, leaves, rebuild, wraps
 from simpletuner.training.guard import gradient_error, not_finite
 
 State = Mapping[str, Any]  # of one weight, as an optimizer keeps it
@@ -148,10 +149,9 @@ class HostState:
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self._optimizer, self._device = optimizer, device
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._optimizer, self._side = optimizer, SideStream(device)
         self._host: dict[nn.Parameter, State] = {}
-        self._leaving: deque[tuple[State, torch.cuda.Event]] = deque()
+        self._leaving: deque[tuple[State, torch.cuda.Event | None]] = deque()
         self._arriving: dict[nn.Parameter, tuple[State, torch.cuda.Event | None]] = {}
         self._next: dict[nn.Parameter | None, nn.Parameter] = {}  # after each weight, in the order of the last step
         self._last: nn.Parameter | None = None
@@ -166,27 +166,24 @@ class HostState:
                 self._arriving[parameter] = self._fetch(parameter)
             state, arrived = self._arriving.pop(parameter)
             self._optimizer.state[parameter] = dict(state)
-            if arrived is not None:
-                torch.cuda.current_stream(self._device).wait_event(arrived)
+            self._side.hold_compute(arrived)
 
     def leave(self, parameter: nn.Parameter) -> None:
         """Copy a weight's state to the host after its update, and the next one's to the device."""
         state = self._optimizer.state[parameter]
         self._keep(parameter, state)
-        if self._side is not None:
-            # The allocator does not know of the side stream: the reference keeps the memory until the copy is done.
-            self._leaving.append((state, self._side.record_event()))
-            if len(self._leaving) > SLOTS:  # the memory is only given back after the wait for its copy
-                torch.cuda.current_stream(self._device).wait_event(self._leaving[0][1])
-                self._leaving.popleft()
+        self._leaving.append((state, self._side.complete()))
+        if len(self._leaving) > SLOTS:  # the memory is only given back after the wait for its copy
+            self._side.hold_compute(self._leaving[0][1])
+            self._leaving.popleft()
         following = self._next.get(parameter)
         if following is not None and following in self._host:
             self._arriving[following] = self._fetch(following)
 
     def finish(self) -> None:
         """Wait for all copies at the end of a step."""
-        if self._side is not None:
-            self._side.synchronize()
+        if self._side.stream is not None:
+            self._side.stream.synchronize()
         self._leaving.clear()
         self._arriving.clear()
         self._last = None
@@ -199,9 +196,9 @@ class HostState:
 
     def _fetch(self, parameter: nn.Parameter) -> tuple[State, torch.cuda.Event | None]:
         """A copy of a weight's state on the device, and when it will be complete."""
-        room = partial(torch.empty_like, device=self._device)
+        room = partial(torch.empty_like, device=self._side.device)
         state = {key: self._copy(value, room) for key, value in self._host[parameter].items()}
-        return state, None if self._side is None else self._side.record_event()
+        return state, self._side.complete()
 
     def _keep(self, parameter: nn.Parameter, state: State) -> None:
         # Page-locking is slow and states keep their shapes, so every step copies into the buffers of the first.
@@ -216,25 +213,15 @@ class HostState:
         if not _moves(value):
             return value
         parts = leaves(value)
-        # Allocated outside `_beside`, on the compute stream, which will free it.
+        # Allocated on the compute stream, which will free it.
         copies = [room(part) for part in parts]
-        with self._beside():
+        with self._side.after_compute():
             for copy, part in zip(copies, parts, strict=True):
                 copy.copy_(part, non_blocking=True)
         return rebuild(value, iter(copies))
 
     def _buffer(self, part: Tensor) -> Tensor:
-        flat = whole_pages(part.nbytes)
-        if self._side is not None:
-            page_lock(flat, self)
-        return Span.of(part).view(flat)
-
-    def _beside(self) -> AbstractContextManager[object]:
-        """The side stream, after waiting for the compute up to this point."""
-        if self._side is None:
-            return nullcontext()
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._side)
+        return Span.of(part).view(self._side.host_memory(part.nbytes, self))
 
 
 def _moves(value: Any) -> bool:

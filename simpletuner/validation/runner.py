@@ -40,7 +40,6 @@ from simpletuner.training.ema import Ema
 from simpletuner.training.guard import stop_if_result_not_finite
 from simpletuner.training.lora_files import Loras, applied_loras
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
-from simpletuner.validation.clip_writer import write_mp4
 from simpletuner.validation.prompts import AdapterRun, ValidationPrompt
 from simpletuner.validation.sketch import ColourMap, GrowingPreview, discard_unfinished
 
@@ -135,6 +134,8 @@ class Renderer:
         warn_of_one_colour(frames, path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.frame_rate is not None:
+            from simpletuner.validation.clip_writer import write_mp4  # loads FFmpeg, which pictures do not need
+
             write_mp4(path, frames, self.frame_rate)
             return
         with open_atomically(path) as file:

@@ -216,6 +216,7 @@ def test_auto_checkpoints_all_but_the_blocks_that_fit(gigabytes: float) -> None:
         ("kandinsky5-video", True, {"dynamo_backend": "no"}, False),
         ("sanavideo", True, {"dynamo_backend": "inductor"}, True),
         ("sanavideo", False, {"dynamo_backend": "inductor"}, False),
+        ("sanavideo", True, {"dynamo_backend": "inductor", "speed": "reference"}, False),
     ],
 )
 def test_compiled_blocks_count_where_they_were_measured(
@@ -530,7 +531,9 @@ def test_previews_that_fit_only_in_strips_are_decoded_so() -> None:
 
 
 def test_guidance_is_one_batch_where_previews_have_room_to_spare() -> None:
-    streamed = {"enable_group_offload": True, "validation_decoding": "tiles", "validation_guidance": 5.0}
+    streamed: dict[str, Any] = {
+        "speed": "auto", "enable_group_offload": True, "validation_decoding": "tiles", "validation_guidance": 5.0,
+    }  # fmt: skip
     alone = with_previews(budget(gpu(80), **streamed))
     both = with_faster_previews(alone)
     assert both.config.validation.validation_batched_guidance
@@ -540,8 +543,11 @@ def test_guidance_is_one_batch_where_previews_have_room_to_spare() -> None:
     )
     assert needed > needed_alone
     assert both.preview_seconds <= alone.preview_seconds
-    for gigabytes, settings in ((needed / 1e9, {}), (80, {"validation_batched_guidance": False})):
-        tight = with_previews(budget(gpu(gigabytes), **streamed, **settings))
+    alone_anyway: tuple[tuple[float, dict[str, Any]], ...] = (
+        (needed / 1e9, {}), (80, {"validation_batched_guidance": False}), (80, {"speed": "reference"}),
+    )  # fmt: skip
+    for gigabytes, settings in alone_anyway:
+        tight = with_previews(budget(gpu(gigabytes), **{**streamed, **settings}))
         assert not with_faster_previews(tight).config.validation.validation_batched_guidance
     sana = with_faster_previews(with_previews(budget(gpu(80), flavour="2b-480p")))
     assert sana.config.validation.validation_batched_guidance is None, "its pipeline always does so"

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from simpletuner import atomic
+from simpletuner.annexes.inspection import origin_of
 from simpletuner.caching.entry import DamagedEntryError, entry_path, list_keys, read_provenance
-from simpletuner.caching.inspect import origin_of
 from simpletuner.caching.read import CacheStore
 from simpletuner.errors import DiskFullError
 from simpletuner.headers import METADATA, join_header

@@ -14,7 +14,6 @@ from tests.complaints import complaints, warnings
 from tests.workspace import DATASETS, Workspace
 
 GUIDES = Path(__file__).parents[1] / "data" / "guides"
-NOT_SETTINGS = ("datasets.json", "user_prompt_library.json")
 IMAGE, VIDEO, SANA = "kandinsky5-image", "kandinsky5-video", "sanavideo"
 
 
@@ -23,10 +22,6 @@ def block(family: str, name: str) -> str:
     path = GUIDES / family / name
     text = path.read_text(encoding="utf-8")
     return f"{{{text}}}" if path.suffix == ".fragment" else text
-
-
-def settings(family: str) -> list[str]:
-    return sorted(path.name for path in (GUIDES / family).iterdir() if path.name not in NOT_SETTINGS)
 
 
 def install(workspace: Workspace, family: str, name: str) -> None:

@@ -15,8 +15,8 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from simpletuner.annexes.processes.joining import connect, settle_meeting
 from simpletuner.distributed import sharding
-from simpletuner.distributed.joining import connect, settle_meeting
 from simpletuner.distributed.world import World
 from simpletuner.models.blocks import FreeSizes
 from simpletuner.training import assemble, step

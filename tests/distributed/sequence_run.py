@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletuner.distributed.joining import connect, settle_meeting
+from simpletuner.annexes.processes.joining import connect, settle_meeting
 from simpletuner.distributed.world import World
 from simpletuner.techniques.layersync import LayerSync
 from tests.distributed.sharded_run import CLIPPED, Case, Run

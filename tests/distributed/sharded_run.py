@@ -13,11 +13,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from simpletuner.annexes.processes.joining import connect, settle_meeting
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed import sharding
-from simpletuner.distributed.joining import connect, settle_meeting
 from simpletuner.distributed.world import World
 from simpletuner.reporting.events import EventStream
 from simpletuner.techniques.base import Technique

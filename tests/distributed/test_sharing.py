@@ -20,12 +20,12 @@ import torch
 from PIL import Image
 
 from simpletuner.annexes.fitting.ready import ready_plan
+from simpletuner.annexes.processes.joining import connect
 from simpletuner.caching import fill
 from simpletuner.caching.catalogue import Share
 from simpletuner.caching.read import BatchReader, CacheStore
 from simpletuner.config.sources import parse_arguments
 from simpletuner.data.files import MediaError
-from simpletuner.distributed.joining import connect
 from simpletuner.distributed.sharing import SharedPhase, share_work
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted

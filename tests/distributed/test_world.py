@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from simpletuner.distributed.joining import connect, first_host, settle_meeting, take_device
-from simpletuner.distributed.watch import GONE, Watch
+from simpletuner.annexes.processes.joining import connect, first_host, settle_meeting, take_device
+from simpletuner.annexes.processes.watch import GONE, Watch
 from simpletuner.distributed.world import World, launched
 from simpletuner.errors import UserError
 from tests.processes import finish

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 import unicodedata
 from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,12 @@ import pytest
 import torch
 
 from simpletuner.annexes.adapters.kinds import check_lycoris, read_lycoris
+from simpletuner.cli.app import main
 from simpletuner.config.datasets import DatasetConfig, VideoConfig, read_datasets
 from simpletuner.config.load import Layer, read_json_layer, resolve
 from simpletuner.config.schema import RunConfig, all_options
+from simpletuner.config.sources import parse_arguments
+from simpletuner.config.values import plain_key
 from simpletuner.data.buckets import PixelGrid
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.registry import FAMILIES
@@ -204,11 +210,46 @@ def test_the_tree_has_a_line_for_every_room() -> None:
     assert rooms | files <= set(lines)
 
 
+CHANGED = "## Commands that have changed since the guides"
+SYSTEM = ("apt", "mkdir", "popd", "pushd", "python")  # programs that are not ours
+
+
+def changed_commands() -> dict[str, str]:
+    """The table of INSTALL: what the guides say, and what to do now."""
+    table = (ROOT / "docs" / "INSTALL.md").read_text(encoding="utf-8").partition(CHANGED)[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `([^`]*)` \| (.*) \|$", table, re.MULTILINE))
+
+
 def test_commands_that_replace_those_of_the_guides_exist() -> None:
     """`hf` came in place of `huggingface-cli`, and may change once more."""
-    table = (ROOT / "docs" / "INSTALL.md").read_text(encoding="utf-8").partition("## Commands that have changed")[2]
-    commands = re.findall(r"\| `(hf [a-z ]+)`", table)
+    commands = re.findall(r"`(hf [a-z ]+)`", " ".join(changed_commands().values()))
     assert commands == ["hf auth login", "hf download"]
     for command in commands:
         hf = [sys.executable, "-m", "huggingface_hub.cli.hf"]
-        assert subprocess.run([*hf, *command.split()[1:], "--help"], capture_output=True).returncode == 0
+        told = subprocess.run([*hf, *command.split()[1:], "--help"], capture_output=True, text=True, check=True).stdout
+    assert {"--repo-type", "--local-dir"} <= set(re.findall(r"--[a-z-]+", told)), "as the guides write them"
+
+
+GUIDES = sorted((ROOT / "tests" / "data" / "guides").rglob("commands.sh"))
+
+
+@pytest.mark.parametrize("line", sorted({line for path in GUIDES for line in path.read_text("utf-8").splitlines()}))
+def test_lines_of_the_guides_run_or_are_in_the_table(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(line.strip("# \\"))
+    for changed in map(shlex.split, changed_commands()):
+        if words[: len(changed)] == changed:
+            return
+    match words:
+        case ["simpletuner", command]:
+            assert main([command, "--help"]) == 0
+        case [script] if script.startswith("./"):
+            assert os.access(ROOT / script, os.X_OK)
+        case ["cp", source, _]:
+            assert (ROOT / source).is_file()
+        case ["wandb", *_]:
+            assert entry_points(group="console_scripts", name="wandb")
+        case [flag, *_] if flag.startswith("--"):
+            [(key, value)] = parse_arguments(words).settings
+            assert isinstance(value, str) != all_options()[plain_key(key)].is_flag
+        case [program, *_]:
+            assert program in SYSTEM

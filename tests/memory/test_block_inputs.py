@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simpletuner.memory.offload import attach, block_inputs
+from simpletuner.memory.offload import attach, beside
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from tests.memory.streaming import BLOCKS, CPU, AdversarialLane, Trained, assert_equal
 
@@ -113,10 +113,10 @@ class FakeStream:
 def test_the_device_holds_two_tensors_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """And computes on only after their copies; their memory is locked in place, at its own size."""
     inputs, compute, locked = BlockInputs(CPU), FakeStream(), list[int]()
-    inputs.side = FakeStream()  # type: ignore[assignment]
+    inputs.side.stream = FakeStream()  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(block_inputs, "page_lock", lambda flat, owner: locked.append(flat.nbytes))
+    monkeypatch.setattr(beside, "page_lock", lambda flat, owner: locked.append(flat.nbytes))
     weight = torch.ones(5, requires_grad=True)
     storages, copies, products = [], [], []
     for _ in range(6):

@@ -20,17 +20,20 @@ from tests.complaints import complaint
 from tests.memory.test_precision import weight
 from tests.workspace import Workspace
 
-# Sizes that no tile divides, weights in both layouts, with and without scales of columns. Triton's interpreter cuts
-# float32 off where bfloat16 is rounded, so its results are compared in float32.
+# Sizes that no tile divides, weights in both layouts, with and without scales of columns. Where a GPU rounds to the
+# nearest bfloat16 (cvt.rn.bf16x2), Triton's interpreter cuts float32 off.
 INTERPRETED = """
 import torch
 from simpletuner.memory.int8_kernel import scaled_product
-from tests.memory.test_int8_kernel import emulated
+from tests.memory.test_int8_kernel import cut_off, emulated
 for m, k, n in ((40, 64, 48), (130, 80, 144), (1200, 16, 16)):
     rows, levels = (torch.randint(-127, 128, size, dtype=torch.int8) for size in ((m, k), (n, k)))
     scale, columns = torch.rand(m, 1), torch.rand(1, n)
     for inputs in ((rows, levels.t(), scale, columns), (rows, levels.t().contiguous(), scale, None)):
-        assert torch.equal(scaled_product(*inputs, torch.float32), emulated(*inputs, torch.float32)), (m, k, n)
+        exact = emulated(*inputs, torch.float32)
+        assert torch.equal(scaled_product(*inputs, torch.float32), exact), (m, k, n)
+        rounded = scaled_product(*inputs, torch.bfloat16)
+        assert torch.equal(rounded, cut_off(exact)) or torch.equal(rounded, exact.bfloat16()), (m, k, n)
 """
 
 
@@ -38,6 +41,11 @@ def emulated(rows: Tensor, levels: Tensor, scale: Tensor, columns: Tensor | None
     """The kernel's arithmetic, with sums in int64."""
     scaled = (rows.long() @ levels.long()).float() * scale
     return (scaled if columns is None else scaled * columns).to(dtype)
+
+
+def cut_off(values: Tensor) -> Tensor:
+    """The upper half of the bits of float32."""
+    return (values.view(torch.int32) & ~0xFFFF).view(torch.float32).bfloat16()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton comes with torch for CUDA only")

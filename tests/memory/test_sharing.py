@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from simpletuner.distributed.joining import connect
+from simpletuner.annexes.processes.joining import connect
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from simpletuner.memory.offload import image

@@ -72,6 +72,7 @@ def test_captions_are_written_where_there_are_none_and_nothing_else_changes(bare
     assert bare.run("caption", "--limit", "1", "--trigger", "zkt") == 0
     assert sorted(captions(bare).keys() - before.keys()) == ["p0.txt"]
     (bare.path(PICTURES) / "p1.txt").write_text("my own")
+    (bare.path(PICTURES) / "p2.txt").write_text(" \n")  # an empty caption is none
     assert bare.run("caption", "--trigger", "zkt", "--style", "tags") == 0
     after = captions(bare)
     new = [after[name] for name in ("p0.txt", "p2.txt", "p3.txt")]
@@ -81,7 +82,7 @@ def test_captions_are_written_where_there_are_none_and_nothing_else_changes(bare
     assert after["p1.txt"] == "my own"
     assert {path: path.stat().st_mtime_ns for path in files} == files
     assert bare.run("caption") == 0
-    assert "Every picture and clip has a caption file." in capsys.readouterr().out
+    assert "Every picture and clip has a caption." in capsys.readouterr().out
 
 
 def test_batches_and_streaming_do_not_change_a_caption(

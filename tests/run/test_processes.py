@@ -20,13 +20,13 @@ import typer
 from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from simpletuner.annexes.processes import launching
+from simpletuner.annexes.processes.agreement import describe, differences
+from simpletuner.annexes.processes.launching import joined
 from simpletuner.config.sources import parse_arguments
-from simpletuner.distributed import launching
-from simpletuner.distributed.launching import joined
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.plan.build import make_plan
-from simpletuner.run.agreement import describe, differences
 from tests.closeness import ROTATION, distance
 from tests.processes import PATIENCE, finish, free_port, printed, run_into, run_together, start, train
 from tests.run.test_resume import assert_equal, training_state

@@ -29,6 +29,7 @@ from simpletuner.models.adapter import PreviewRequest
 from simpletuner.models.kandinsky5 import attention, fast, nabla
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.kandinsky5.fast import store_in_bf16
+from simpletuner.models.sanavideo.video import CompiledOnGrid
 from simpletuner.speed.compile import Case, CheckedForward, CompiledPiece, settle_compiler
 from simpletuner.speed.recomputation import checkpointed
 from simpletuner.techniques.tread import Tread
@@ -435,12 +436,14 @@ def test_wrong_gradients_keep_a_block_eager(spoil: Callable[[Tensor], Tensor], i
 
 
 @pytest.mark.usefixtures("one_size")
-def test_stock_blocks_of_sana_are_checked(sana_checkpoint: Path) -> None:
+@pytest.mark.parametrize("speed", ["auto", "reference"])
+def test_blocks_of_sana_are_checked(sana_checkpoint: Path, speed: str) -> None:
     batch = sana.make_batch(sana_checkpoint, "i2v")
     eager = loss_and_gradients(sana.make_assembly(sana_checkpoint), batch)
-    assembly = sana.make_assembly(sana_checkpoint, dynamo_backend="aot_eager")
+    assembly = sana.make_assembly(sana_checkpoint, dynamo_backend="aot_eager", speed=speed)
     assert_close(loss_and_gradients(assembly, batch), eager, 1e-3)
     forward: Any = assembly.adapter.block_layout(assembly.transformer).blocks[0].forward
+    assert isinstance(forward.compiled, CompiledOnGrid) == (speed == "auto"), "reference compiles diffusers' own block"
     assert list(forward.verdicts.values()) == [True]
     assert graphs() == 1, "the first block's hidden states have other strides; they share the graph of the others"
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from simpletuner.annexes.processes.joining import connect, settle_meeting
 from simpletuner.diffusion.batch import Batch
-from simpletuner.distributed.joining import connect, settle_meeting
 from simpletuner.distributed.sharding import local
 from simpletuner.distributed.world import World
 from simpletuner.errors import NonFiniteError

@@ -44,12 +44,12 @@ Shown = tuple[DatasetFile, DescriptionRequest]
 
 
 def write_captions(survey: Plan, files: Sequence[DatasetFile], wording: Wording, events: EventStream) -> int:
-    """Write a caption file beside each file and return their number; no file is overwritten."""
+    """Write a caption file beside each file and return their number; no caption is overwritten."""
     written = 0
     for file, caption in described(survey, files, wording, events):
         target = file.path.with_suffix(CAPTION_SUFFIX)
         # It may have been written meanwhile.
-        if not target.exists():
+        if not target.exists() or not target.read_bytes().strip():
             write_atomically(target, f"{caption}\n")
             written += 1
     return written

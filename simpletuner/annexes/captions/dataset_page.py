@@ -18,6 +18,7 @@ from simpletuner.annexes.report.html import render, thumbnail
 from simpletuner.atomic import write_atomically
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.dataset import NOTICEABLE_ENLARGEMENT, Dataset, DatasetFile
+from simpletuner.data.discovery import FileFacts
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import fit
 from simpletuner.data.sample import LedgerEntry
@@ -165,28 +166,36 @@ def caption_reader(survey: Plan) -> CaptionReader:
 def look_at(dataset: Dataset, entry: LedgerEntry, words: Sequence[Words], side: int) -> FileCard:
     """Decode a file once, and measure it."""
     facts = dataset.facts.get(entry.name)
-    card = FileCard(entry.name, {"unused": entry.use} if entry.use else {}, words)
+    card = card_of(facts, entry, words)
     if facts is None or facts.problem is not None:
         return card
     try:
         frames = DatasetFile(dataset, entry.name).frames(FRAMES)
     except MediaError as error:
-        card.kinds["unused"] = str(error)
-        return card
-    geometry, card.size, card.ratio = entry.geometry, f"{facts.width}x{facts.height}", facts.width / facts.height
+        return FileCard(entry.name, {"unused": str(error)}, words)
     card.source, card.print = thumbnail(frames[0], side), colour_grid(frames[0])
-    if geometry is not None:
-        card.trained, card.sharpness = entry.trained_size, sharpness(frames[0], geometry)
-        sizes = (*geometry.crop, *geometry.size)
-        card.box = [100 * part / whole for part, whole in zip(sizes, geometry.resized * 2, strict=True)]
-        if (enlarged := geometry.resized[0] / facts.width) > NOTICEABLE_ENLARGEMENT:
-            card.kinds["small"] = f"enlarged {enlarged:.1f} times"
+    if entry.geometry is not None:
+        card.sharpness = sharpness(frames[0], entry.geometry)
     if any(part.cut for part in words):
         card.kinds["cut"] = "caption cut off"
     if len(frames) > 1:
         card.motion = motion(frames)
         if card.motion < STILL:
             card.kinds["still"] = "hardly moves"
+    return card
+
+
+def card_of(facts: FileFacts | None, entry: LedgerEntry, words: Sequence[Words]) -> FileCard:
+    """What is known of a file without decoding it."""
+    card = FileCard(entry.name, {"unused": entry.use} if entry.use else {}, words)
+    if facts is None or facts.problem is not None:
+        return card
+    card.size, card.ratio = f"{facts.width}x{facts.height}", facts.width / facts.height
+    if (geometry := entry.geometry) is not None:
+        card.trained, sizes = entry.trained_size, (*geometry.crop, *geometry.size)
+        card.box = [100 * part / whole for part, whole in zip(sizes, geometry.resized * 2, strict=True)]
+        if (enlarged := geometry.resized[0] / facts.width) > NOTICEABLE_ENLARGEMENT:
+            card.kinds["small"] = f"enlarged {enlarged:.1f} times"
     return card
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from simpletuner.data.captions import control_token
+from simpletuner.data.captions import EMPTY, control_token
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.dataset import Dataset, DatasetFile
 from simpletuner.data.discovery import is_readable, pair_key, scan
@@ -114,10 +114,11 @@ def _described(datasets: Sequence[Dataset]) -> list[Dataset]:
 
 
 def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Iterator[DatasetFile]:
-    """The usable files without a caption file, of one dataset or of all; files of one stem share a caption."""
+    """The usable files without a caption, of one dataset or of all; files of one stem share a caption."""
     for dataset in _described(datasets):
         if wanted in (None, dataset.id) and is_readable(dataset.root):
-            taken = set(scan(dataset.root, PICTURE_SUFFIXES | CLIP_SUFFIXES).captions)
+            blank = {pair_key(each.name) for each in dataset.rejected if each.detail == EMPTY}
+            taken = scan(dataset.root, PICTURE_SUFFIXES | CLIP_SUFFIXES).captions.keys() - blank
             names = {each.name for each in dataset.samples}
             names |= {each.name for each in dataset.rejected if each.reason == "no caption"}
             # In reverse, so that the first name of a stem is stored last.

@@ -84,7 +84,10 @@ def check_fit(budget: Budget) -> Iterator[Problem]:
         advice += " To run anyway, set i_know_what_i_am_doing."
     others = len(lacking) - 1
     more = f" ({others} more phase{'s lack' if others > 1 else ' lacks'} room)" if others else ""
-    yield Problem("memory", f"{lacking[0]}{more}. {advice}", fatal=fatal)
+    # Other clips, or latents encoded before training, are no settings.
+    are_settings = all(change.values for change in changes)
+    remedy = {key: value for change in changes if are_settings for key, value in change.values.items()}
+    yield Problem("memory", f"{lacking[0]}{more}. {advice}", fatal, remedy)
 
 
 def smallest_change(budget: Budget) -> list[Change]:
@@ -422,5 +425,5 @@ def check_ways(budget: Budget) -> Iterator[Problem]:
                 f"{name} fits too, and each process sends {gigabytes(way.sent.total)} a step instead of "
                 f"{gigabytes(budget.sent.total)}: FSDP2 gathers the whole model again and again to train a LoRA."
             )
-            yield Problem("fsdp_enable", message, fatal=False)
+            yield Problem("fsdp_enable", message, fatal=False, remedy=WAYS[name])
             return

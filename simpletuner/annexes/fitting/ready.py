@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
-from simpletuner.annexes.fitting.fit import check_fit, check_ways, choose
+from simpletuner.annexes.fitting.fit import STATE_ON_HOST, Change, check_fit, check_ways, choose
 from simpletuner.annexes.fitting.show import MISSING_GPU, duration
 from simpletuner.budget import device as devices
 from simpletuner.budget.budget import (
@@ -19,19 +20,23 @@ from simpletuner.budget.budget import (
     with_faster_previews,
     with_strips,
 )
+from simpletuner.budget.device import gigabytes
 from simpletuner.budget.disk import check_disk, feature_costs, find_writings
 from simpletuner.budget.outcomes import find_outcome
 from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.sources import Arguments
 from simpletuner.config.values import check_unset
 from simpletuner.distributed.world import launched
-from simpletuner.errors import Problem, Reading
+from simpletuner.errors import ConfigError, Problem, Problems, Reading, result_of
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing
 
 FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
 FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
 DAY = 86400.0
+# What only frozen weights allow, and its value in full fine-tunes, which save memory in another way.
+FOR_LORA = {"enable_group_offload": False, "base_model_precision": "no_change"}
+AUTO = {"offload": "auto"}
 
 
 def ready_plan(arguments: Arguments) -> tuple[Plan, Budget]:
@@ -63,10 +68,32 @@ def weigh_plan(arguments: Arguments) -> tuple[Plan, Budget]:
     Raises:
         ConfigError: other problems prevent a plan.
     """
-    plan, budget = arguments.problems.take(weigh(make_plan(arguments)))
+    try:
+        plan, budget = arguments.problems.take(weigh(make_plan(arguments)))
+    except ConfigError as error:
+        raise ConfigError([_with_equivalent(each, arguments) for each in error.problems]) from None
     slow = list(check_gpu(plan, budget))
     arguments.problems.extend(slow)
     return replace(plan, warnings=[*slow, *plan.warnings]), budget
+
+
+def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
+    """A problem; if a full fine-tune was asked for what only a LoRA can save, with what saves memory there."""
+    if not problem.fatal or problem.where not in FOR_LORA:
+        return problem
+    ways: dict[str, Change] = {}
+    for values in (AUTO, STATE_ON_HOST):
+        change = Change({problem.where: FOR_LORA[problem.where], **values})
+        settings = [*arguments.settings, *FOR_LORA.items(), *values.items()]
+        with suppress(ConfigError):  # such as datasets that do not exist, which the error names already
+            plan, budget = result_of(weigh(make_plan(replace(arguments, settings=settings, problems=Problems()))))
+            if plan.config.model.model_type == "full" and budget.device.is_gpu and budget.fits:
+                ways.setdefault("{} on the device and {} on the host".format(*map(gigabytes, budget.peaks)), change)
+    advice = "; or ".join(f"{change}, which takes {memory}" for memory, change in ways.items())
+    if not ways:
+        return problem
+    remedy = next(iter(ways.values())).values
+    return replace(problem, message=f"{problem.message} This would fit: {advice}.", remedy=remedy)
 
 
 def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
 from inspect import isfunction
 from typing import Any
 
 import psutil
+from markupsafe import Markup, escape
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from simpletuner.annexes.page import start_card
 from simpletuner.annexes.page.project import Refusal, project_of
 from simpletuner.annexes.report.html import render
 from simpletuner.budget.device import ask_driver, host_memory
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.config.option import Group, Option, describe
 from simpletuner.config.schema import all_options
-from simpletuner.config.sections import DATASETS, EVERYDAY_WORDS, SECTIONS, TABS, section_of
+from simpletuner.config.sections import CHOICES, DATASETS, EVERYDAY_WORDS, SECTIONS, TABS, section_of
+from simpletuner.config.techniques import ROUTES
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.spec import FamilySpec
 from simpletuner.redaction import SECRET_NAME
@@ -44,7 +49,7 @@ GPU_QUERY = ("--query-gpu=index,name,memory.total,memory.free", "--format=csv,no
 
 def page(request: Request) -> Response:
     """The page with every tab; inside a run it shows the run only."""
-    return rendered("page/page.html.jinja", in_run=project_of(request).run is not None)
+    return rendered("page/page.html.jinja", in_run=project_of(request).run is not None, **start_card.card_content())
 
 
 def tab(request: Request) -> Response:
@@ -58,7 +63,13 @@ def tab(request: Request) -> Response:
 def rendered(template: str, **values: object) -> Response:
     """A template that shows fields."""
     shown = {"tabs": tabs(), "sections": SECTIONS, "fields": fields(), "dataset_fields": dataset_fields()}
-    return HTMLResponse(render(template, **shown, **values))
+    return HTMLResponse(render(template, prose=prose, **shown, **values))
+
+
+def prose(help_text: str) -> Markup:
+    """A help text: code in backticks, and the names of pages of the documentation as links."""
+    coded = re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(help_text)))
+    return Markup(re.sub(r"docs/[\w/]+\.md", r'<a href="/\g<0>" target="_blank">\g<0></a>', coded))
 
 
 def field_tabs(request: Request) -> Response:
@@ -116,9 +127,9 @@ def memory(request: Request) -> Response:
 
 
 def tabs() -> list[dict[str, Any]]:
-    """The tabs with their sections; "Run" has none of the form's."""
+    """The tabs with their sections; "Start" and "Run" have none of the form's."""
     parts = {tab: [{"id": each.id, "label": each.label} for each in SECTIONS if each.tab == tab] for tab in TABS}
-    return [{"id": tab, "label": tab.capitalize(), "sections": parts.get(tab, [])} for tab in (*TABS, "run")]
+    return [{"id": tab, "label": tab.capitalize(), "sections": parts.get(tab, [])} for tab in ("start", *TABS, "run")]
 
 
 @functools.cache
@@ -146,13 +157,15 @@ def _field(option: Option, spec: FamilySpec | None, section: str, group: str) ->
     """An option as the page reads it; `group` is the heading it stands under."""
     by_family = {**spec.defaults, **spec.fixed} if spec else {}
     choices = _choices(option, spec)
+    options = _options(option.name, choices)
     return {
         "name": option.name,
         "label": label_of(option),
         "type": "choice" if choices else _type(option),
         "default": by_family.get(option.name, option.default),
-        "default_note": option.default_note,
+        "default_note": option.default_note or ("none" if options and not choices else ""),
         "choices": choices,
+        "options": options,
         "limits": option.limits,
         "tab": section.partition("/")[0],
         "section": section,
@@ -173,6 +186,14 @@ def _choices(option: Option, spec: FamilySpec | None) -> tuple[str, ...]:
         specs = [spec] if spec else FAMILIES.values()
         return tuple(dict.fromkeys(name for each in specs for name in each.flavour_names))
     return option.choices
+
+
+def _options(key: str, choices: tuple[str, ...]) -> dict[str, str]:
+    """The values that a list offers, JSON where they are no words, and the texts it shows for them."""
+    notes, presets = CHOICES.get(key, {}), ROUTES if key == "tread_config" else {}
+    values = {word: json.dumps(value, separators=(",", ":")) for word, value in presets.items() if value is not None}
+    values |= {choice: choice for choice in choices}
+    return {value: f"{word}: {notes[word]}" if word in notes else word for word, value in values.items()}
 
 
 def _type(option: Option) -> str:

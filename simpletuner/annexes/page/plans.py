@@ -32,7 +32,7 @@ def validate(request: Request, body: dict[str, Any]) -> Response:
         "effective": redact_settings(judgement.config.flat()),
         "family": judgement.spec.name,
         "flavour": judgement.flavour.name,
-        "flavours": list(judgement.spec.flavour_names),
+        "flavours": {flavour.name: flavour.about for flavour in judgement.spec.flavours},
         "greyed": {key: reason for key, reason in judgement.without_effect.items() if key not in wrong},
     }
     return JSONResponse(content)

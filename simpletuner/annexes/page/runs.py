@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from simpletuner.config.values import read_json
-from simpletuner.distributed.requests import FOLDER as REQUESTS
+from simpletuner.distributed.requests import FOLDER, REQUESTS
 from simpletuner.errors import UserError, result_of
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
@@ -45,6 +45,9 @@ BUTTONS = ("start", "continue", "new", "stop", "cancel", "save", "preview", "sto
 ACTIVE = ("starting", "running")
 IN_LOOP = ("running", "stopping")
 ENDED: Mapping[str, Status] = {"completed": "completed", "failed": "error", "cancelled": "cancelled"}
+# Stages that answer a request of a running session, and how its other answer begins.
+ANSWERED_BY = {"checkpoint_save": "save", "validation": "preview"}
+STOPS_LATER = "The run will stop at the end of"
 # Seconds without a sign of life after which a run on another machine, which cannot be asked, counts as ended.
 SILENCE = 900.0
 
@@ -174,6 +177,7 @@ class Story:
         stages: by key, the newest of each.
         notices: the texts of warnings.
         growing: unfinished previews by prompt, weights and index.
+        answers: by request, what last came of one: the newest checkpoint, or previews.
     """
 
     job_id: str = ""
@@ -184,6 +188,7 @@ class Story:
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     growing: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)
+    answers: dict[str, str] = field(default_factory=dict)
 
     def begin(self, job_id: str = "", progress: Mapping[str, Any] | None = None) -> None:
         """Forget everything."""
@@ -191,7 +196,7 @@ class Story:
 
     def copy(self) -> Story:
         """The story so far, for a thread that uses it while another one adds to it."""
-        return replace(self, stages=dict(self.stages), growing=dict(self.growing))
+        return replace(self, stages=dict(self.stages), growing=dict(self.growing), answers=dict(self.answers))
 
     def follow(self, tail: Tail) -> None:
         """Take in the new events of a log."""
@@ -222,6 +227,8 @@ class Story:
                 }  # fmt: skip
                 if stage["status"] != "running":
                     self.growing.clear()  # also of previews that were cut short
+                    if request := ANSWERED_BY.get(stage["key"]):
+                        self.answers[request] = self.stages[stage["key"]]["message"]
             case "validation.image":
                 self.growing[shot_of(event)] = growing_preview(event)
             case "training.validation":
@@ -229,6 +236,8 @@ class Story:
         # How a run ended is in its message; other events only repeat it.
         if event["type"] == "notification" and event["severity"] == "warning":
             self.notices = [*self.notices, str(event["message"])][-NOTICES:]
+        if event["type"] == "notification" and str(event["message"]).startswith(STOPS_LATER):
+            self.answers["stop_at_epoch_end"] = str(event["message"])
 
 
 def is_step(line: bytes) -> bool:
@@ -350,9 +359,8 @@ class Run:
 
     @property
     def console(self) -> str:
-        """The end of console.log, without secrets and overwritten progress bars."""
-        lines = b"".join(ending(self.folder / CONSOLE_FILE, CONSOLE_PART)).decode(errors="replace").split("\n")
-        return redact("\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines))
+        """The end of console.log."""
+        return printed(self.folder / CONSOLE_FILE)
 
     def judge(self) -> tuple[Status, str, Story]:
         """The state of the run, a sentence about it, and what its newest session has told."""
@@ -401,6 +409,8 @@ class Run:
             "config": {"name": self.written_by, "output_dir": as_text(self.folder)},
             "message": "",
             "can": dict.fromkeys(BUTTONS, False) | {"cancel": self.pid is not None},
+            "asked": [],
+            "answers": {},
         }
         try:
             known = self._status(blank)
@@ -417,15 +427,17 @@ class Run:
         # The record first, then what the events say: a silent session has only the former.
         progress = blank["progress"] | {"current": step, "metrics": last} | story.progress
         in_loop = (state, story.status) == ("running", "running")
-        is_asked = in_loop and (self.folder / REQUESTS / "stop").exists()
-        stop = is_active and story.status != "stopping" and not is_asked
+        asked = [name for name in REQUESTS if in_loop and (self.folder / FOLDER / name).exists()]
+        stop = is_active and story.status != "stopping" and "stop" not in asked
         return blank | {
             "status": state,
             "job_id": story.job_id,
             "progress": progress if is_active else progress | {"eta_seconds": None},
             "stages": story.stages if is_active else {key: over(stage) for key, stage in story.stages.items()},
             "config": blank["config"] | {"name": self.config},
-            "message": "Stops after this step and its previews." if is_asked else redact(message),
+            "message": "Stops after this step and its previews." if "stop" in asked else redact(message),
+            "asked": asked,
+            "answers": story.answers if is_active else {},
             "can": blank["can"]
             | dict.fromkeys(("save", "preview", "stop_at_epoch_end"), in_loop)
             | {"stop": stop}
@@ -442,6 +454,12 @@ class Run:
 def over(stage: dict[str, Any]) -> dict[str, Any]:
     """A stage of a run that has ended."""
     return {**stage, "status": "failed"} if stage["status"] == "running" else stage
+
+
+def printed(file: Path) -> str:
+    """The end of a command's output, without secrets and overwritten progress bars."""
+    lines = b"".join(ending(file, CONSOLE_PART)).decode(errors="replace").split("\n")
+    return redact("\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines))
 
 
 def said_at_the_end(console: str) -> str:

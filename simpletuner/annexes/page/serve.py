@@ -7,8 +7,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +18,8 @@ import h11
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
@@ -26,10 +28,11 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from simpletuner.annexes.page import files, form, live, plans
+from simpletuner.annexes.page import docs, files, form, jobs, library, live, plans, results, start_card, uploads
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
-from simpletuner.annexes.page.project import Project, Refusal, read_object
+from simpletuner.annexes.page.project import UPLOADS, Project, Refusal, read_object
+from simpletuner.annexes.queue import Queue
 from simpletuner.annexes.report.html import FOLDER as REPORT
 from simpletuner.errors import ConfigError, DiskFullError, UserError
 from simpletuner.reporting.events import EventStream
@@ -40,6 +43,7 @@ Mode = Literal["unified", "trainer", "callback"]
 HEAD_SECONDS = 10.0
 MOST_CONNECTIONS = 400
 END_SECONDS = 1
+COMPRESSION = 6  # of 9: the form takes 4 % more bytes, in a third of the time
 
 
 def health(request: Request) -> Response:
@@ -82,18 +86,39 @@ PAGE = [
     taking("/api/training/validate", plans.validate),
     taking("/api/configuration/check", plans.validate),
     Route("/api/plan", plans.plan_unsaved, methods=["POST"]),
+    taking("/api/start/look", start_card.look),
+    taking("/api/start/write", start_card.write),
+    taking("/api/uploads", uploads.new_folder),
+    Route(f"{UPLOADS}{{name}}/{{file:path}}", uploads.put_file, methods=["PUT"]),
     Route("/dataset", plans.show_datasets),
+    Route("/library", library.show_files),
+    Route("/library/thumbnail", library.send_thumbnail),
+    Route("/library/media", library.send_original),
+    taking("/api/library/caption", library.put_caption, "PUT"),
+    taking("/api/library/excluded", library.put_excluded, "PUT"),
+    taking("/api/library/edit", library.edit),
+    Route("/api/library/describe", library.captioning_state),
+    taking("/api/library/describe", library.start_captioning),
+    taking("/api/library/describe/stop", library.stop_captioning),
     Route("/api/training/status", live.status),
     taking("/api/training/start", live.start),
     taking("/api/training/new", live.renew),
     *(taking(path, partial(live.press, act)) for path, act in live.BUTTONS.items()),
+    taking("/api/training/queue", jobs.add),
+    taking("/api/training/render", jobs.add_rendering),
+    taking("/api/training/queue/move", jobs.move),
+    taking("/api/training/queue/remove", jobs.remove),
+    Route("/queue", jobs.show_queue),
     Route("/api/training/events", live.events),
     Route("/api/events/recent", live.recent),
     Route("/api/metrics/training/runs", live.summaries),
     Route("/api/metrics/training/runs/{run}", live.metrics),
     Route("/media/{run}/{path:path}", live.media),
     Route("/report/{run}", live.report),
+    Route("/docs/{path:path}", docs.show),
     Route("/runs", live.listing),
+    *(Route(f"/runs/{{run}}/{name}", act) for name, act in results.PARTS.items()),
+    Route("/download/{run}", results.send_lora),
     Route("/runs/{run}/{part}", live.view),
     *map(shared, ("page.css", "curves.js", "viewer.js")),
     Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
@@ -104,10 +129,24 @@ def create_app(project: Project, mode: Mode = "unified", over: threading.Event |
     """The application that serves a project, without its guard; once `over` is set, streams of events end."""
     app = Starlette(
         routes=[*ALWAYS, *(ELSEWHERE if mode != "trainer" else []), *(PAGE if mode != "callback" else [])],
+        # Of pictures, clips, parts of files and streams of events it compresses none.
+        middleware=[Middleware(GZipMiddleware, compresslevel=COMPRESSION)],
         exception_handlers={UserError: refused, HTTPException: refused},
+        lifespan=serving_queue if project.run is None and mode != "callback" else None,
     )
     app.state.runs, app.state.over = Runs(project), over or threading.Event()
+    app.state.queue = Queue(project.folder, jobs.RunWorker(app.state.runs))
+    app.state.captioning = library.Captioning()
     return app
+
+
+@asynccontextmanager
+async def serving_queue(app: Starlette) -> AsyncIterator[None]:
+    """Start the jobs of the queue, from a thread, as long as the server runs."""
+    over = threading.Event()
+    threading.Thread(target=app.state.queue.serve, args=(over,), name="queue", daemon=True).start()
+    yield
+    over.set()
 
 
 def refused(request: Request, error: Exception) -> Response:
@@ -149,7 +188,7 @@ def make_server(
         factory=True,
         http=Connection,
         ws="none",
-        lifespan="off",
+        lifespan="on",
         # uvicorn would replace the handlers of the run.
         log_config=None,
         log_level="error",

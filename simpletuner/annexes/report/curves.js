@@ -146,12 +146,21 @@ class Plot {
     this.x = (step) => this.placeX(this.place(step));
     const floor = this.floor = height - MARGIN.bottom;
     this.y = (value) => floor - ((scale(value) - scale(low)) / (scale(high) - scale(low))) * (floor - MARGIN.top);
-    this.svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
+    this.svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": this.summary() });
     this.svg.append(this.frame(width, height, first, last, low, high));
     this.series.forEach((one, index) => this.svg.append(...this.lines(one, COLOURS[index % COLOURS.length])));
     this.marks = shape("g");
     this.svg.append(this.marks);
     this.holder.replaceChildren(this.svg, this.tip);
+  }
+
+  // What the curves show, for those who do not see them.
+  summary() {
+    const ends = this.series.map(({ name, raw, smooth }) => {
+      const points = smooth.length ? smooth : raw;
+      return `${name} from ${readable(points[0][1])} to ${readable(points.at(-1)[1])}`;
+    });
+    return `${this.figure.dataset.chart}: ${ends.join(", ")}, ${this.bars ? "by timestep" : `steps ${this.series[0].raw[0][0]} to ${this.series[0].raw.at(-1)[0]}`}`;
   }
 
   frame(width, height, first, last, low, high) {

@@ -17,10 +17,10 @@ from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.option import Option
 from simpletuner.config.publishing import PACKAGES, why_missing
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, all_options
-from simpletuner.config.sections import Section, section_of
+from simpletuner.config.sections import CHOICES, Section, section_of
+from simpletuner.config.techniques import ROUTES
 from simpletuner.errors import Problem, did_you_mean, nearest
 from simpletuner.models.registry import FAMILIES
-from simpletuner.models.spec import TASKS, Flavour
 from simpletuner.plan.draft import Draft
 
 # Similarity (difflib's ratio) from which an answer counts as a misspelled choice, which is then proposed.
@@ -109,35 +109,6 @@ class Question:
         return {self.key: value, **self.implied(value)}
 
 
-# What the parts of a flavour's name mean.
-NAME_PARTS = {
-    "sft": "for styles, characters, motions",
-    "pretrain": "for entirely new concepts, on large datasets",
-    "lite": "the small model",
-    "pro": "the large model",
-    "5s": "up to 5 s",
-    "10s": "up to 10 s",
-    "hd": "high resolution",
-    "480p": "480 lines",
-    "720p": "720 lines",
-    "nocfg": "samples without guidance",
-    "distilled": "samples in 16 steps without guidance",
-    "distilled16steps": "samples in 16 steps without guidance",
-}
-
-
-def flavours(draft: Draft) -> Mapping[str, str]:
-    """The family's flavours: what each is for, and what the user must provide."""
-    return {flavour.name: _about(flavour) for flavour in draft.spec.flavours}
-
-
-def _about(flavour: Flavour) -> str:
-    parts = [NAME_PARTS[part] for part in flavour.name.split("-") if part in NAME_PARTS]
-    needs = [f"needs {flavour.needs}"] if flavour.needs else []
-    task = TASKS[flavour.task] + (f", or {TASKS[flavour.dataset_task]}" if flavour.dataset_task else "")
-    return ", ".join([task, *parts, *needs])
-
-
 def usable_trackers(draft: Draft) -> Mapping[str, str]:
     """Trackers that are installed and logged in."""
     remarks = {"none": "nowhere; the HTML report is always written", "wandb": "wandb.ai"}
@@ -192,11 +163,6 @@ def _is_tracked(draft: Draft) -> bool:
     return draft.config.tracking.report_to not in ("none", "simpletuner")
 
 
-def _routes(share: float) -> dict[str, Any]:
-    """One route around all but the outermost blocks."""
-    return {"routes": [{"selection_ratio": share, "start_layer_idx": 2, "end_layer_idx": -2}]}
-
-
 def _optimizer(draft: Draft) -> str:
     return optimizer_name(draft.config.optimizer, draft.config.precision.mixed_precision)
 
@@ -213,26 +179,19 @@ def _other_length(steps: Any) -> dict[str, Any]:
     return {"num_train_epochs": 0} if str(steps or 0) != "0" else {"num_train_epochs": None}
 
 
-TREAD_WORDS = {
-    "none": "every block sees every token",
-    "quarter": "a quarter of the tokens skip it",
-    "half": "half of them, the usual choice; routes of your own: JSON, see docs/TREAD.md",
-}
-MODEL_TYPES = {
-    "lora": "a small file that is loaded on top of the model",
-    "full": "the whole model; needs far more memory",
-}
-CHOOSERS = {"manual": "you, in the next questions", "auto": "the plan: the fastest settings that fit the card"}
 # In the order of the page's sections.
 QUESTIONS = (
     Question("model_family", "Model", names=lambda draft: {n: spec.title for n, spec in FAMILIES.items()}),
     Question(
-        "model_flavour", "Version of the model", propose=lambda draft: draft.spec.flavours[0].name, names=flavours
+        "model_flavour",
+        "Version of the model",
+        propose=lambda draft: draft.spec.flavours[0].name,
+        names=lambda draft: {flavour.name: flavour.about for flavour in draft.spec.flavours},
     ),
     Question(
         "model_type",
         "What to train",
-        names=lambda draft: MODEL_TYPES,
+        names=lambda draft: CHOICES["model_type"],
         implied=lambda value: {"lora_rank": None} if value == "full" else {},
     ),
     Question("output_dir", "Output folder"),
@@ -253,7 +212,7 @@ QUESTIONS = (
     Question("train_batch_size", "Batch size"),
     Question("gradient_accumulation_steps", "Gradient accumulation steps"),
     Question("plan_device_memory_gb", "GPU memory in GB, for the estimate at the end"),
-    Question("offload", "Settings that save memory: who chooses them", names=lambda draft: CHOOSERS),
+    Question("offload", "Settings that save memory: who chooses them", names=lambda draft: CHOICES["offload"]),
     Question(
         "enable_group_offload",
         "Keep the model in host memory and stream it to the GPU block by block (group offload)?",
@@ -293,9 +252,9 @@ QUESTIONS = (
         "tread_config",
         "Tokens that skip the middle of the model (TREAD: faster steps, previews as always)",
         when=lambda draft: draft.spec.token_blocks is not None,
-        names=lambda draft: TREAD_WORDS,
+        names=lambda draft: CHOICES["tread_config"],
         is_open=True,
-        meanings={"none": None, "quarter": _routes(0.25), "half": _routes(0.5)},
+        meanings=ROUTES,
     ),
     Question("use_ema", "Keep a running average of the weights (EMA)?"),
     Question("ema_validation", "Previews with EMA"),

@@ -15,7 +15,8 @@ from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_atomically, write_json
 from simpletuner.config.load import canonical, read_json_layer
-from simpletuner.config.schema import GROUPS, main_name, option_names
+from simpletuner.config.render import render_config
+from simpletuner.config.schema import main_name
 from simpletuner.config.values import read_json
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, UserError, result_of
 from simpletuner.models.spec import FamilySpec, Task
@@ -156,7 +157,8 @@ def _kept(file: Path) -> dict[str, Any] | None:
 
 def review(draft: Draft, talk: Talk) -> bool:
     """Show all settings, and ask again for those that the user names, until the answer is yes or no."""
-    owners, declined = {question.key: question for question in QUESTIONS}, dict[str, Any]()
+    owners = {question.key: question for question in QUESTIONS}
+    declined: Mapping[str, Any] = {}
     while True:
         # None removes a key.
         draft.change(dict.fromkeys(stale_keys(draft, {})))
@@ -209,7 +211,7 @@ def _written(draft: Draft) -> dict[str, Any]:
     return {key: value for key, value in draft.values.items() if key != DEVICE_MEMORY or key in draft.loaded}
 
 
-def _show(draft: Draft, talk: Talk) -> tuple[bool, dict[str, Any]]:
+def _show(draft: Draft, talk: Talk) -> tuple[bool, Mapping[str, Any]]:
     """Show all settings and what the plan says; returns whether training will refuse them, and what would fit."""
     # Late, since importing the plan would delay the first question.
     from simpletuner.annexes.wizard.verdict import judge
@@ -221,7 +223,7 @@ def _show(draft: Draft, talk: Talk) -> tuple[bool, dict[str, Any]]:
     width = max(len(key) for key in values)
     for key in asked:
         value = values[key] if isinstance(values[key], str) else json.dumps(values[key], ensure_ascii=False)
-        talk.say(f"  {key:<{width}}  {value}")
+        talk.say(f"  {key:<{width}}  {redact(value)}")
     others = [key for key in values if key not in asked]
     for title, keys in (
         ("Follows from your answers", [key for key in others if key not in draft.loaded]),
@@ -231,13 +233,14 @@ def _show(draft: Draft, talk: Talk) -> tuple[bool, dict[str, Any]]:
             shown = (f"{key} {redact(json.dumps(values[key], ensure_ascii=False))}" for key in keys)
             talk.say(f"  {title}: {', '.join(shown)}")
     talk.say()
-    lines, problems, remedy = judge(draft, draft.values.get(DEVICE_MEMORY))
+    lines, problems = judge(draft, draft.values.get(DEVICE_MEMORY))
     for line in lines:
         talk.tell(f"  {line}", "cyan")
     told = [*draft.judgement.problems, *problems]
     _warn(told, talk)
     talk.say()
-    return any(problem.fatal and problem.where != "device" for problem in told), remedy
+    remedies = [problem.remedy for problem in problems if problem.where == "memory"]
+    return any(problem.fatal and problem.where != "device" for problem in told), next(iter(remedies), {})
 
 
 def _warn(problems: list[Problem], talk: Talk) -> None:
@@ -289,14 +292,6 @@ def unusable_keys(draft: Draft) -> dict[str, str]:
     return reasons
 
 
-def render_config(values: Mapping[str, Any]) -> str:
-    """JSON in the order of the schema, with an empty line between groups; unknown keys come last."""
-    known = [[name for name in group.model_fields if name in values] for group in GROUPS.values()]
-    others = [name for name in values if name not in option_names()]
-    blocks = [",\n".join(_entry(name, values[name]) for name in names) for names in (*known, others) if names]
-    return "{\n" + ",\n\n".join(blocks) + "\n}\n"
-
-
 def save(file: Path, text: str) -> None:
     """Write the file atomically; the previous one is kept as `.bak`."""
     target = file.resolve()  # a link is kept, and the file it points to is replaced
@@ -308,12 +303,6 @@ def save(file: Path, text: str) -> None:
 
 def backup_of(file: Path) -> Path:
     return file.with_name(f"{file.name}.bak")
-
-
-def _entry(name: str, value: Any) -> str:
-    # Newlines inside texts are escaped, so only lines of JSON are indented.
-    text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
-    return f"  {json.dumps(name)}: {text}"
 
 
 def show_next_steps(draft: Draft, talk: Talk) -> None:

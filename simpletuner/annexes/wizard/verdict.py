@@ -11,13 +11,13 @@ from typing import Any
 
 from PIL import Image
 
-from simpletuner.annexes.fitting.fit import smallest_change
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.fitting.show import duration
 from simpletuner.annexes.remote.collect import collect_cached
-from simpletuner.annexes.wizard.session import example_datasets, render_config
+from simpletuner.annexes.wizard.session import example_datasets
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
+from simpletuner.config.render import render_config
 from simpletuner.config.sources import Arguments
 from simpletuner.config.values import Size
 from simpletuner.errors import ConfigError, Problem, Problems
@@ -29,9 +29,8 @@ from simpletuner.validation.clip_writer import write_mp4
 NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb below and enter the memory of yours."
 
 
-def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list[Problem], dict[str, Any]]:
-    """One or two sentences, the problems that training would refuse or warn about, and settings with which it would
-    fit; empty if it fits, or if settings are not enough.
+def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list[Problem]]:
+    """One or two sentences, and the problems that training would refuse or warn about.
 
     Without a dataset file, the plan is for one sample of the family's usual size.
     """
@@ -48,20 +47,10 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
             settings.append(("plan_device_memory_gb", device_gigabytes))
         plan, budget = weigh_plan(Arguments(settings, {"config_path": str(config)}, collect_cached, problems))
         if budget.device.is_gpu:
-            return list(verdict(plan, budget, problems, has_data=has_data)), problems, remedy(budget)
+            return list(verdict(plan, budget, problems, has_data=has_data)), problems
         # It would compare with this machine's RAM.
-        return [NO_GPU], [problem for problem in problems if problem.where != "memory"], {}
-    return [], problems, {}
-
-
-def remedy(budget: Budget) -> dict[str, Any]:
-    """The settings of the smallest change with which the run fits; empty if some of it is not a setting."""
-    changes = [] if budget.fits else smallest_change(budget)
-    return (
-        {key: value for change in changes for key, value in change.values.items()}
-        if all(change.values for change in changes)
-        else {}
-    )
+        return [NO_GPU], [problem for problem in problems if problem.where != "memory"]
+    return [], problems
 
 
 def verdict(plan: Plan, budget: Budget, problems: list[Problem], *, has_data: bool) -> Iterator[str]:

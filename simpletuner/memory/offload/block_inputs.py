@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from simpletuner.config.schema import SLOTS
-from simpletuner.memory.offload.image import Span, page_lock, whole_pages
+from simpletuner.memory.offload.beside import SideStream
+from simpletuner.memory.offload.image import Span
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +44,8 @@ class BlockInputs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self.side is None:
+        self.side = SideStream(device)
+        if self.side.stream is None:
             logger.warning("offload_block_inputs saves nothing: the compute device is no CUDA device.")
         self._free: list[Tensor] = []  # page-locked bytes
         self._last: weakref.ref[_Kept] | None = None
@@ -71,7 +70,7 @@ class BlockInputs:
     def _leave(self, tensor: Tensor) -> _Kept:
         buffer = self._buffer(tensor.nbytes)
         host = Span.of(tensor).view(buffer)
-        with self._beside():
+        with self.side.after_compute():
             host.copy_(tensor, non_blocking=True)
         self._hold(tensor)
         kept = _Kept(host, self._last)
@@ -93,8 +92,8 @@ class BlockInputs:
     def _fetch(self, kept: _Kept) -> tuple[Tensor, torch.cuda.Event | None]:
         """Start to copy a tensor back to the device."""
         # A real copy on a CPU too: the buffer will be reused for another tensor.
-        tensor = torch.empty_like(kept.host, device=self.device)
-        with self._beside():
+        tensor = torch.empty_like(kept.host, device=self.side.device)
+        with self.side.after_compute():
             tensor.copy_(kept.host, non_blocking=True)
         return tensor, self._hold(tensor)
 
@@ -105,9 +104,9 @@ class BlockInputs:
         then it has launched many blocks, whose inputs all take new memory. Here the compute waits for all but the
         newest copies, and later tensors take the memory of those.
         """
-        if self.side is None:
+        complete = self.side.complete()
+        if complete is None:
             return None
-        complete = self.side.record_event()
         self._copied.append((tensor, complete))
         if len(self._copied) > SLOTS:
             self._wait(self._copied[0][1])
@@ -115,7 +114,7 @@ class BlockInputs:
 
     def _wait(self, complete: torch.cuda.Event) -> None:
         """Let the compute wait for a copy; its tensor and those copied before it need not be held any longer."""
-        torch.cuda.current_stream(self.device).wait_event(complete)
+        self.side.hold_compute(complete)
         while any(event is complete for _, event in self._copied):
             self._copied.popleft()
 
@@ -130,14 +129,4 @@ class BlockInputs:
         if index is not None:
             return self._free.pop(index)
         del self._free[:1]
-        buffer = whole_pages(nbytes)
-        if self.side is not None:
-            page_lock(buffer, buffer)
-        return buffer
-
-    def _beside(self) -> AbstractContextManager[object]:
-        """The side stream, after waiting for the compute up to this point."""
-        if self.side is None:
-            return nullcontext()
-        self.side.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self.side)
+        return self.side.host_memory(nbytes)

@@ -144,7 +144,7 @@ class SanaTextEncoder:
         # The start token and the end of the row, as in the pipeline: the instruction drops out.
         kept = [0, *range(-self.max_length + 1, 0)]
         rows = zip(hidden[:, kept].cpu(), mask[:, kept].bool().cpu(), strict=True)
-        return [row[is_real].clone() for row, is_real in rows]
+        return [row[is_real] for row, is_real in rows]
 
 
 # Clips that start from a picture are sampled with Euler steps and this shift; the checkpoint's scheduler is for t2v.

@@ -95,7 +95,7 @@ def test_defaults_and_choices_follow_the_family(family: str, block: int, client:
     flavours = [each["name"] for each in client.get(f"/api/models/{family}/flavours").json()]
     assert found["model_flavour"]["choices"] == flavours
     told = ask(client, "/api/training/validate", values={"model_family": family, "model_type": "lora"})
-    assert (told["effective"]["crepa_block_index"], told["flavours"]) == (block, flavours)
+    assert (told["effective"]["crepa_block_index"], [*told["flavours"]]) == (block, flavours)
 
 
 def test_metadata_describes_types_limits_and_conditions(client: TestClient) -> None:
@@ -116,7 +116,7 @@ def test_metadata_describes_types_limits_and_conditions(client: TestClient) -> N
 
 def test_tabs_name_their_sections(client: TestClient) -> None:
     found = {tab["label"]: tab["sections"] for tab in client.get("/api/fields/tabs").json()}
-    assert [label.lower() for label in found] == [*TABS, "run"]
+    assert [label.lower() for label in found] == ["start", *TABS, "run"]
     assert {"id": "training/loss_functions", "label": "Loss functions"} in found["Training"]
 
 
@@ -238,7 +238,7 @@ def test_nothing_outside_the_project_is_touched(
     keys, values = (json.loads(json.dumps(each).replace("{outside}", str(outside))) for each in (keys, values))
     opened, looked = client.get("/api/configs/config").json(), list[str]()
     monkeypatch.setattr("simpletuner.annexes.page.plans.run_while_wanted", lambda *_: looked.append("plan"))
-    monkeypatch.setattr("simpletuner.annexes.page.control.Runs._spawn", lambda *_: looked.append("train"))
+    monkeypatch.setattr("simpletuner.annexes.page.control.Runs.spawn", lambda *_: looked.append("train"))
     entries = [{**opened["datasets"][0], **keys}, opened["datasets"][1]]
     asked = {"values": {**opened["values"], **values}, "datasets": entries}
     key = next(iter(keys or values)).replace("huggingface", "dataset_name").lstrip("-").replace("-", "_")

@@ -287,14 +287,39 @@ def test_plan_is_live_and_answers_what_if(page: Any, workspace: Workspace, monke
     expect(plan.locator(".bad")).to_contain_text("no GPU can be used here: about ")
     page.get_by_label("Plan for a card").fill("48")
     expect(plan).to_contain_text("a GPU with 48 GiB")
-    expect(plan.locator("#verdict")).to_have_text("fits")
+    expect(plan.locator("#verdict")).to_have_text("would fit")
+    expect(page.locator("#plan.supposed")).to_be_visible()
     page.get_by_label("Plan for a card").fill("4")
     expect(plan.locator("#verdict")).to_have_text(re.compile(r"[\d.]+ GB too much"))
+    expect(plan).to_contain_text("rates assumed")
+    # Another card's problem is none of the config's, but its remedy may be taken.
+    expect(plan.locator(".told .bad")).to_contain_text("This would fit")
+    expect(page.locator("#problems")).not_to_contain_text(plan.locator(".told .bad").first.inner_text()[:40])
+    page.get_by_label("Plan for a card").fill("")
+    expect(plan.locator("#verdict")).to_have_text("no GPU")
     page.get_by_role("tab", name="Dataset").click()
     card = page.locator(".dataset-card").first
     expect(card.locator(".used")).to_have_text("2 of 3 files used")
     card.get_by_text("1 files not used").click()
     expect(card.locator(".ledger li")).to_contain_text("notes.pdf does not have the extension of a picture")
+
+
+def test_a_remedy_is_applied_with_one_click_and_waits_to_be_saved(page: Any, workspace: Workspace) -> None:
+    page.get_by_role("button", name="Remove my_own_key").click()
+    expect(page.locator("#problems")).not_to_contain_text("my_own_key")
+    workspace.write_config(my_own_key=None, plan_device_memory_gb=12)
+    page.reload()
+    told = page.locator("#problems li", has_text="Memory: ")
+    expect(told).to_contain_text("This would fit: ")
+    told.get_by_role("button", name="Apply").click()
+    expect(page.locator("#verdict")).to_have_text("fits")
+    expect(told).to_have_count(0)
+    changed = [each.get_attribute("data-key") for each in page.locator(".field.changed").all()]
+    expect(page.locator("#saved")).to_have_text(f"{len(changed)} unsaved")
+    assert not saved(workspace).keys() & set(changed)
+    save(page)
+    assert saved(workspace).keys() > set(changed) > set()
+    expect(page.locator(".field.changed")).to_have_count(0)
 
 
 def test_search_and_keys_reach_every_option(page: Any) -> None:

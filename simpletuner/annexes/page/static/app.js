@@ -1,5 +1,5 @@
 // The page: tabs, search, the open config, and the check after every change.
-import { api, ask, bindField, changes, isDirty, open, page, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
+import { api, ask, bindField, changes, isDirty, open, page, problemLine, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
 import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { showPlan } from "./plan.js";
 
@@ -11,8 +11,12 @@ const timers = {};
 const later = (name, delay, action) => { clearTimeout(timers[name]); timers[name] = setTimeout(action, delay); };
 
 // Tabs. The address names the tab or one of its sections.
+async function openFiles() {
+  if (location.hash.startsWith("#dataset/files/") || page("#library").open) (await import("./library.js")).show();
+}
+
 function openTab() {
-  const [name] = location.hash.slice(1).split("/"), tab = tabs.find((each) => each.id === `tab-${inRun ? "run" : name}`) ?? tabs[0];
+  const [name] = location.hash.slice(1).split("/"), tab = tabs.find((each) => each.id === `tab-${inRun ? "run" : name}`) ?? page("#tab-basic");
   page("#search").value = "";
   for (const each of tabs) {
     each.setAttribute("aria-selected", String(each === tab));
@@ -96,13 +100,13 @@ async function check() {
   if (!status) return; // the page says that the server is away, and checks when it is back
   judged = ok ? data : { ...judged, problems: data.problems };
   state.effective = judged.effective;
-  offerFlavours(judged.flavours ?? []);
+  offerFlavours(judged.flavours ?? {});
   showAll();
   later("plan", 600, plan);
 }
 
-async function plan(more = {}) {
-  const mine = number, found = await showPlan({ ...settings(), ...more });
+async function plan(more) {
+  const mine = number, found = await showPlan(settings(), more);
   if (!found || mine !== number) return;
   planned = found.problems;
   showProblems();
@@ -110,9 +114,19 @@ async function plan(more = {}) {
 }
 document.addEventListener("fetch-files", () => plan({ fetch: true }));
 
-function offerFlavours(names) {
+// The button of a problem: sets fields, which then wait to be saved as if typed.
+document.addEventListener("apply", ({ detail }) => {
+  for (const [key, value] of Object.entries(detail)) {
+    if (value === null) delete state.values[key];
+    else state.values[key] = value;
+  }
+  showAll();
+  edited();
+});
+
+function offerFlavours(flavours) {
   const list = page("#f-model_flavour");
-  list.replaceChildren(list.options[0], ...names.map((name) => element("option", { textContent: name })));
+  list.replaceChildren(list.options[0], ...Object.entries(flavours).map(([name, about]) => element("option", { value: name, textContent: `${name}: ${about}` })));
 }
 
 function showAll() {
@@ -132,7 +146,7 @@ function showProblems() {
   all("main .group").forEach(shareReason);
   // The plan shows what it says of the device itself.
   const rest = tellDatasets(problems.filter((problem) => !byKey.has(keyOf(problem)) && problem.key !== "device"));
-  page("#problems").replaceChildren(...rest.map(({ key, message, fatal }) => element("li", { className: fatal ? "bad" : "warning" }, element("b", { className: "key", textContent: key }), ` ${message}`)));
+  page("#problems").replaceChildren(...rest.map((problem) => element("li", { className: problem.fatal ? "bad" : "warning" }, problemLine(problem))));
   for (const tab of tabs) {
     const count = all(`#pane-${tab.id.slice(4)} .told .bad`).length, badge = tab.querySelector(".count");
     badge.hidden = !count;
@@ -154,7 +168,8 @@ function shareReason(group) {
 // What became of saving is told until the next edit.
 function showSaved(text = told) {
   told = text;
-  const count = Object.keys(changes()).length, dirty = isDirty();
+  const changed = changes(), count = Object.keys(changed).length, dirty = isDirty();
+  for (const [key, field] of byKey) field.classList.toggle("changed", key in changed);
   page("#save").disabled = !dirty;
   page("#saved").textContent = text || (dirty ? (count ? `${count} unsaved` : "Datasets unsaved") : "");
 }
@@ -200,7 +215,6 @@ for (const [key, field] of byKey) {
   });
 }
 startDatasets(edited);
-page("#what-if").addEventListener("input", () => later("check", 400, check));
 page("#search").addEventListener("input", ({ target }) => { filter(target.value); scrollTo(0, 0); });
 page("#save").addEventListener("click", saveNow);
 
@@ -215,10 +229,13 @@ page("#config").addEventListener("change", async ({ target }) => {
   if (await maySwitch()) await openConfig(target.value);
   target.value = state.config;
 });
-page("#add-config").addEventListener("click", async () => {
+page("#add-config").addEventListener("click", () => newConfig());
+
+// Asks for the name of a new config, and what it is a copy of.
+export async function newConfig(copied = "") {
   if (!(await maySwitch())) return;
   const { data } = await api("/api/configs/examples"), from = page("#new-from"), name = page("#new-name");
-  from.replaceChildren(from.options[0], ...data.map((each) => element("option", { textContent: each.name })));
+  from.replaceChildren(from.options[0], ...data.map((each) => element("option", { textContent: each.name, selected: each.name === copied })));
   for (let refused = ""; ; ) {
     page("#new .bad").textContent = refused;
     if ((await ask(page("#new"))) !== "create") return;
@@ -226,8 +243,11 @@ page("#add-config").addEventListener("click", async () => {
     if (!refused) break;
   }
   await openConfig(name.value.trim(), from.value || name.value.trim());
-});
+  if (copied) location.hash = "basic";
+}
 addEventListener("hashchange", openTab);
+addEventListener("hashchange", openFiles);
+document.addEventListener("config", openFiles);
 addEventListener("beforeunload", (event) => isDirty() && event.preventDefault());
 addEventListener("keydown", (event) => {
   if ((event.ctrlKey || event.metaKey) && event.key === "s") { event.preventDefault(); if (isDirty()) saveNow(); }
@@ -245,4 +265,5 @@ async function openFirst(asked) {
     refused ||= told;
   }
   if (refused) showSaved(refused);
+  else if (!found.length && !location.hash) location.hash = "start";
 }

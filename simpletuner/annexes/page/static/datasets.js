@@ -1,5 +1,5 @@
 // The dataset file as cards; what a card does not show is edited as JSON and kept as it is.
-import { api, ask, bindField, element, showField, state, tell } from "./form.js";
+import { api, ask, bindField, element, problemLine, showField, state, tell } from "./form.js";
 
 const list = document.querySelector("#datasets"), template = document.querySelector("#dataset");
 const SHORT = new Set(["id", "dataset_type", "type"]); // all that an entry without samples needs
@@ -24,6 +24,8 @@ function matters(key, entry) {
 
 function refresh(card, entry) {
   card.querySelector("h3").textContent = entry.id || "New dataset";
+  card.querySelector(".files").hidden = !entry.instance_data_dir;
+  card.querySelector(".files").href = `#dataset/files/${encodeURIComponent(entry.id)}`;
   card.querySelector(".enabled").checked = !(entry.disabled || entry.disable);
   card.classList.toggle("off", Boolean(entry.disabled || entry.disable));
   for (const field of card.querySelectorAll(".field")) {
@@ -58,13 +60,11 @@ function makeCard(index) {
   });
   const raw = card.querySelector(".raw");
   raw.addEventListener("input", () => {
-    const told = card.querySelector(".json .told");
     try {
       state.datasets.entries[index] = { ...JSON.parse(raw.value) };
-      told.textContent = "";
       edit();
     } catch (error) {
-      told.textContent = `This is not JSON yet: ${error.message}`;
+      card.querySelector(".json .told").replaceChildren(element("p", { textContent: `This is not JSON yet: ${error.message}` }));
     }
   });
   const browse = element("button", { type: "button", className: "browse", textContent: "Browse" });
@@ -93,16 +93,15 @@ export function tellDatasets(problems) {
     for (const problem of problems) {
       if (named(problem) !== id && !named(problem).startsWith(`${id}.`) && !problem.key.includes(`.json[${index}]`)) continue;
       const key = named(problem).slice(id.length + 1), field = fields.find((each) => each.dataset.key === key);
-      // Of an entry as a whole: what its files lack.
-      const place = field ?? fields.find((each) => !key && each.dataset.key === (/caption/.test(problem.message) ? "caption_strategy" : "")) ?? fields[0];
-      const shown = field || !key ? problem : { ...problem, message: `${key} ${problem.message}` };
-      told.set(place, [...(told.get(place) ?? []), shown]);
+      // Of an entry as a whole: what its files lack. Keys that the card does not show stand in its JSON.
+      const place = field ?? (key ? card : (fields.find((each) => each.dataset.key === (/caption/.test(problem.message) ? "caption_strategy" : "")) ?? fields[0]));
+      told.set(place, [...(told.get(place) ?? []), problem]);
       left.delete(problem);
     }
-    for (const field of fields) {
-      tell(field, told.get(field) ?? []);
-      if (told.get(field)?.some(({ fatal }) => fatal) && field.closest("details")) field.closest("details").open = true;
-    }
+    for (const field of fields) tell(field, told.get(field) ?? []);
+    const hidden = (told.get(card) ?? []).map((problem) => problemLine(problem, `${named(problem).slice(id.length + 1)}: ${problem.message}`));
+    card.querySelector(".json .told").replaceChildren(...hidden);
+    for (const fold of card.querySelectorAll("details.more")) fold.open ||= Boolean(fold.querySelector(".told .bad"));
   });
   return [...left];
 }
@@ -131,7 +130,7 @@ export function startDatasets(whenChanged) {
 }
 
 // A dialog to walk through the folders that the server may show.
-async function chooseFolder(start) {
+export async function chooseFolder(start) {
   const dialog = document.querySelector("#browser");
   let here = "";
   const go = async (path) => {

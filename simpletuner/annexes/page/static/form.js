@@ -83,9 +83,9 @@ function readField(field) {
   if (input.type === "checkbox") return input.checked;
   if (text.trim() === "") return undefined;
   if (["int", "float"].includes(field.dataset.type) && Number.isFinite(Number(text))) return Number(text);
-  const isJson = field.dataset.type === "json" || /^\s*[[{]/.test(text);
+  const isJson = field.dataset.type === "json" || (input.tagName !== "SELECT" && /^\s*[[{]/.test(text));
   try {
-    return isJson && input.tagName !== "SELECT" ? JSON.parse(text) : text;
+    return isJson ? JSON.parse(text) : text;
   } catch {
     return text; // the check says what is wrong with it
   }
@@ -98,15 +98,32 @@ export function bindField(field, set) {
   for (const button of field.querySelectorAll(".reset, .replace")) button.addEventListener("click", clear);
 }
 
-// A message as a sentence: most continue the name of their key, for which the label stands here, as for other keys.
+// A message as a sentence: most continue the name of their key, for which the label stands here, as for other keys. What
+// `train` and `plan` say of a page of the documentation leads there.
 const KEY = /(?<![\w./'"`{=-])[a-z0-9]+(?:_[a-z0-9]+)+(?![\w/'"`}=-]|\.\w)/g;
 const PREDICATE = /^(and|are|aligns|can|cannot|does|has|have|is|makes|may|must|needs?|takes|was|would)\b/;
 const labelOf = (field) => field?.querySelector("label").textContent;
+const labelled = (key) => labelOf(page(`main .field[data-key="${CSS.escape(key)}"]`)) ?? key;
+const linked = (text) => text.split(/(docs\/[\w/]+\.md)/).map((part, index) => (index % 2 ? element("a", { href: `/${part}`, target: "_blank", textContent: part }) : part));
 
 function sentence(field, message) {
   // The help, which such a message repeats, stands beside the field.
-  const named = message.replace(/^(is required\.).*/s, "$1").replace(KEY, (key) => labelOf(page(`main .field[data-key="${key}"]`)) ?? key);
+  const named = message.replace(/^(is required\.).*/s, "$1").replace(KEY, labelled);
   return PREDICATE.test(message) ? `${labelOf(field)} ${named}` : named;
+}
+
+// A problem, and a button that sets what solves it, unless the page has these settings already.
+export function problemLine({ key, message, fatal, remedy = {} }, text = `${{ memory: "Memory:", disk: "Disk:" }[key] ?? labelled(key)} ${message.replace(KEY, labelled)}`) {
+  const line = element("p", { className: fatal ? "bad" : "warning" }, ...linked(text.trim()));
+  const changed = Object.entries(remedy).filter(([name, value]) => !same(state.values[name], value ?? undefined));
+  if (!changed.length) return line;
+  const removed = changed.filter(([, value]) => value === null).map(([name]) => labelled(name));
+  const words = removed.length === changed.length ? `Remove ${removed.join(", ")}` : "Apply";
+  const button = element("button", { type: "button", className: "apply", textContent: words });
+  button.title = changed.map(([name, value]) => `${labelled(name)}: ${value === null ? "default" : written(value)}`).join(", ");
+  button.addEventListener("click", () => document.dispatchEvent(new CustomEvent("apply", { detail: Object.fromEntries(changed) })));
+  line.append(" ", button);
+  return line;
 }
 
 export function tell(field, problems, reason = "") {
@@ -118,8 +135,8 @@ export function tell(field, problems, reason = "") {
   field.classList.toggle("warned", problems.some((problem) => !problem.fatal));
   field.classList.toggle("greyed", Boolean(reason));
   control(field).disabled = Boolean(reason);
-  control(field).setAttribute("aria-invalid", String(problems.some((problem) => problem.fatal)));
-  const lines = problems.map(({ message, fatal }) => element("p", { className: fatal ? "bad" : "warning", textContent: sentence(field, message) }));
+  control(field).setAttribute("aria-invalid", String(field.classList.contains("wrong")));
+  const lines = problems.map((problem) => problemLine(problem, sentence(field, problem.message)));
   if (reason && !problems.some(({ message }) => message === reason)) lines.push(element("p", { className: "reason", textContent: reason }));
   field.querySelector(".told").replaceChildren(...lines);
 }

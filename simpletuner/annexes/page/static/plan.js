@@ -1,59 +1,89 @@
-// What `simpletuner plan` says about the settings on the page: memory against the card, time, steps and disk.
-import { api, element } from "./form.js";
+// What `simpletuner plan` says about the settings on the page: memory against the card, time, steps and disk. For another
+// card than the one that is here it says so in another colour, and its problems stay in this panel.
+import { api, element, problemLine } from "./form.js";
 
-const body = document.querySelector("#plan-body"), verdict = document.querySelector("#verdict"), whatIf = document.querySelector("#what-if");
-const gigabytes = (bytes) => `${(bytes / 1e9).toFixed(bytes < 1e10 ? 1 : 0)} GB`;
-let pending;
+const panel = document.querySelector("#plan"), body = document.querySelector("#plan-body"), verdict = document.querySelector("#verdict");
+const whatIf = document.querySelector("#what-if");
+export const gigabytes = (bytes) => `${(bytes / 1e9).toFixed(bytes < 1e10 ? 1 : 0)} GB`;
+const dim = (textContent) => element("p", { className: "dim", textContent });
+const pending = {};
+let settings = {}, own = null, timer;
 
-function duration(seconds) {
+export function duration(seconds) {
   if (seconds < 90) return `${seconds.toPrecision(2)} s`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
   return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} days`;
 }
 
-// Computes the plan of these settings; an older request that is not answered yet is given up.
-export async function showPlan(settings) {
-  pending?.abort();
-  pending = new AbortController();
-  document.querySelector("#plan").setAttribute("aria-busy", "true");
+// The card to plan for: 4090 is one, and not an amount of memory.
+function supposed() {
   const card = whatIf.value.trim(), memory = Number(card);
-  // 4090 is a card, not an amount of memory.
-  const device = memory > 0 && memory < 1000 ? { device_memory_gb: memory } : card ? { device: card } : {};
+  return memory > 0 && memory < 1000 ? { device_memory_gb: memory } : card ? { device: card } : null;
+}
+
+// Computes and shows the plan of these settings; null if a newer one is asked for, or if the server is away.
+export async function showPlan(values, more = {}) {
+  settings = values;
+  const found = await compute("own", more);
+  if (!found) return null;
+  own = found;
+  suppose();
+  return own;
+}
+
+async function suppose() {
+  const device = supposed();
+  if (!device) return own && draw(own);
+  const found = await compute("supposed", device);
+  if (found) draw(found, own?.problems ?? []);
+}
+whatIf.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(suppose, 400); });
+
+// An older request of its kind that is not answered yet is given up.
+async function compute(kind, more) {
+  pending[kind]?.abort();
+  const mine = (pending[kind] = new AbortController());
+  panel.setAttribute("aria-busy", "true");
   try {
-    const { status, data } = await api("/api/plan", { method: "POST", body: { ...settings, ...device }, signal: pending.signal });
-    document.querySelector("#plan").removeAttribute("aria-busy");
-    if (!status) return null; // the page says that the server is away
-    draw(data);
-    return data;
+    const { status, data } = await api("/api/plan", { method: "POST", body: { ...settings, ...more }, signal: mine.signal });
+    panel.removeAttribute("aria-busy");
+    return status ? data : null; // the page says that the server is away
   } catch (error) {
     if (error.name === "AbortError") return null;
     throw error;
   }
 }
 
-function draw(plan) {
+// `known` are the problems of the config itself, if this is the plan for another card.
+function draw(plan, known = null) {
+  panel.classList.toggle("supposed", Boolean(known));
+  panel.querySelector(".plan-title").textContent = known ? "What if" : "Plan";
+  const also = (known ? plan.problems : []).filter(({ message }) => !known.some((each) => each.message === message)).map((problem) => problemLine(problem));
   if (!plan.device) {
     const count = plan.problems.filter((problem) => problem.fatal).length;
     tellVerdict(`${count} ${count === 1 ? "problem" : "problems"}`, "stopped");
-    body.replaceChildren(element("p", { className: "dim", textContent: "The plan is made when the problems beside the fields are solved." }), ...fetchButton(plan));
+    body.replaceChildren(...(also.length ? [told(also)] : [dim("The plan is made when the problems beside the fields are solved.")]), ...fetchButton(plan));
     return;
   }
-  const { usable, memory, name } = plan.device, short = plan.problems.some((problem) => problem.key === "memory");
+  const { usable, memory, name, note } = plan.device, short = plan.problems.some((problem) => problem.key === "memory");
   const peak = Math.max(...plan.memory.map((phase) => phase.device));
   const lacks = usable !== null && peak > usable ? `${gigabytes(peak - usable)} too much` : "does not fit";
   const slow = plan.problems.filter((problem) => problem.key === "device"); // a published model without a GPU
   if (slow.length) tellVerdict("no GPU", "stopped");
-  else tellVerdict(short ? lacks : usable === null ? "" : "fits", short ? "stopped" : "finished");
+  else tellVerdict(short ? lacks : usable === null ? "" : known ? "would fit" : "fits", short ? "stopped" : "finished");
+  const lines = known ? also : slow.map((problem) => problemLine(problem, problem.message));
   body.replaceChildren(
-    ...slow.map(({ message }) => element("div", { className: "told" }, element("p", { className: "bad", textContent: message }))),
-    element("p", { className: "dim", textContent: memory === null ? name : `${name}, ${gigabytes(usable)} usable` }),
+    ...(lines.length ? [told(lines)] : []),
+    dim(`${name}${memory === null ? "" : `, ${gigabytes(usable)} usable`} (${note})`),
     ...fetchButton(plan),
     phases(plan.memory, usable),
     facts(plan),
     ...(plan.buckets.length ? [buckets(plan.buckets)] : []),
-    ...plan.offload_auto.map((text) => element("p", { className: "dim", textContent: text })),
+    ...[...plan.assumed, ...plan.offload_auto].map(dim),
   );
 }
+
+const told = (lines) => element("div", { className: "told" }, ...lines);
 
 // Files of remote datasets are fetched only when somebody asks for it.
 function fetchButton({ problems }) {

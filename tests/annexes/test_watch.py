@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from simpletuner.distributed import joining, watch
-from simpletuner.distributed.joining import ConnectedWorld, join_watch, open_store
-from simpletuner.distributed.watch import GONE, Beat, Link, Pulse, Watch, where_it_is
+from simpletuner.annexes.processes import joining, watch
+from simpletuner.annexes.processes.joining import ConnectedWorld, join_watch, open_store
+from simpletuner.annexes.processes.watch import GONE, Beat, Link, Pulse, Watch, where_it_is
 from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from tests.processes import free_port

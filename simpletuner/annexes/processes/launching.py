@@ -22,10 +22,10 @@ from typing import Any
 
 import typer
 
+from simpletuner.annexes.processes.joining import START_SECONDS, ConnectedWorld, connect, settle_meeting
+from simpletuner.annexes.processes.watch import GONE, GRACE_SECONDS, Watch
 from simpletuner.config.launch import LaunchConfig
-from simpletuner.distributed.joining import START_SECONDS, ConnectedWorld, connect, settle_meeting
 from simpletuner.distributed.requests import handling, signals_as_interrupt
-from simpletuner.distributed.watch import GONE, GRACE_SECONDS, Watch
 from simpletuner.distributed.world import World, usable_cores
 from simpletuner.errors import ConfigError, Interrupted, SimpleTunerError, UserError, full_text
 from simpletuner.redaction import redact

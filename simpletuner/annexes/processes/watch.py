@@ -34,10 +34,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from simpletuner.distributed.requests import Stop
+from simpletuner.distributed.world import EXCHANGE_SECONDS
 from simpletuner.errors import shorten
 
 POLL_SECONDS = 0.5
-EXCHANGE_SECONDS = 1800.0  # the longest that a process may wait for another that does nothing
 CUT_OFF_SECONDS = 30.0
 SILENT_SECONDS = 300.0
 GRACE_SECONDS = 20.0  # for a checkpoint that is being written, and for the last words
@@ -49,7 +49,7 @@ GONE = "exited without reporting an error: it was killed, or it crashed"
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun and accelerate
 # Modules in which a main thread waits for other processes. That of checkpoints writes files; it waits in another one.
 WAITING_IN, WRITING_IN = ("torch.distributed", "torch.autograd"), "torch.distributed.checkpoint"
-EXCHANGING = ("simpletuner.distributed.world", "simpletuner.distributed.joining")
+EXCHANGING = ("simpletuner.distributed.world", "simpletuner.annexes.processes.joining")
 Failure = tuple[str, int]
 
 

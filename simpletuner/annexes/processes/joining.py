@@ -16,9 +16,9 @@ from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from simpletuner.annexes.processes.watch import GRACE_SECONDS, POLL_SECONDS, Beat, Link, Watch
 from simpletuner.distributed.requests import Stop
-from simpletuner.distributed.watch import EXCHANGE_SECONDS, GRACE_SECONDS, POLL_SECONDS, Beat, Link, Watch
-from simpletuner.distributed.world import LAUNCHERS, Value, World, number_in
+from simpletuner.distributed.world import EXCHANGE_SECONDS, LAUNCHERS, Value, World, number_in
 from simpletuner.errors import Problem, SimpleTunerError, UserError, shorten
 
 # Processes wait for each other's saving, encoding and rendering, which may take hours; if one ends, `Watch` notices.

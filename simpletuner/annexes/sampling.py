@@ -113,45 +113,56 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Weights]]:
     if not weights:
         problems.take(canonical(request.arguments.layer()))  # keys that do not exist can be named all the same
         raise ConfigError(problems)
-    # The weakest layer: a LoRA file or base model without settings counts as a LoRA run.
-    layers = [Layer("", [("model_type", "lora")]), *problems.take(_layers(request, weights[0], run))]
-    layers.append(request.arguments.layer())
-    config, spec = problems.take(resolve_layers(layers))
-    if spec is None:
-        raise ConfigError(problems)
-    if weights[0].transformer is not None and list(request.strengths) != [1.0]:
-        message = "is for LoRAs: a full fine-tune has no strength, its weights are the model's own."
-        problems.append(Problem("strength", message))
-    problems.extend(_check_strengths(request.strengths, weights))
-    # Settings for rendering, and the model as these weights have it.
-    seed = decide_seed(config.run.seed, run)
-    config = _for_samples(config, request)
-    flavour = problems.take(find_flavour(config, spec))
-    # In a run the datasets decide between t2v and i2v; here a source picture does.
-    if pictures and flavour.dataset_task:
-        flavour = replace(flavour, task=flavour.dataset_task)
-    source = weights[0].replace_in(ModelSource.from_config(spec, flavour, config))
-    settings = Settings.of(config, spec, flavour, source)
-    # The run has given its warnings; those of sizes are about what is rendered now.
-    problems.extend(problem for problem in findings(settings, "sample") if problem.fatal)
-    problems.extend(_check_pictures(flavour, bool(pictures)))
-    # The files against the model, and what is rendered.
-    loras = [each.lora for each in weights if each.lora is not None]
-    modules = {} if source.problems() else linear_modules(source["transformer"].weight_shapes())
-    for path in loras:
-        problems.extend(check_lora_file("LoRA", path, modules, spec.name))
+    settings = problems.take(_settle(request, weights, run, starts_from_picture=bool(pictures)))
+    config, loras = settings.config, [each.lora for each in weights if each.lora is not None]
+    problems.extend(_check_loras(loras, settings))
     plan = Plan(
         **vars(settings),
-        seed=seed,
+        seed=decide_seed(config.run.seed, run),
         prompts=_prompts(request.prompts) or problems.take(collect_prompts(config.validation)),
         sizes=problems.take(preview_sizes(config, settings.spec)),
         pictures=pictures,
         lora_bytes=max((path.stat().st_size for path in loras), default=0),
     )
     problems.extend(check_prompts(config, plan.prompts))
-    problems.extend(spec.checks.sizes(config, flavour, plan.sizes, {}))
+    problems.extend(plan.spec.checks.sizes(config, plan.flavour, plan.sizes, {}))
     problems.raise_if_fatal()
     return replace(plan, warnings=[problem for problem in problems if not problem.fatal]), weights
+
+
+def _settle(
+    request: SampleRequest, weights: Sequence[Weights], run: Checkpoint | None, *, starts_from_picture: bool
+) -> Reading[Settings]:
+    """Settings for rendering, and the model as these weights have it.
+
+    Raises:
+        ConfigError: the family is unknown.
+    """
+    # The weakest layer: a LoRA file or base model without settings counts as a LoRA run.
+    layers = [Layer("", [("model_type", "lora")]), *(yield from _layers(request, weights[0], run))]
+    config, spec = yield from resolve_layers([*layers, request.arguments.layer()])
+    if spec is None:
+        raise ConfigError([])
+    yield from _check_strengths(request.strengths, weights)
+    config = _for_samples(config, request)
+    flavour = yield from find_flavour(config, spec)
+    # In a run the datasets decide between t2v and i2v; here a source picture does.
+    if starts_from_picture and flavour.dataset_task:
+        flavour = replace(flavour, task=flavour.dataset_task)
+    source = weights[0].replace_in(ModelSource.from_config(spec, flavour, config))
+    settings = Settings.of(config, spec, flavour, source)
+    # The run has given its warnings; those of sizes are about what is rendered now.
+    yield from (problem for problem in findings(settings, "sample") if problem.fatal)
+    yield from _check_pictures(flavour, starts_from_picture)
+    return settings
+
+
+def _check_loras(paths: Sequence[Path], settings: Settings) -> Iterator[Problem]:
+    """The files against the model."""
+    source = settings.source
+    modules = {} if source.problems() else linear_modules(source["transformer"].weight_shapes())
+    for path in paths:
+        yield from check_lora_file("LoRA", path, modules, settings.spec.name)
 
 
 def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
@@ -160,7 +171,10 @@ def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
 
 
 def _check_strengths(strengths: Sequence[float], weights: Sequence[Weights]) -> Iterator[Problem]:
-    """Of a DoRA, strengths between 0 and 1 are no mixture of two models."""
+    """Weights of a full fine-tune have none; of a DoRA, those between 0 and 1 are no mixture of two models."""
+    if weights[0].transformer is not None and list(strengths) != [1.0]:
+        message = "is for LoRAs: a full fine-tune has no strength, its weights are the model's own."
+        yield Problem("strength", message)
     names = (name for each in weights if each.lora for name in tensor_shapes(each.lora))
     if set(strengths) != {1.0} and any("magnitude" in (role_of(name) or "") for name in names):
         message = "scales the update of a DoRA and not its magnitudes, as in the stock pipeline."

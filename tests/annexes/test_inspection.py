@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from simpletuner.caching.entry import entry_path, list_keys
-from simpletuner.caching.inspect import (
+from simpletuner.annexes.inspection import (
     VERIFIED_NAME,
     Verification,
     begin_verifications,
@@ -23,6 +22,7 @@ from simpletuner.caching.inspect import (
     origin_of,
     remove_garbage,
 )
+from simpletuner.caching.entry import entry_path, list_keys
 from simpletuner.caching.keys import EncoderIdentity, FeatureKey, LatentKey, TextKey, provenance_of
 from simpletuner.caching.read import CacheStore
 

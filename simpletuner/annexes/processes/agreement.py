@@ -50,7 +50,7 @@ def describe(plan: Plan) -> dict[str, str]:
 
 def source_digest() -> str:
     """Identifies this program's source: two checkouts of one version may differ."""
-    folder = Path(__file__).parents[1]
+    folder = Path(__file__).parents[2]
     content = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         content.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())

@@ -1,0 +1,225 @@
+"""The files of one dataset as they are trained, some at a time: a folder of a million files is listed, but not read."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+from simpletuner.annexes.captions.dataset_page import FileCard, Words, card_of, placed
+from simpletuner.annexes.captions.editing import read_caption, tag_of
+from simpletuner.config.datasets import DatasetConfig
+from simpletuner.data.build import build_datasets
+from simpletuner.data.discovery import (
+    CAPTION_SUFFIX,
+    FileFacts,
+    Folder,
+    Scan,
+    inspect_files,
+    is_readable,
+    pair_key,
+    read_excluded,
+    scan,
+    wanted_suffixes,
+)
+from simpletuner.data.entries import FIXED_PROMPTS, DataContext
+from simpletuner.data.files import LeftOutError
+from simpletuner.data.sample import LedgerEntry, Rejected
+from simpletuner.errors import Problems, result_of, visible
+
+PATIENCE = 4.0  # seconds that a search may read captions
+AGE = 10  # a listing is used for this many times as long as it took
+MOST_LISTINGS = 3
+Place = tuple[Path, frozenset[str]]  # a folder, and the extensions of its files
+_listings: dict[Place, tuple[float, Scan]] = {}  # until when each is used
+_facts: dict[Path, dict[str, FileFacts]] = defaultdict(dict)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A file of a dataset.
+
+    Attributes:
+        card: its sizes, its crop, its captions as they are trained, and why it is not used.
+        stamp: changes with the content of the file.
+        text, tag: of its caption file; None if there is none.
+        locked: why its caption cannot be edited; empty if it can.
+        is_excluded: it was left out by hand, and can be taken back.
+        shares: its caption file belongs to another file, too.
+    """
+
+    card: FileCard
+    stamp: str
+    text: str | None
+    tag: str
+    locked: str
+    is_clip: bool
+    is_excluded: bool
+    shares: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the file, with control characters escaped."""
+        return visible(self.card.name)
+
+
+@dataclass(frozen=True)
+class Library:
+    """The files of a dataset.
+
+    Attributes:
+        entry: with its defaults filled in.
+        entries: all of its dataset file, as written.
+        context: of the run.
+    """
+
+    entry: DatasetConfig
+    entries: Sequence[DatasetConfig]
+    context: DataContext
+
+    @property
+    def root(self) -> Path:
+        """Its folder."""
+        return Path(self.entry.instance_data_dir or "")
+
+    @cached_property
+    def listing(self) -> Scan:
+        """The names of its files and caption files."""
+        return list_files(self.entry, self.context)
+
+    @cached_property
+    def excluded(self) -> frozenset[str]:
+        """The files that were left out by hand."""
+        return result_of(read_excluded(self.entry))
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether its files are trained by themselves, and lie where the user put them."""
+        return self.entry.type == "local" and not self.entry.is_conditioning
+
+    @property
+    def locked(self) -> str:
+        """Why its captions cannot be edited; empty if they can."""
+        entry, strategy = self.entry, self.entry.caption_strategy
+        if entry.type != "local":
+            return f"Files and captions come from {entry.type}: change them there."
+        if entry.is_conditioning:
+            return "These are partners or masks: the captions are those of the files that they belong to."
+        other = "To caption each file, set Caption Strategy to textfile."
+        if entry.only_instance_prompt or strategy in FIXED_PROMPTS:
+            return f"Every file is trained with Instance Prompt. {other}"
+        if strategy == "filename":
+            return f"Each file is captioned by its name. {other}"
+        return "" if strategy == "textfile" else f"Captions come from a table: change them there. {other}"
+
+    def caption_path(self, name: str) -> Path:
+        """The caption file of a file, whether or not it exists."""
+        beside = str(PurePosixPath(name).with_suffix(CAPTION_SUFFIX))
+        return self.root / self.listing.captions.get(pair_key(name), beside)
+
+    def find(self, words: str, only: str = "") -> tuple[Sequence[str], int]:
+        """The files that have some words in their name or caption, and how many files were looked at in time.
+
+        Args:
+            only: `excluded` or `uncaptioned` files, else all.
+        """
+        names, found = self.listing.files, list[str]()
+        if only == "excluded":
+            names = tuple(name for name in names if name in self.excluded)
+        if not words and only != "uncaptioned":
+            return names, len(names)
+        end = time.monotonic() + PATIENCE
+        for looked, name in enumerate(names):
+            if time.monotonic() > end:
+                return found, looked
+            text = self._text(name)
+            is_wanted = only != "uncaptioned" or not (text.strip() or name in self.excluded)
+            if is_wanted and words.casefold() in f"{name}\n{text}".casefold():
+                found.append(name)
+        return found, len(names)
+
+    def _text(self, name: str) -> str:
+        if self.locked or pair_key(name) not in self.listing.captions:
+            return ""
+        try:
+            return read_caption(self.caption_path(name)) or ""
+        except LeftOutError:
+            return "?"  # there is something that cannot be read
+
+    def show(self, names: Sequence[str]) -> Iterator[Shown]:
+        """Some files, with what training makes of them."""
+        known, shared = inspected(self.root, names), Counter(map(pair_key, names))
+        for entry, captions in self._planned(names) if self.is_planned else self._bare(names):
+            card = card_of(known[entry.name], entry, [Words(caption) for caption in captions])
+            text, locked, facts = None, self.locked, known[entry.name]
+            try:
+                text = None if locked else read_caption(self.caption_path(entry.name))
+            except LeftOutError as error:
+                locked = f"It {error}."
+            yield Shown(
+                card, f"{facts.size}-{facts.mtime_ns}", text, tag_of(text), locked, is_clip=facts.clip is not None,
+                is_excluded=entry.name in self.excluded, shares=shared[pair_key(entry.name)] > 1,
+            )  # fmt: skip
+
+    def _planned(self, names: Sequence[str]) -> Iterator[tuple[LedgerEntry, Sequence[str]]]:
+        """What training makes of some files, as if there were no others and none had been left out."""
+        entries = [
+            # Which files are held out depends on all of them.
+            each.model_copy(update={"hold_out": 0})
+            for each in self.entries
+            if each.id == self.entry.id or each.is_conditioning or each.is_text_embeds
+        ]
+        built = build_datasets(entries, self.context, Problems(), self._folders(names))
+        dataset = next((each for each in built if each.id == self.entry.id), None)
+        if dataset is None:
+            return self._bare(names)
+        captions = {sample.name: sample.captions for sample in dataset.samples}
+        return ((entry, captions.get(entry.name, ())) for entry in placed(dataset) if entry.name in dataset.facts)
+
+    def _folders(self, names: Sequence[str]) -> dict[str, Folder]:
+        """The folders of the dataset and of its partners, as if they had only some files."""
+        folders, keys = {self.entry.id: part_of(self.entry, names, self.listing)}, set(map(pair_key, names))
+        for each in (self.context.fill(each) for each in self.entries if each.is_conditioning):
+            listing = list_files(each, self.context)
+            folders[each.id] = part_of(each, [name for name in listing.files if pair_key(name) in keys], listing)
+        return folders
+
+    def _bare(self, names: Sequence[str]) -> Iterator[tuple[LedgerEntry, Sequence[str]]]:
+        """Some files without what training makes of them."""
+        return ((LedgerEntry(self.entry.id, name), ()) for name in names)
+
+
+def list_files(entry: DatasetConfig, context: DataContext) -> Scan:
+    """The files of an entry, listed again whenever that takes a small part of the time."""
+    place = Path(entry.instance_data_dir or ""), wanted_suffixes(entry, context)
+    until, listing = _listings.get(place, (0.0, Scan()))
+    if (start := time.monotonic()) >= until:
+        listing = scan(*place) if is_readable(place[0]) else Scan()
+        _listings[place] = time.monotonic() + AGE * (time.monotonic() - start), listing
+        while len(_listings) > MOST_LISTINGS:
+            _listings.pop(next(iter(_listings)), None)
+    return listing
+
+
+def forget_listings() -> None:
+    """After files were added."""
+    _listings.clear()
+
+
+def inspected(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:
+    """Facts of some files, each read once unless it changes."""
+    facts = inspect_files(root, names, _facts[root])
+    _facts[root] |= facts
+    return facts
+
+
+def part_of(entry: DatasetConfig, names: Sequence[str], listing: Scan) -> Folder:
+    """The folder of an entry as if it had only these files."""
+    root = Path(entry.instance_data_dir or "")
+    facts = inspected(root, sorted(names))
+    captions = {key: listing.captions[key] for key in map(pair_key, names) if key in listing.captions}
+    damaged = tuple(Rejected(entry.id, name, "damaged", fact.problem) for name, fact in facts.items() if fact.problem)
+    return Folder(root, facts, Scan((*facts,), captions), frozenset(), damaged, {})

@@ -1,0 +1,111 @@
+"""What a folder holds: pictures, clips or pairs of pictures, their captions, and what can be learned from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, fitting_frames, probe_clip
+from simpletuner.data.discovery import Scan, pair_key, scan
+from simpletuner.data.files import MediaError
+from simpletuner.errors import UserError
+
+# The example whose settings each model starts from; the one that suits most people comes first.
+PICTURES = ("kandinsky5-image-lora",)
+EDITS = ("kandinsky5-image-edit-lora",)
+CLIPS = ("kandinsky5-video-lite-lora", "sanavideo-lora", "kandinsky5-video-pro-lora")
+# Names of two folders with the pictures of edits.
+PAIRS = (("before", "after"), ("source", "target"), ("input", "output"))
+CLIPS_LOOKED_AT = 200  # for their lengths; a folder may hold thousands
+SHORT_ONES = 10  # of a hundred clips, so many may be shorter than what is trained
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a folder holds.
+
+    Attributes:
+        folder: of what is trained.
+        files: pictures or clips, and their caption files.
+        holds_clips: they are clips.
+        sources: the folder of the pictures that edits start from.
+    """
+
+    folder: Path
+    files: Scan
+    holds_clips: bool = False
+    sources: Path | None = None
+
+    @classmethod
+    def of(cls, folder: Path, *, mixed: bool = False) -> Material:
+        """Look at a folder.
+
+        Args:
+            mixed: of pictures beside clips, take what there is more of; the others are ignored.
+
+        Raises:
+            UserError: it holds nothing to train on, or pictures beside clips.
+        """
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder.")
+        if pair := _pair(folder):
+            return cls(pair[1], scan(pair[1]), sources=pair[0])
+        pictures, clips = scan(folder), scan(folder, CLIP_SUFFIXES)
+        if pictures.files and clips.files and not mixed:
+            counts = f"pictures ({len(pictures.files)}) and clips ({len(clips.files)})"
+            raise UserError(f"{folder} holds {counts}; give each a folder of its own, and start with one of them.")
+        if not pictures.files and not clips.files:
+            config = folder / "config.json"
+            hint = f" It has a config: simpletuner train --config {config}." if config.is_file() else ""
+            raise UserError(f"{folder} holds no pictures and no clips.{hint}")
+        holds_clips = len(clips.files) > len(pictures.files)
+        return cls(folder, clips if holds_clips else pictures, holds_clips)
+
+    @property
+    def noun(self) -> str:
+        return "clips" if self.holds_clips else "pictures"
+
+    @property
+    def models(self) -> Sequence[str]:
+        """Examples of models that can learn from it."""
+        return CLIPS if self.holds_clips else EDITS if self.sources else PICTURES
+
+    @property
+    def purposes(self) -> Sequence[str]:
+        """What it may be for, the likeliest first."""
+        if self.sources:
+            return ("edit",)
+        return ("motion", "subject", "style") if self.holds_clips else ("subject", "style")
+
+    @cached_property
+    def uncaptioned(self) -> list[str]:
+        return [name for name in self.files.files if pair_key(name) not in self.files.captions]
+
+    @cached_property
+    def clips(self) -> list[ClipFacts]:
+        """The facts of readable clips; the plan tells what is wrong with the others."""
+        facts = []
+        for name in self.files.files[:CLIPS_LOOKED_AT]:
+            with suppress(MediaError):
+                facts.append(probe_clip(self.folder / name))
+        return facts
+
+    def frames(self, rate: float, stride: int, longest: int) -> int:
+        """How many frames to train, so that few clips are too short."""
+        lengths = sorted(clip.frames_at(rate) for clip in self.clips) or [longest]
+        return fitting_frames(min(longest, lengths[len(lengths) * SHORT_ONES // 100]), stride)
+
+    def describe(self) -> str:
+        """One line."""
+        texts = len(self.files.files) - len(self.uncaptioned)
+        sources = f", each with a picture in {self.sources.name}" if self.sources else ""
+        return f"{self.noun}: {len(self.files.files)}{sources}; with a caption: {texts}"
+
+
+def _pair(folder: Path) -> tuple[Path, Path] | None:
+    """The folders of the pictures before and after an edit, if these are below the folder."""
+    inner = {path.name.lower(): path for path in folder.iterdir() if path.is_dir()}
+    return next(((inner[before], inner[after]) for before, after in PAIRS if before in inner and after in inner), None)

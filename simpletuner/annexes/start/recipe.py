@@ -1,0 +1,216 @@
+"""The files of a run that learns from a folder, by a recipe for its purpose.
+
+What a recipe knows stands in `examples/recipes/PURPOSE.json`, what a model needs in the example of that model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from simpletuner.annexes.fitting.ready import weigh_plan
+from simpletuner.annexes.fitting.show import duration
+from simpletuner.annexes.start.material import Material
+from simpletuner.atomic import build_folder, write_json
+from simpletuner.budget.device import find_device
+from simpletuner.config.render import render_config
+from simpletuner.config.sources import EXAMPLES, EXAMPLES_ALIAS, Arguments
+from simpletuner.errors import ConfigError, Problems, UserError
+from simpletuner.models.registry import FAMILIES
+from simpletuner.models.spec import TASKS
+
+TRIGGER = "zkt"  # no word, and a single token in no language
+# Of so many files an eighth is held out, up to four: with fewer files each of them is worth more in training. Each is
+# measured at eight noise levels and eight times, which takes about as long as twenty steps of training.
+ENOUGH_FILES, HELD_OUT_SHARE, MOST_HELD_OUT = 16, 8, 4  # the default of num_eval_images
+CHECKPOINTS = 8  # to choose from at the end; see docs/CHOOSING.md
+FILES = {"data_backend_config": "multidatabackend.json", "user_prompt_library": "user_prompt_library.json"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a purpose asks of a run.
+
+    Attributes:
+        title: the purpose in a few words.
+        phrase: how captions and prompts name what is learned; `{trigger}` stands for the user's words.
+        prompt, unrelated_prompt: of previews with `{phrase}`, and of what should stay as it was.
+        steps_per_file, fewest_steps, most_steps: the length of the run.
+        settings: further keys of config.json.
+    """
+
+    title: str
+    phrase: str
+    prompt: str
+    unrelated_prompt: str
+    steps_per_file: int
+    fewest_steps: int
+    most_steps: int
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, purpose: str) -> Recipe:
+        path = EXAMPLES / "recipes" / f"{purpose}.json"
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def steps(self, files: int) -> int:
+        """The length of a run on so many files, in whole hundreds."""
+        return min(self.most_steps, max(self.fewest_steps, round(files * self.steps_per_file, -2)))
+
+
+@dataclass(frozen=True)
+class Start:
+    """The answers, and the files that follow from them.
+
+    Attributes:
+        trigger: a word for what is learned; what it is may follow after a comma.
+        example: of the model.
+        captions: every file will have a caption of its own.
+        settings: keys given on the command line.
+        root: the folder in which training will be started.
+    """
+
+    name: str
+    material: Material
+    purpose: str
+    trigger: str
+    example: str
+    captions: bool
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    root: Path = Path()
+
+    @property
+    def folder(self) -> Path:
+        return Path("config") / self.name
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        return Recipe.of(self.purpose)
+
+    @property
+    def phrase(self) -> str:
+        return self.recipe.phrase.format(trigger=self.trigger)
+
+    @property
+    def held_out(self) -> int:
+        """How many files are not trained: the loss on them shows which checkpoint has learned and not memorised."""
+        files, measured = len(self.material.files.files), self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
+        return min(files // HELD_OUT_SHARE, measured) if files >= ENOUGH_FILES else 0
+
+    def config(self) -> dict[str, Any]:
+        """The content of config.json."""
+        config, recipe = _example(self.example), self.recipe
+        steps = recipe.steps(len(self.material.files.files) - self.held_out)
+        config.pop("validation_step_interval")
+        config |= {
+            "output_dir": f"output/{self.name}",
+            **{key: (self.folder / file).as_posix() for key, file in FILES.items()},
+            "max_train_steps": steps,
+            "checkpoint_step_interval": steps // CHECKPOINTS,
+            "checkpoints_total_limit": CHECKPOINTS,
+            "offload": "auto",
+            "validation_prompt": recipe.prompt.format(phrase=self.phrase) or config["validation_prompt"],
+            **recipe.settings,
+        }
+        word, _, what = self.phrase.partition(", ")
+        if self.purpose == "subject" and what:
+            # The class of the subject stays as it was, without further pictures.
+            config |= {
+                "preservation_weight": 1.0,
+                "preservation_trigger": f"{word}, {what}",
+                "preservation_prompt": what,
+            }
+        if self.held_out:
+            config |= {"eval_steps_interval": config["checkpoint_step_interval"], "eval_timesteps": 8}
+        if self.material.holds_clips:
+            config["validation_num_video_frames"] = self._frames(config)
+        return config | self.settings
+
+    def _frames(self, config: Mapping[str, Any]) -> int:
+        spec = FAMILIES[config["model_family"]]
+        return self.material.frames(spec.frame_rate or 1, spec.frame_stride, config["validation_num_video_frames"])
+
+    def datasets(self) -> list[dict[str, Any]]:
+        """The content of the dataset file."""
+        trained, *others = _example(self.example, "multidatabackend.json")
+        trained["instance_data_dir"] = self._written(self.material.folder)
+        trained |= {"hold_out": self.held_out} if self.held_out else {}
+        if self.phrase and not self.captions:
+            trained |= {"caption_strategy": "instanceprompt", "instance_prompt": self.phrase}
+        elif self.phrase:
+            trained |= {"instance_prompt": f"{self.phrase},", "prepend_instance_prompt": True}
+        if "video" in trained:
+            frames = self._frames(_example(self.example))
+            trained["video"] |= {"num_frames": frames, "min_frames": frames}
+        if self.material.sources:
+            others[0]["instance_data_dir"] = self._written(self.material.sources)
+        return [trained, *others]
+
+    def _written(self, folder: Path) -> str:
+        return (folder.relative_to(self.root) if folder.is_relative_to(self.root) else folder).as_posix()
+
+    def write(self, folder: Path) -> None:
+        """Write config, dataset file and prompts into a folder that exists."""
+        (folder / "config.json").write_text(render_config(self.config()), encoding="utf-8")
+        write_json(folder / "multidatabackend.json", self.datasets())
+        write_json(folder / "user_prompt_library.json", {"unrelated": self.recipe.unrelated_prompt})
+
+    def save(self) -> None:
+        """Create the folder of the run's config, whole or not at all.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        try:
+            with build_folder(self.root / self.folder) as unfinished:
+                self.write(unfinished)
+        except OSError as error:
+            raise UserError(f"{self.folder} cannot be written: {error.strerror}.") from None
+
+    def verdict(self) -> tuple[bool, str]:
+        """Whether it fits this machine, and how long it takes, in a few words."""
+        if not find_device().is_gpu:
+            return True, "no GPU here"
+        problems = Problems()
+        # Captions that are still to be written are no reason against a model.
+        judged = replace(self, captions=not self.material.uncaptioned)
+        with TemporaryDirectory() as name, suppress(ConfigError):
+            judged.write(Path(name))
+            files: list[tuple[str, object]] = [(key, f"{name}/{file}") for key, file in FILES.items()]
+            arguments = Arguments(files, {"config_path": f"{name}/config.json"}, problems=problems)
+            plan, budget = weigh_plan(arguments)
+            fits = not any(problem.where == "memory" for problem in problems)
+            time = duration(budget.step_seconds * plan.length.total_steps)
+            return fits, f"fits, about {time} without previews" if fits else "does not fit this GPU"
+        return False, "cannot be planned"
+
+
+def run_name(folder: Path) -> str:
+    """The name of a run, from that of its folder."""
+    return re.sub(r"[^\w.-]+", "-", folder.resolve().name).strip("-.") or "my-lora"
+
+
+def _example(name: str, file: str = "config.json") -> Any:
+    return json.loads((EXAMPLES / name / file).read_text(encoding="utf-8"))
+
+
+def about_example(name: str) -> str:
+    """What an example trains, from its config."""
+    config = _example(name)
+    spec = FAMILIES[config["model_family"]]
+    flavour = spec.flavour(config.get("model_flavour"))
+    kind = "LoRA" if config["model_type"] == "lora" else "full fine-tune"
+    about = f"{kind} for {spec.title}, {flavour.name} ({TASKS[flavour.task]})"
+    if "-official-" in name:
+        about += ", with the settings of the official trainer"
+    if "num_processes" in config:
+        about += f", on {config['num_processes']} GPUs"
+    is_tiny = str(config.get("pretrained_model_name_or_path", "")).startswith(EXAMPLES_ALIAS)
+    return f"{about}; tiny model, no download, no GPU, minutes" if is_tiny else about

@@ -1,0 +1,398 @@
+"""The files of a dataset on the page: shown as they are trained, captioned, left out, and never lost."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from PIL import Image
+from starlette.testclient import TestClient
+
+from simpletuner.annexes.captions import library
+from simpletuner.annexes.page.control import Runs
+from simpletuner.annexes.page.project import Project
+from simpletuner.annexes.page.runs import Run
+from simpletuner.annexes.page.serve import create_app
+from tests.annexes.page.page import opened
+from tests.clips import write_clip
+
+CONFIG = {"model_family": "kandinsky5-image", "model_type": "lora", "output_dir": "output/mine"}
+CATS = {
+    "id": "cats", "type": "local", "instance_data_dir": "cats", "caption_strategy": "textfile", "resolution": 64,
+    "resolution_type": "pixel", "crop": True, "crop_style": "center",
+}  # fmt: skip
+ODD = "odd\n\x07<b>.png"
+
+
+def write(folder: Path, name: str, config: dict[str, Any], *entries: dict[str, Any]) -> None:
+    path = folder / "config" / name
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    texts = {"id": "text", "type": "local", "dataset_type": "text_embeds", "default": True}
+    (path / "multidatabackend.json").write_text(json.dumps([*entries, texts]))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with a dataset of three captioned pictures and one without a caption."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cats").mkdir()
+    for index in range(4):
+        Image.new("RGB", (128, 64), (60 * index, 90, 90)).save(tmp_path / f"cats/{index}.png")
+    for index in range(3):
+        (tmp_path / f"cats/{index}.txt").write_text(f"a cat number {index}\n")
+    write(tmp_path, "", CONFIG, CATS)
+    return tmp_path.resolve()
+
+
+@pytest.fixture
+def page(folder: Path) -> TestClient:
+    return TestClient(create_app(Project(folder)))
+
+
+def show(client: TestClient, **asked: Any) -> str:
+    answer = client.get("/library", params={"dataset": "cats", **asked})
+    assert answer.status_code == 200, answer.text
+    return answer.text
+
+
+def names(html: str) -> list[str]:
+    return re.findall(r'data-file="([^"]+)"', html)
+
+
+def tag(html: str, name: str) -> str:
+    found = re.search(rf'data-file="{re.escape(quote(name))}" data-tag="(\w*)"', html)
+    assert found, name
+    return found.group(1)
+
+
+def save(page: TestClient, name: str, text: str, seen: str, dataset: str = "cats") -> Any:
+    body = {"dataset": dataset, "file": name, "text": text}
+    return page.put("/api/library/caption", json=body, headers={"If-Match": f'"{seen}"'} if seen else {})
+
+
+def leave_out(page: TestClient, name: str, out: bool = True, dataset: str = "cats") -> Any:
+    return page.put("/api/library/excluded", json={"dataset": dataset, "file": name, "out": out})
+
+
+def edit(page: TestClient, **body: Any) -> Any:
+    return page.post("/api/library/edit", json={"dataset": "cats", **body})
+
+
+def test_every_file_is_shown_as_it_is_trained(page: TestClient, folder: Path) -> None:
+    (folder / "cats/broken.png").write_bytes((folder / "cats/0.png").read_bytes()[:60])
+    (folder / "cats" / ODD).write_bytes((folder / "cats/0.png").read_bytes())
+    html = show(page)
+    assert names(html) == ["0.png", "1.png", "2.png", "3.png", "broken.png", quote(ODD)]
+    assert "128x64 → 64x64" in html
+    assert "left:25.00%;top:0.00%;width:50.00%;height:100.00%" in html
+    assert "\na cat number 1</textarea>" in html
+    assert "not used: has no caption file &#39;3.txt&#39; beside it" in html
+    assert "not used: is truncated" in html
+    assert "odd\\n\\x07&lt;b&gt;" in html.replace("<wbr>", "")
+    assert save(page, ODD, "an odd cat", "").status_code == 200
+    assert (folder / "cats" / ODD).with_suffix(".txt").read_text() == "an odd cat\n"
+
+
+def test_a_page_reads_only_its_own_files(page: TestClient, folder: Path) -> None:
+    for index in range(100, 160):
+        (folder / f"cats/{index}.png").hardlink_to(folder / "cats/0.png")
+    assert len(names(show(page, page=2))) == 4
+    assert len(library._facts[folder / "cats"]) == 4
+    assert "Page 2 of 2" in show(page, page="99999999999")
+    assert '#dataset/files/cats?words=&amp;only=&amp;page=1"' in show(page, page=2)
+
+
+def test_listing_is_made_again_in_time(page: TestClient, folder: Path) -> None:
+    assert len(names(show(page))) == 4
+    (folder / "cats/9.png").hardlink_to(folder / "cats/0.png")
+    until, listing = library._listings[folder / "cats", library.wanted_suffixes(*entry(folder))]
+    assert until - time.monotonic() < 5
+    assert len(listing.files) == 4
+    library.forget_listings()
+    assert len(names(show(page))) == 5
+
+
+def entry(folder: Path) -> Any:
+    from simpletuner.annexes.page.files import Configuration
+    from simpletuner.annexes.page.library import datasets_in
+
+    entries, context = datasets_in(Configuration.saved(Project(folder), "config"))
+    return entries[0], context
+
+
+def test_a_caption_is_saved_unless_it_changed_outside(page: TestClient, folder: Path) -> None:
+    seen = tag(show(page), "0.png")
+    answer = save(page, "0.png", "a cat in a box", seen)
+    assert (answer.status_code, answer.json()["note"]) == (200, "Saved. Training uses it from its next start on.")
+    assert (folder / "cats/0.txt").read_text() == "a cat in a box\n"
+    assert "a cat in a box</textarea>" in answer.json()["card"]
+    conflict = save(page, "0.png", "late", seen)
+    assert conflict.status_code == 412
+    assert "0.txt has changed" in conflict.json()["problems"][0]["message"]
+    assert "a cat in a box</textarea>" in conflict.json()["card"]
+    assert (folder / "cats/0.txt").read_text() == "a cat in a box\n"
+    assert save(page, "0.png", "late", tag(conflict.json()["card"], "0.png")).status_code == 200
+
+
+def test_a_missing_caption_is_added(page: TestClient, folder: Path) -> None:
+    assert names(show(page, only="uncaptioned")) == ["3.png"]
+    answer = save(page, "3.png", "new", "")
+    assert "not used" not in answer.json()["card"]
+    assert names(show(page, only="uncaptioned")) == []
+    emptied = save(page, "3.png", " \n", tag(answer.json()["card"], "3.png"))
+    assert "not used: has an empty caption file" in emptied.json()["card"]
+    assert names(show(page, only="uncaptioned")) == ["3.png"]
+
+
+def test_the_run_that_uses_the_old_caption_is_named(
+    page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder, "other", {**CONFIG, "output_dir": "output/other"}, {**CATS, "instance_data_dir": "dogs"})
+    monkeypatch.setattr(Run, "status", lambda run: {"status": "running"})
+    note = save(page, "0.png", "new", tag(show(page), "0.png")).json()["note"]
+    assert note == "Saved. mine trains with what it read at its start until it is started again."
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("a\nb\n".encode("utf-16"), "a\nb</textarea>"),
+        (b"caf\xe9", "It has a caption file that is not UTF-8 text"),
+    ],
+)
+def test_captions_in_other_encodings(content: bytes, shown: str, page: TestClient, folder: Path) -> None:
+    (folder / "cats/0.txt").write_bytes(content)
+    assert shown in show(page)
+    assert save(page, "0.png", "x", "0" * 32).status_code == 412
+    assert (folder / "cats/0.txt").read_bytes() == content
+
+
+def test_what_edits_make_of_a_caption_is_shown(page: TestClient, folder: Path) -> None:
+    write(folder, "", CONFIG, {**CATS, "instance_prompt": "zkt", "prepend_instance_prompt": True})
+    (folder / "cats/1.txt").write_text("one\ntwo\n")
+    html = show(page)
+    assert "Trained as: zkt a cat number 0" in html
+    assert "2 captions, of which each use draws one." in html
+
+
+def test_search_in_names_and_captions(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert names(show(page, words="NUMBER 1")) == ["1.png"]
+    assert names(show(page, words="3.p")) == ["3.png"]
+    assert "0 files." in show(page, words="dog")
+    monkeypatch.setattr(library, "PATIENCE", -1.0)
+    assert "0 files among the first 0 of 4: the search stopped there" in show(page, words="cat")
+
+
+def test_all_captions_change_after_a_preview(page: TestClient, folder: Path) -> None:
+    preview = edit(page, find="number", replace="no.").json()
+    assert preview["count"] == 3
+    assert preview["first"][0] == {"name": "0.txt", "before": "a cat number 0\n", "after": "a cat no. 0\n"}
+    assert (folder / "cats/0.txt").read_text() == "a cat number 0\n"
+    (folder / "cats/2.txt").write_text("mine\n")
+    late = edit(page, find="number", replace="no.", seen=preview["digest"])
+    assert (late.status_code, late.json()["count"]) == (412, 2)
+    done = edit(page, find="number", replace="no.", seen=late.json()["digest"]).json()
+    assert (done["count"], (folder / "cats/0.txt").read_text()) == (2, "a cat no. 0\n")
+    back = edit(page, undo=done["backup"]).json()
+    edit(page, undo=done["backup"], seen=back["digest"])
+    assert (folder / "cats/0.txt").read_text() == "a cat number 0\n"
+
+
+def test_the_trigger_comes_first(page: TestClient, folder: Path) -> None:
+    preview = edit(page, trigger="zkt").json()
+    edit(page, trigger="zkt", seen=preview["digest"])
+    assert (folder / "cats/1.txt").read_text() == "zkt, a cat number 1\n"
+    assert edit(page, trigger="zkt").json()["count"] == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "Enter a text to find, or a trigger word."),
+        ({"undo": "../../config/config.json"}, "Enter a text to find, or a trigger word."),
+        ({"undo": ".captions-1.json"}, "cannot be read"),
+        ({"trigger": "a\nb"}, "on one line"),
+        ({"find": "cat", "replace": "<|im_end|>"}, "control token"),
+    ],
+)
+def test_edits_that_cannot_be_made(body: dict[str, str], message: str, page: TestClient) -> None:
+    answer = edit(page, **body)
+    assert (answer.status_code, message in answer.text) == (422, True), answer.text
+
+
+def test_a_file_is_left_out_and_taken_back(page: TestClient, folder: Path) -> None:
+    card = leave_out(page, "1.png").json()["card"]
+    assert "Take back" in card
+    assert "left:25.00%" in card  # it is shown as it would be trained
+    assert json.loads((folder / "cats/exclude.json").read_text()) == ["1.png"]
+    assert names(show(page, only="excluded")) == ["1.png"]
+    assert "Leave out" in leave_out(page, "1.png", out=False).json()["card"]
+    assert names(show(page, only="excluded")) == []
+    (folder / "cats/exclude.json").write_text("[1")
+    assert leave_out(page, "1.png").status_code == 422
+    assert (folder / "cats/exclude.json").read_text() == "[1"
+    assert leave_out(page, "9.png").status_code == 404
+    assert page.get("/library", params={"dataset": "dogs"}).status_code == 404
+
+
+LOCKED = {
+    "filename": ({"caption_strategy": "filename"}, "Each file is captioned by its name."),
+    "prompt": ({"caption_strategy": "instanceprompt", "instance_prompt": "zkt"}, "trained with Instance Prompt"),
+    "table": (
+        {"caption_strategy": "parquet", "metadata_backend": "parquet", "parquet": {"path": "t.parquet"}},
+        "Captions come from a table",
+    ),
+    "hub": ({"type": "huggingface", "dataset_name": "me/cats", "caption_strategy": None}, "come from huggingface"),
+    "mask": ({"dataset_type": "conditioning", "conditioning_type": "mask"}, "These are partners or masks"),
+}
+
+
+@pytest.mark.parametrize(("keys", "message"), LOCKED.values(), ids=LOCKED)
+def test_captions_from_elsewhere_are_not_edited(
+    keys: dict[str, Any], message: str, page: TestClient, folder: Path
+) -> None:
+    changed = {key: value for key, value in {**CATS, **keys}.items() if value is not None}
+    (folder / "dogs").mkdir()
+    write(folder, "", CONFIG, changed, {**CATS, "id": "dogs", "instance_data_dir": "dogs"})
+    html = show(page)
+    assert message in html
+    assert "<textarea" not in html
+    for answer in (save(page, "0.png", "x", ""), edit(page, find="cat"), edit(page, trigger="zkt")):
+        assert (answer.status_code, message in answer.text) == (403, True), answer.text
+    is_own = not {"type", "conditioning_type"} & keys.keys()
+    assert leave_out(page, "0.png").status_code == (200 if is_own else 403)
+    assert (folder / "cats/0.txt").read_text() == "a cat number 0\n"
+
+
+def test_pairs_are_cropped_as_they_are_trained(page: TestClient, folder: Path) -> None:
+    (folder / "masks").mkdir()
+    for index in range(3):
+        Image.new("L", (128, 64), 255).save(folder / f"masks/{index}.png")
+    mask = {"id": "masks", "type": "local", "dataset_type": "conditioning", "conditioning_type": "mask"}
+    masks = {**mask, "instance_data_dir": "masks"}
+    write(folder, "", CONFIG, {**CATS, "conditioning_data": "masks"}, masks)
+    (folder / "cats/3.txt").write_text("no mask")
+    html = show(page)
+    assert html.count("128x64 → 64x64") == 3
+    assert "not used: has no partner in masks" in html
+
+
+def test_nothing_outside_the_project_is_shown_or_written(page: TestClient, folder: Path) -> None:
+    outside = folder.parent / f"{folder.name}-outside"
+    outside.mkdir()
+    (outside / "secret.txt").write_text("secret\n")
+    Image.new("RGB", (8, 8)).save(outside / "secret.png")
+    (folder / "cats/3.txt").symlink_to(outside / "secret.txt")
+    assert save(page, "3.png", "x", library.tag_of("secret\n")).status_code == 403
+    assert edit(page, find="secret").status_code == 403
+    assert (outside / "secret.txt").read_text() == "secret\n"
+    for route in ("thumbnail", "media"):
+        assert page.get(f"/library/{route}", params={"path": str(outside / "secret.png")}).status_code == 403
+        assert page.get(f"/library/{route}", params={"path": "config/config.json"}).status_code == 404
+    write(folder, "", CONFIG, {**CATS, "exclude_files": "../../list.json"})
+    assert leave_out(page, "0.png").status_code in (403, 422)
+    write(folder, "", CONFIG, {**CATS, "instance_data_dir": str(outside)})
+    assert page.get("/library", params={"dataset": "cats"}).status_code == 422
+
+
+def test_thumbnails_are_small_and_kept_by_the_browser(page: TestClient, folder: Path) -> None:
+    Image.new("RGB", (4000, 1000)).save(folder / "cats/large.png")
+    answer = page.get("/library/thumbnail", params={"path": "cats/large.png"})
+    assert Image.open(io.BytesIO(answer.content)).size == (320, 80)
+    assert answer.headers["cache-control"] == "private, max-age=31536000, immutable"
+    (folder / "cats/broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    assert page.get("/library/thumbnail", params={"path": "cats/broken.png"}).status_code == 422
+    write_clip(folder / "cats/clip.mp4", seconds=0.5)
+    answer = page.get("/library/thumbnail", params={"path": "cats/clip.mp4"})
+    assert Image.open(io.BytesIO(answer.content)).format == "WEBP"
+    part = page.get("/library/media", params={"path": "cats/clip.mp4"}, headers={"Range": "bytes=0-9"})
+    assert (part.status_code, len(part.content), part.headers["content-type"]) == (206, 10, "video/mp4")
+
+
+def test_missing_captions_are_written_by_a_process(
+    page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Child:
+        code: int | None = None
+
+        def poll(self) -> int | None:
+            return self.code
+
+    child, started = Child(), list[list[str]]()
+
+    def spawn(runs: Runs, console: Path, arguments: list[str]) -> Child:
+        started.append(arguments)
+        console.write_text(f"$ simpletuner caption\nWriting captions: 30/{len(started)}00\n")
+        return child
+
+    monkeypatch.setattr(Runs, "spawn", spawn)
+    assert page.get("/api/library/describe").json() == {"dataset": "", "running": False, "message": ""}
+    body = {"dataset": "cats", "style": "short", "trigger": "zkt"}
+    assert page.post("/api/library/describe", json=body).status_code == 202
+    file = f"--config={folder / 'config/config.json'}"
+    assert started == [["caption", "--dataset=cats", "--style=short", "--trigger=zkt", file]]
+    progress = {"dataset": "cats", "running": True, "message": "Writing captions: 30/100"}
+    assert page.get("/api/library/describe").json() == progress
+    assert page.post("/api/library/describe", json=body).status_code == 409
+    child.code = 0
+    assert page.get("/api/library/describe").json() == {**progress, "running": False}
+    monkeypatch.setattr(Run, "status", lambda run: {"status": "running"})
+    assert page.post("/api/library/describe", json=body).status_code == 409
+
+
+@pytest.mark.slow
+def test_files_in_a_browser(browser: Any, folder: Path) -> None:
+    with opened(browser, folder) as page:
+        page.get_by_role("tab", name="Dataset").click()
+        page.get_by_role("link", name="Files").click()
+        dialog = page.get_by_role("dialog", name="cats")
+        caption = dialog.get_by_label("Caption of 0.png")
+        caption.fill("typed")
+        caption.press("Control+Enter")
+        dialog.get_by_text("Saved. Training uses it").wait_for()
+        assert page.evaluate("document.activeElement.ariaLabel") == "Caption of 1.png"
+        assert (folder / "cats/0.txt").read_text() == "typed\n"
+        dialog.get_by_role("button", name="Leave out 1.png").click()
+        dialog.get_by_role("button", name="Take back 1.png").wait_for()
+        dialog.get_by_label("Show", exact=True).select_option("Left out")
+        dialog.get_by_text("1 file.").wait_for()
+        page.go_back()
+        dialog.get_by_text("4 files.").wait_for()
+        box = dialog.locator(".box").first.bounding_box()
+        frame = dialog.locator(".frame").first.bounding_box()
+        assert box["width"] == pytest.approx(frame["width"] / 2, abs=1)
+        page.go_back()
+        dialog.wait_for(state="hidden")
+
+
+@pytest.mark.slow
+def test_a_replacement_in_a_browser(browser: Any, folder: Path) -> None:
+    with opened(browser, folder, "#dataset/files/cats") as page:
+        page.set_viewport_size({"width": 400, "height": 800})
+        dialog = page.get_by_role("dialog", name="cats")
+        dialog.get_by_text("Change captions").click()
+        dialog.get_by_label("Find in all captions").fill("cat")
+        dialog.get_by_label("Replace by").fill("fox")
+        dialog.get_by_role("button", name="Preview").click()
+        dialog.get_by_role("button", name="Change 3 captions").click()
+        dialog.get_by_text("3 captions changed.").wait_for()
+        assert dialog.get_by_label("Caption of 2.png").input_value() == "a fox number 2"
+        dialog.get_by_role("button", name="Undo").click()
+        dialog.get_by_role("button", name="Change 3 captions").click()
+        dialog.get_by_text("3 captions changed.").wait_for()
+        assert (folder / "cats/2.txt").read_text() == "a cat number 2\n"
+        # A conflict shows what the file says now, and what was typed.
+        (folder / "cats/0.txt").write_text("from outside\n")
+        dialog.get_by_label("Caption of 0.png").fill("from here")
+        dialog.get_by_label("Caption of 1.png").focus()
+        dialog.get_by_text("you had typed: from here").wait_for()
+        assert dialog.get_by_label("Caption of 0.png").input_value() == "from outside"
+        dialog.get_by_role("button", name="Close").click()
+        dialog.wait_for(state="hidden")

@@ -1,0 +1,63 @@
+"""What crosses the wire: compressed text, and media, parts of files and events as they are."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from simpletuner.annexes.page.control import run_id
+from simpletuner.annexes.page.project import Project
+from simpletuner.annexes.page.serve import create_app
+from tests.annexes.page.page import serving
+from tests.annexes.page.test_runs import STEPS, own, tell
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    folder = tmp_path.resolve() / "output"
+    folder.mkdir()
+    tell(folder, *STEPS)
+    return folder
+
+
+def test_a_page_is_compressed_for_those_who_can_read_it(output: Path) -> None:
+    client = TestClient(create_app(Project(output.parent)))
+    with client.stream("GET", "/") as answer:
+        body = b"".join(answer.iter_raw())
+    assert answer.headers["content-encoding"] == "gzip"
+    plain = client.get("/", headers={"Accept-Encoding": "identity"})
+    assert gzip.decompress(body) == plain.content
+    assert "content-encoding" not in plain.headers
+    assert len(body) < len(plain.content) / 5
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.gif", "a.webp", "a.mp4", "a.webm"])
+def test_media_are_sent_as_they_are(output: Path, name: str) -> None:
+    content = b"as large as a file that would be compressed " * 100
+    (output / name).write_bytes(content)
+    client = TestClient(create_app(Project(output.parent)))
+    address = f"/media/{run_id(output)}/{name}"
+    whole = client.get(address)
+    assert "content-encoding" not in whole.headers
+    assert whole.headers["content-length"] == str(len(content))
+    part = client.get(address, headers={"Range": "bytes=5-1004"})
+    assert (part.status_code, part.content) == (206, content[5:1005])
+    assert "content-encoding" not in part.headers
+
+
+def test_an_event_arrives_at_once(output: Path) -> None:
+    own(output)
+    with serving(output.parent) as (port, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("GET", f"/api/training/events?run={run_id(output)}", headers={"Accept-Encoding": "gzip"})
+        answer = connection.getresponse()
+        assert answer.getheader("content-encoding") is None
+        assert answer.readline() == b": connected\n"
+        tell(output, *STEPS)
+        assert answer.readline() == b"\n"
+        assert answer.readline().startswith(b"id: ")  # while the stream stays open
+        connection.close()

@@ -1,0 +1,128 @@
+"""Captions are changed by those who have seen them, all at once only after a preview, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from simpletuner.annexes.captions import editing
+from simpletuner.annexes.captions.editing import (
+    ChangedMeanwhileError,
+    apply,
+    changes_of,
+    content_of,
+    digest_of,
+    prefixing,
+    replacing,
+    restoring,
+    tag_of,
+    write_caption,
+)
+from simpletuner.data.files import LARGEST_CAPTION
+from simpletuner.errors import DiskFullError, UserError, result_of
+
+TEXTS = {"a.txt": "a red cat\n", "b.txt": "two\nlines of a cat", "c.txt": "", "d.txt": "a dog\n"}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    for name, text in TEXTS.items():
+        (tmp_path / name).write_text(text)
+    return {name: tmp_path / name for name in TEXTS}
+
+
+def texts(files: dict[str, Path]) -> dict[str, str]:
+    return {name: path.read_text() for name, path in files.items()}
+
+
+def test_a_caption_is_written_over_what_was_seen_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    write_caption(path, "  first \r\n\nsecond\n\n", "")
+    assert path.read_bytes() == b"  first\n\nsecond\n"
+    with pytest.raises(ChangedMeanwhileError, match=r"a\.txt has changed"):
+        write_caption(path, "other", "")
+    write_caption(path, "", tag_of(path.read_text()))
+    assert path.read_bytes() == b""
+    path.write_bytes(b"caf\xe9")  # by an editor that saves Latin-1
+    with pytest.raises(ChangedMeanwhileError):
+        write_caption(path, "coffee", tag_of(""))
+    assert path.read_bytes() == b"caf\xe9"
+
+
+@pytest.mark.parametrize("text", ["a <|im_end|> b", "a\0b", "half \ud83d", "x" * LARGEST_CAPTION])
+def test_a_text_that_training_would_refuse_is_not_written(text: str) -> None:
+    with pytest.raises(UserError, match="A caption cannot have"):
+        content_of(text)
+
+
+def test_a_replacement_is_seen_before_it_is_made_and_can_be_undone(files: dict[str, Path], tmp_path: Path) -> None:
+    changes, unreadable = changes_of(files, replacing("cat", "fox"))
+    assert [(each.name, each.before, each.after) for each in changes] == [
+        ("a.txt", "a red cat\n", "a red fox\n"), ("b.txt", "two\nlines of a cat", "two\nlines of a fox\n")
+    ]  # fmt: skip
+    assert (unreadable, texts(files)) == ([], TEXTS)
+    backup = apply(changes, tmp_path)
+    assert texts(files) == TEXTS | {"a.txt": "a red fox\n", "b.txt": "two\nlines of a fox\n"}
+    undone, _ = changes_of(files, result_of(restoring(tmp_path / backup)))
+    assert apply(undone, tmp_path) != backup
+    assert texts(files) == TEXTS | {"b.txt": "two\nlines of a cat\n"}
+
+
+def test_other_changes_have_another_digest(files: dict[str, Path]) -> None:
+    def digest() -> str:
+        return digest_of(changes_of(files, replacing("cat", "fox"))[0])
+
+    before = digest()
+    assert before == digest()
+    files["a.txt"].write_text("a blue cat\n")
+    assert before != digest()
+
+
+def test_a_full_disk_in_the_middle_leaves_whole_captions_and_the_old_ones(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, _ = changes_of(files, replacing("a", "e"))
+    write = editing.write_atomically
+
+    def full(path: Path, text: str) -> None:
+        if path.name == "b.txt":
+            raise DiskFullError("full")
+        write(path, text)
+
+    monkeypatch.setattr(editing, "write_atomically", full)
+    with pytest.raises(DiskFullError):
+        apply(changes, tmp_path)
+    assert texts(files) == TEXTS | {"a.txt": "e red cet\n"}
+    (backup,) = tmp_path.glob(".captions-*.json")
+    assert json.loads(backup.read_text()) == {name: text for name, text in TEXTS.items() if "a" in text}
+
+
+def test_a_file_that_changed_since_the_preview_is_kept(files: dict[str, Path], tmp_path: Path) -> None:
+    changes, _ = changes_of(files, replacing("cat", "fox"))
+    files["a.txt"].write_text("mine\n")
+    with pytest.raises(ChangedMeanwhileError):
+        apply(changes, tmp_path)
+    assert files["a.txt"].read_text() == "mine\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "whole", "expected"),
+    [
+        ("a cat\n", False, "zkt, a cat\n"),
+        ("one\n\ntwo", False, "zkt, one\n\nzkt, two"),
+        ("one\ntwo", True, "zkt, one\ntwo"),
+        ("zkt, a cat", False, "zkt, a cat"),
+        (" zkt in a box", False, " zkt in a box"),
+        ("zkts are many", False, "zkt, zkts are many"),
+        ("", False, ""),
+    ],
+)
+def test_every_caption_begins_with_the_trigger_once(text: str, whole: bool, expected: str) -> None:
+    assert prefixing("zkt", whole=whole)("a.txt", text) == expected
+
+
+def test_a_trigger_is_on_one_line() -> None:
+    with pytest.raises(UserError, match="on one line"):
+        prefixing("two\nlines", whole=False)

@@ -1,0 +1,72 @@
+"""The plans that the docs show are today's; `python -m tests.docs.plans` writes them anew."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.plans import DOCS, SAMPLE, SAMPLED, plan, printed, renewed, write_files
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plans")
+    write_files(folder)
+    return folder
+
+
+@pytest.mark.parametrize("page", [*SAMPLED, "DISTRIBUTED"])
+def test_plans_are_those_of_today(page: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    assert renewed(page).splitlines() == (DOCS / f"{page}.md").read_text(encoding="utf-8").splitlines()
+
+
+def test_every_sample_of_an_estimate_is_regenerated() -> None:
+    """A table of phases or ways that no command stands above could go stale."""
+    for page in DOCS.rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        assert bool(SAMPLE.search(text)) == (page in {DOCS / f"{name}.md" for name in SAMPLED}), page
+        assert not re.search(r"^  (peak memory|ways to train) ", SAMPLE.sub("", text), re.MULTILINE), page
+
+
+GROUP_OFFLOAD = ["enable_group_offload=true", "group_offload_use_stream=true"]  # what the guides recommend
+SANA_IN_FULL = ["plan", "example=sanavideo-full-24gb", "offload=manual", "optimizer_release_gradients=null"]
+
+
+@pytest.mark.parametrize("wrong", [GROUP_OFFLOAD, ["base_model_precision=int8-quanto"]], ids=lambda words: words[0])
+def test_what_only_a_lora_can_save_is_answered_with_what_fits(
+    wrong: list[str], files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(files)
+    output, errors = printed(*SANA_IN_FULL, *wrong, "--device-memory", "24")
+    assert output == ""
+    [error] = [line for line in errors.splitlines() if line.startswith("error: ")]
+    key = wrong[0].partition("=")[0]
+    written = {"enable_group_offload": "false", "base_model_precision": "no_change"}[key]
+    fits = re.search(rf" This would fit: {key} {written}, offload auto, which takes (.*) GB on the device and ", error)
+    assert fits
+    then = plan(*SANA_IN_FULL[1:], f"{key}={written}", "offload=auto", "--device-memory", "24")
+    assert then["ok"]
+    assert fits[1] == f"{max(phase['device'] for phase in then['memory']) / 1e9:.1f}"
+
+
+def test_without_a_gpu_nothing_is_promised(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    assert "This would fit" not in printed(*SANA_IN_FULL, *GROUP_OFFLOAD)[1].splitlines()[0]
+
+
+def test_lite_trains_on_13_gb_as_in_its_guide(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    tips = [*GROUP_OFFLOAD, "offload_during_startup=true", "offload=auto", "--device-memory", "13"]
+    assert plan("example=kandinsky5-video-lite-lora", "validation_resolution=512x768", *tips)["ok"]
+
+
+def test_previews_count_pictures_and_weights(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    example = ["example=kandinsky5-video-lite-i2v-lora", "num_eval_images=3", "use_ema=true"]
+    assert ": validation, 3 clips a round" in printed("plan", *example)[0], "the average alone, unless told otherwise"
+    assert ", 6 clips a round" in printed("plan", *example, "ema_validation=comparison")[0]
+    rounds = [plan(*example, f"num_eval_images={count}")["seconds"]["previews"] for count in (1, 3)]
+    assert rounds[1] == pytest.approx(3 * rounds[0])
