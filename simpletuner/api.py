@@ -139,7 +139,7 @@ def sample(
     with prepared_samples(asked, _events(on_event, show)) as (plan, weights, events):
         from simpletuner.annexes.sweep import render_samples
 
-        return render_samples(plan, weights[0], strength, events)
+        return render_samples(plan, weights[0], [strength], events)
 
 
 def _arguments(config: object, *, overrides: bool = False) -> Arguments:

@@ -238,8 +238,11 @@ def read_owner(path: Path, content: bytes) -> Owner:
 
 def this_process() -> Owner:
     """This process as the owner of a lock."""
-    pid = os.getpid()
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]])  # settings may hold secrets
+    return owner_of(os.getpid(), " ".join([Path(sys.argv[0]).name, *sys.argv[1:2]]))  # settings may hold secrets
+
+
+def owner_of(pid: int, command: str) -> Owner:
+    """A process of this machine as the owner of something, from now on."""
     return Owner(pid, socket.gethostname(), boot_id(), start_of(pid), command, round(time.time(), 3))
 
 

@@ -23,8 +23,9 @@ WIDTHS = (400, 1400)
 ASK = """
     async (rules) => {
         const { violations } = await axe.run(document, { resultTypes: ["violations"], ...rules });
-        return violations.filter(({ impact }) => impact !== "minor").map(({ id, nodes }) =>
-            `${id}: ${nodes.slice(0, 5).map((node) => `${node.html.slice(0, 160)} ${node.any[0]?.message ?? ""}`).join(" | ")}`);
+        const told = ({ html, any }) => `${html.slice(0, 160)} ${any[0]?.message ?? ""}`;
+        return violations.filter(({ impact }) => impact !== "minor")
+            .map(({ id, nodes }) => `${id}: ${nodes.slice(0, 5).map(told).join(" | ")}`);
     }
 """
 
