@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.sweep import still
+from simpletuner.annexes.report.sheet import still
 from tests.docs.test_docs import FENCE, ROOT
 
 NOTEBOOK = json.loads((ROOT / "docs" / "notebooks" / "demo.ipynb").read_text(encoding="utf-8"))
