@@ -205,6 +205,8 @@ def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Proble
     if config.caption_filter_list is not None:
         message = "belongs in a text_embeds entry; here it would have no effect."
         yield Problem(f"{config.id}.caption_filter_list", message)
+    if config.hold_out and not config.is_trained:
+        yield Problem(f"{config.id}.hold_out", "needs a dataset that is trained.")
     if not config.is_conditioning:
         broken = [*_caption_rules(config), *_window_rules(config)]
         yield from (Problem(f"{config.id}.{key}", message) for is_broken, key, message in broken if is_broken)

@@ -290,6 +290,24 @@ def test_max_num_samples_is_a_fixed_subset(context: DataContext, photos: Path) -
     assert {sample.name for sample in fewer.samples} < set(names)
 
 
+def test_held_out_samples_become_an_eval_set(context: DataContext, photos: Path) -> None:
+    (dataset, held), problems = build(context, folder(photos, hold_out=2))
+    assert not fatal(problems)
+    assert (len(dataset.samples), dataset.counts()["held out"]) == (4, 2)
+    assert (held.id, held.config.is_trained, held.batch_size) == (f"{dataset.id}-held-out", False, 1)
+    names = [{sample.name for sample in each.samples} for each in (dataset, held)]
+    assert not set.intersection(*names)
+    assert held.latent_dir != dataset.latent_dir
+    assert {sample.dataset_id for sample in held.samples} == {held.id}
+    # The same ones every time, and one more keeps those that were held out.
+    (_, again), _ = build(context, folder(photos, hold_out=3))
+    assert names[1] < {sample.name for sample in again.samples}
+    _, problems = build(context, folder(photos, hold_out=6))
+    assert "hold_out: 6 of 6 samples would leave nothing to train on." in str(fatal(problems)[0])
+    _, problems = build(context, folder(photos), folder(photos, dataset_type="eval", hold_out=1))
+    assert "hold_out: needs a dataset that is trained." in str(fatal(problems)[0])
+
+
 def test_eval_sets_have_batch_one_and_are_not_counted(context: DataContext, photos: Path) -> None:
     datasets, problems = build(context, folder(photos), folder(photos, dataset_type="eval"), train_batch_size=6)
     assert not fatal(problems)

@@ -141,7 +141,7 @@ def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if listing is None:
         transformer = plan.source["transformer"]
         absence = transformer.absence()
-        told = "the checkpoint will be downloaded first; then everything is encoded once."
+        told = f"about {gigabytes(budget.parts.download)} will be downloaded first; then everything is encoded once."
         yield f"Caches: {f'{transformer.location!r} {absence}' if absence else told}"
         return
     noun, later = plan.spec.media_noun, len(listing.encoded_in_training)
@@ -337,15 +337,11 @@ def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) 
 
 def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
     device, launch, length, density = budget.device, budget.config.launch, plan.length, budget.parts.transformer.density
+    model = {"family": plan.spec.name, "flavour": plan.flavour.name, "type": plan.config.model.model_type}
     training, previews = remaining_seconds(plan, budget)
     seconds = {"step": budget.step_seconds, "training": training, "previews": previews, "total": training + previews}
     return {
-        "model": {
-            "family": plan.spec.name,
-            "flavour": plan.flavour.name,
-            "type": plan.config.model.model_type,
-            "location": plan.source["transformer"].location,
-        },
+        "model": {**model, "location": plan.source["transformer"].location, "download": budget.parts.download},
         "output_dir": str(plan.output_dir),
         "seed": plan.seed,
         "settings": {key: {"value": value, "origin": origin} for key, value, origin in changed_settings(plan)},
