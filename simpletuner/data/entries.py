@@ -212,6 +212,11 @@ def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Proble
         yield from (Problem(f"{config.id}.{key}", message) for is_broken, key, message in broken if is_broken)
 
 
+def _instead(config: DatasetConfig) -> str:
+    families = " or ".join(name for name, spec in FAMILIES.items() if spec.media == config.dataset_type)
+    return f"; for clips set model_family {families}" if families else " yet"
+
+
 def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem]:
     if config.type != "local" and config.dataset_type in CACHE_KINDS:
         yield Problem(f"{config.id}.type", f"{config.type!r} is for pictures and clips; caches are local.")
@@ -221,9 +226,7 @@ def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem
     elif config.dataset_type not in (*FILE_KINDS, *CACHE_KINDS) or (
         config.dataset_type == "video" and context.spec.media != "video"
     ):
-        families = " or ".join(name for name, spec in FAMILIES.items() if spec.media == config.dataset_type)
-        advice = f"; for clips set model_family {families}" if families else " yet"
-        message = f"{config.dataset_type!r} is not available for {context.spec.name}{advice}."
+        message = f"{config.dataset_type!r} is not available for {context.spec.name}{_instead(config)}."
         yield Problem(f"{config.id}.dataset_type", message)
     elif holds_files(config) and not config.instance_data_dir:
         yield Problem(f"{config.id}.instance_data_dir", "is required: the folder of the pictures or clips.")
