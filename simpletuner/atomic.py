@@ -98,12 +98,20 @@ def changing(path: Path) -> Iterator[None]:
         yield
 
 
-def hold(file: BinaryIO) -> None:
-    """Wait for an exclusive lock on an open file, held until it is closed; does nothing on Windows."""
+def hold(file: BinaryIO, *, wait: bool = True) -> bool:
+    """Take an exclusive lock on an open file, held until it is closed; does nothing on Windows.
+
+    Args:
+        wait: for whoever has it; otherwise the answer is False.
+    """
     if sys.platform != "win32":
         import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+    return True
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("mutations.toml")
+PARTS = ("simpletuner", "tests", "benchmarks")  # what the tests import
 LIMIT_SECONDS = 900  # for the tests of all mutations, too
 PASSED, FAILED = int(pytest.ExitCode.OK), int(pytest.ExitCode.TESTS_FAILED)
 
@@ -70,7 +71,7 @@ def run_tests(tree: Path, tests: Sequence[str], log: Path, *options: str) -> int
             os.dup2(output.fileno(), 2)
         os.chdir(tree)
         os.environ["PYTHONPATH"] = sys.path[0] = str(tree)
-        for name in [each for each in sys.modules if each.partition(".")[0] in ("simpletuner", "tests")]:
+        for name in [each for each in sys.modules if each.partition(".")[0] in PARTS]:
             del sys.modules[name]
         signal.alarm(LIMIT_SECONDS)  # which ends this process
         names = [f"tests/{each}" for each in tests]
@@ -103,7 +104,7 @@ def main() -> int:
     alive = 0
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree, log = Path(folder, "tree"), Path(folder, "log")
-        for part in ("simpletuner", "tests"):
+        for part in PARTS:
             shutil.copytree(ROOT / part, tree / part)
         shutil.copy(ROOT / "pyproject.toml", tree)
         wanted = list(dict.fromkeys(test for each in chosen for test in each.tests))

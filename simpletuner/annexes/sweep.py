@@ -10,18 +10,14 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
-import av
-import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
 
-from simpletuner.annexes.report.html import gallery, grid_order, render
+from simpletuner.annexes.report.sheet import Sheet, cell
 from simpletuner.annexes.sampling import Weights
-from simpletuner.atomic import free_path, open_atomically, write_atomically, write_json
+from simpletuner.atomic import free_path, write_json
 from simpletuner.caching.keys import digest
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import trained_precision
@@ -33,14 +29,7 @@ from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import PREVIEWS, EventStream, RunningPhase
-from simpletuner.reporting.metrics import (
-    METRICS_FILE,
-    Columns,
-    MediaRecord,
-    evaluation_names,
-    evaluation_points,
-    read_rows,
-)
+from simpletuner.reporting.metrics import METRICS_FILE, Columns, read_rows
 from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue, fetch
 from simpletuner.run.session import build_subjects
 from simpletuner.run.train import prepare_machine
@@ -176,7 +165,7 @@ def recipe(plan: Plan, subject: Subject, size: Size, index: int, weights: Weight
     }  # fmt: skip
 
 
-def render_samples(plan: Plan, weights: Weights, strength: float, events: EventStream) -> list[Path]:
+def render_samples(plan: Plan, weights: Weights, strengths: Sequence[float], events: EventStream) -> list[Path]:
     """Render what a plan asks for into its output folder; returns the new files. Nothing is overwritten."""
     studio = Studio.open(plan, events)
 
@@ -184,9 +173,10 @@ def render_samples(plan: Plan, weights: Weights, strength: float, events: EventS
         made = shot.recipe
         frames = f"@{made['frames']}" if plan.frame_rate else ""
         stem = f"{shot.subject.prompt.short_name}_{made['seed']}_{made['width']}x{made['height']}{frames}"
+        stem += f"_strength-{made['strength']:g}" if len(strengths) > 1 else ""
         return free_path(plan.output_dir / f"{stem}{studio.renderer.suffix}")
 
-    return studio.render(studio.shots([weights], [strength]), name, events, f"Sampling {weights.name}")
+    return studio.render(studio.shots([weights], strengths), name, events, f"Sampling {weights.name}")
 
 
 def render_sweep(
@@ -205,109 +195,19 @@ def render_sweep(
     def name(shot: StudioShot) -> Path:
         return plan.output_dir / CELLS / f"{shot.digest}{studio.renderer.suffix}"
 
-    absent = [shot for shot in shots if not name(shot).exists()]
-    if len(absent) < len(shots):
-        events.say(f"{len(shots) - len(absent)} of {len(shots)} cells are there already.")
-    # A cell's name is the digest of its recipe, so a changed setting renders a new file and an old one stays valid.
-    studio.render(absent, name, events, "Sweeping")
     records = []
     for shot in sorted(shots, key=lambda shot: (shot.number, shot.recipe["strength"])):
         made, row = shot.recipe, shot.subject.prompt.short_name
         if len(strengths) > 1:
             # A strength per row, since the columns are checkpoints.
             row += f" at {made['strength']:g}"
-        path = name(shot).relative_to(plan.output_dir).as_posix()
-        shown = {key: made[key] for key in ("width", "height", "seed", "index", "prompt")}
-        records.append(MediaRecord(step=made["step"] or 0, short_name=row, path=path, **shown))
+        records.append(cell(made, row, name(shot).relative_to(plan.output_dir).as_posix()))
     sheet = Sheet(run.resolve().name, plan.output_dir, records, Columns.of(read_rows(run / METRICS_FILE)))
+    sheet.begin()
+    absent = [shot for shot in shots if not name(shot).exists()]
+    if len(absent) < len(shots):
+        events.say(f"{len(shots) - len(absent)} of {len(shots)} cells are there already.")
+    # A cell's name is the digest of its recipe, so a changed setting renders a new file and an old one stays valid.
+    studio.render(absent, name, events, "Sweeping")
     sheet.write()
     return sheet
-
-
-PAGE, PICTURE = "sheet.html", "sheet.png"
-CELL, MARGIN, FONT_SIZE = 256, 8, 14  # of the picture, in pixels
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """What a sweep shows.
-
-    Attributes:
-        title: the run.
-        folder: paths of the records are relative to it.
-        records: the cells: a row per `short_name`, a column per step.
-        metrics: of the run's `training_metrics.jsonl`.
-    """
-
-    title: str
-    folder: Path
-    records: Sequence[MediaRecord]
-    metrics: Columns
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps of the checkpoints, in order."""
-        return sorted({record.step for record in self.records})
-
-    @property
-    def best(self) -> int | None:
-        """The checkpoint with the lowest evaluation loss, interpolated between the steps where it was measured."""
-        points = evaluation_points(self.metrics)
-        steps, losses = [step for step, _ in points], [loss for _, loss in points]
-        return min(self.steps, key=lambda step: float(np.interp(step, steps, losses))) if points else None
-
-    @property
-    def verdict(self) -> str:
-        """What the evaluation loss says, in one sentence."""
-        points = evaluation_points(self.metrics)
-        if not points:
-            return "No evaluation loss was measured, so no checkpoint is marked; eval_steps_interval measures it."
-        (low, least), (last, loss) = min(points, key=lambda point: point[1]), points[-1]
-        if low == last:
-            return f"The evaluation loss is lowest at the last step measured ({least:.4g} at step {low:,})."
-        rise = f"rises after it, to {loss:.4g} at step {last:,}"
-        return f"The evaluation loss is lowest at step {low:,} ({least:.4g}) and {rise}."
-
-    def write(self) -> None:
-        """Write `sheet.html`, which holds the pictures, and `sheet.png`."""
-        kept = {"step", "train_loss", *evaluation_names(self.metrics)}
-        shown = gallery(self.metrics.only(kept), self.records, self.folder, with_mfu=False)
-        page = render("sheet.html.jinja", sheet=self, refresh=None, **shown)
-        write_atomically(self.folder / PAGE, page, durable=False)
-        with open_atomically(self.folder / PICTURE, durable=False) as file:
-            self._picture().save(file, "PNG")
-
-    def _picture(self) -> Image.Image:
-        """A row per prompt with its name and text above, a column per checkpoint; the middle frames of clips."""
-        records = sorted(self.records, key=grid_order)
-        line, font = FONT_SIZE + MARGIN, ImageFont.load_default(FONT_SIZE)
-        height = max(CELL * record.height // max(record.width, record.height) for record in records)
-        width = (CELL + MARGIN) * len(self.steps) + MARGIN
-        letters = int((width - MARGIN) / font.getlength("n"))
-        labels = {each.row: wrap(f"{each.short_name}: {each.prompt or '(empty prompt)'}", letters) for each in records}
-        tops = list(itertools.accumulate((height + line * len(label) for label in labels.values()), initial=line))
-        sheet = Image.new("RGB", (width, tops[-1]), "white")
-        draw = ImageDraw.Draw(sheet)
-        left = {step: MARGIN + column * (CELL + MARGIN) for column, step in enumerate(self.steps)}
-        for step in self.steps:
-            mark = ", lowest evaluation loss" if step == self.best else ""
-            draw.text((left[step], MARGIN // 2), f"step {step:,}{mark}", "black", font)
-        cells = dict[object, int]()
-        for (row, label), top in zip(labels.items(), tops, strict=False):
-            cells[row] = top + line * len(label) - MARGIN // 2
-            for number, text in enumerate(label):
-                draw.text((MARGIN, top + line * number), text, "black", font)
-        for record in records:
-            cell = ImageOps.contain(still(self.folder / record.path), (CELL, height))
-            sheet.paste(cell, (left[record.step], cells[record.row]))
-        return sheet
-
-
-def still(path: Path) -> Image.Image:
-    """A picture, or the middle frame of a clip."""
-    if path.suffix != ".mp4":
-        with Image.open(path) as picture:
-            return picture.convert("RGB")
-    with av.open(str(path)) as clip:
-        frames = list(clip.decode(video=0))
-        return frames[len(frames) // 2].to_image()

@@ -34,7 +34,9 @@ def sample(
     context: typer.Context,
     prompt: Prompts = None,
     image: Images = None,
-    strength: Annotated[str, typer.Option("--strength", help="Strength of the LoRA.")] = "1.0",
+    strength: Annotated[
+        str, typer.Option("--strength", help="Strength of the LoRA; 0,1 renders the untrained model, too.")
+    ] = "1.0",
     checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="A step, or latest.")] = None,
     ema: UseEma = False,
     output: Output = None,
@@ -46,11 +48,11 @@ def sample(
     """
     chosen = None if checkpoint is None else [checkpoint]
     asked = {"prompts": prompt or (), "images": image or (), "checkpoints": chosen, "ema": ema}
-    with _planned(context.args, output or Path("samples"), "--strength", [strength], **asked) as planned:
+    with _planned(context.args, output or Path("samples"), "--strength", strength.split(","), **asked) as planned:
         from simpletuner.annexes.sweep import render_samples
 
         request, plan, weights, events = planned
-        for path in render_samples(plan, weights[0], request.strengths[0], events):
+        for path in render_samples(plan, weights[0], request.strengths, events):
             events.say(f"Saved {path}")
 
 
@@ -103,8 +105,8 @@ def _planned(
 
 @contextmanager
 def _logged_events() -> Iterator[EventStream]:
+    from simpletuner.annexes.display.progress import shown_events
     from simpletuner.reporting.log import setup_logging
-    from simpletuner.reporting.progress import shown_events
 
     setup_logging()
     with shown_events() as events:

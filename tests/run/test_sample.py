@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from simpletuner.annexes.sweep import Sheet, still
+from simpletuner.annexes.report.sheet import Sheet, still
 from simpletuner.reporting.metrics import Columns, MediaRecord
 from tests.workspace import DATASETS, Workspace
 
@@ -86,8 +86,10 @@ def test_the_base_model_and_a_lora_from_elsewhere(trained: Workspace, t2i_checkp
         "seed=7",
         "mixed_precision=no",
     )
-    assert sampled(trained, "theirs", "datasets/theirs.safetensors", *PROMPT, *model) == preview(trained, 4)
-    assert sampled(trained, "none", "datasets/theirs.safetensors", *PROMPT, *model, "--strength", "0") == base
+    command = ("sample", "datasets/theirs.safetensors", *PROMPT, *model, "--strength", "0, 1", "--output", "theirs")
+    assert trained.run(*command) == 0
+    made = {path.stem.rpartition("_")[2]: path.read_bytes() for path in trained.path("theirs").glob("*.png")}
+    assert made == {"strength-0": base, "strength-1": preview(trained, 4)}
 
 
 def test_a_dora_at_strength_0_is_the_base_model(trained: Workspace, t2i_checkpoint: Path, capsys: Capture) -> None:

@@ -20,6 +20,7 @@ from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.plans import PROGRAM
 from simpletuner.annexes.page.project import CONFIG_NAME, EXAMPLE, Project, Refusal, chosen_by
 from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
+from simpletuner.annexes.payloads import EVENTS_FILE, last_id
 from simpletuner.atomic import write_json
 from simpletuner.config.load import canonical
 from simpletuner.config.schema import all_options
@@ -29,7 +30,6 @@ from simpletuner.errors import UserError, result_of
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
-from simpletuner.reporting.payloads import EVENTS_FILE, last_id
 from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
 
 # How far runs are searched for below a folder; a --root may be a whole disk.
@@ -49,7 +49,7 @@ class Runs:
     def all(self) -> list[Run]:
         """Every run: those at work first, then the newest."""
         folders = {self.project.run: ""} if self.project.run else self._recorded() | self._configured()
-        runs = [self._at(folder) for folder in folders]
+        runs = [self.at(folder) for folder in folders]
         for run in runs:
             run.written_by = folders[run.folder]
         # Started here, in a folder that the search does not reach or that its config no longer names.
@@ -69,7 +69,8 @@ class Runs:
                 return run
         raise Refusal(404, f"There is no run {name!r}." if name else "There are no runs yet.")
 
-    def _at(self, folder: Path) -> Run:
+    def at(self, folder: Path) -> Run:
+        """The run of an output folder."""
         return self._runs.setdefault(folder, Run(run_id(folder), folder, self.project.run is None))
 
     def _recorded(self) -> dict[Path, str]:
@@ -97,13 +98,7 @@ class Runs:
             Refusal: 404 without such a config, 409 if its folder is in use, 422 with the problems of the settings, 403
                 in the page of a run.
         """
-        if self.project.run is not None:
-            raise Refusal(403, "This page belongs to a run; start others with `simpletuner server`.")
-        file = self._existing(name)
-        judgement, outside, _ = Configuration.saved(self.project, name, settings).judge()
-        if fatal := [*outside, *(problem for problem in judgement.problems if problem.fatal)]:
-            raise Refusal(422, fatal)
-        run = self._at(self.project.inside(judgement.config.run.output_dir))
+        run, file = self.started_by(name, settings), self.project.config_file(name)
         # Lists and objects as JSON, which the command line parses.
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
         # Two clicks at once must not both see a free folder.
@@ -115,6 +110,20 @@ class Runs:
             options = [f"--{key}={text}" for key, text in texts.items()]
             run.child = self.spawn(run.folder / CONSOLE_FILE, ["train", chosen_by(name, file), *options])
         return run
+
+    def started_by(self, name: str, settings: Mapping[str, Any]) -> Run:
+        """The run that a config starts with further settings.
+
+        Raises:
+            Refusal: as `start`, except for folders in use.
+        """
+        if self.project.run is not None:
+            raise Refusal(403, "This page belongs to a run; start others with `simpletuner server`.")
+        self._existing(name)
+        judgement, outside, _ = Configuration.saved(self.project, name, settings).judge()
+        if fatal := [*outside, *(problem for problem in judgement.problems if problem.fatal)]:
+            raise Refusal(422, fatal)
+        return self.at(self.project.inside(judgement.config.run.output_dir))
 
     def _existing(self, config: str) -> Path:
         file = self.project.config_file(config)
@@ -128,11 +137,19 @@ class Runs:
         Raises:
             Refusal: as `start`, and 400 if its config is not known.
         """
+        return self.start(run.config, self.settings_of(run, settings))
+
+    def settings_of(self, run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
+        """What a run is started with besides its config, when it is started again.
+
+        Raises:
+            Refusal: 400 if its config is not known, 404 if that is gone.
+        """
         if not run.config:
             raise Refusal(400, f"No config of this project writes into {run.folder}.")
         written = self.project.inside(output_dir_of(self._existing(run.config)))
         here = {"output_dir": str(run.folder)} if run.status()["can"]["continue"] and written != run.folder else {}
-        return self.start(run.config, {**run.settings, **here, **settings})
+        return {**run.settings, **here, **more}
 
     def spawn(self, console: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
         """Start a command as a process that outlives this one; its output is appended to a file."""

@@ -151,6 +151,8 @@ class Guard:
         self.access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)  # the server's own: it starts and ends
         if scope["type"] != "http":
             return  # there are no web sockets
 

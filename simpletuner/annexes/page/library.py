@@ -22,7 +22,9 @@ from simpletuner.annexes.page.project import Project, Refusal, chosen_by, proble
 from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_PART, Run, ending, said_at_the_end
 from simpletuner.annexes.report.html import THUMBNAIL_SIDE, render, webp
 from simpletuner.config.datasets import DatasetConfig, read_datasets
+from simpletuner.config.sources import EXAMPLES
 from simpletuner.data.clips import CLIP_SUFFIXES, frames_of, is_clip, probe_clip
+from simpletuner.data.discovery import is_readable
 from simpletuner.data.entries import DataContext
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import PICTURE_SUFFIXES
@@ -76,7 +78,10 @@ def opened(request: Request, asked: Mapping[str, Any]) -> Library:
     for entry in map(context.fill, entries):
         if entry.id == name and entry.instance_data_dir:
             folder = project.inside(entry.instance_data_dir, packaged=True)
-            return Library(entry.model_copy(update={"instance_data_dir": str(folder)}), entries, context)
+            if entry.type == "local" and not is_readable(folder):
+                raise Refusal(404, f"{str(folder)!r} is not a folder, or cannot be read.")
+            entry = entry.model_copy(update={"instance_data_dir": str(folder)})
+            return Library(entry, entries, context, is_packaged=folder.is_relative_to(EXAMPLES))
     raise Refusal(404, f"The saved config has no dataset {name!r} with a folder; save your changes first.")
 
 
@@ -84,15 +89,12 @@ def show_files(request: Request) -> Response:
     """A page of the files of a dataset, as HTML: `?config=NAME&dataset=ID&words=TEXT&only=KIND&page=N`."""
     asked, library = request.query_params, opened(request, request.query_params)
     words, only, number = asked.get("words", ""), asked.get("only", ""), asked.get("page", "1")
-    found, looked = library.find(words, only)
+    found, missed = library.find(words, only)
     pages = max(1, -(-len(found) // PAGE))
     page = min(max(1, int(number[:9]) if number.isdecimal() else 1), pages)
     files = library.show(found[PAGE * (page - 1) : PAGE * page])
-    shown = {"words": words, "only": only, "found": len(found), "looked": looked, "page": page, "pages": pages}
-    config = asked.get("config") or "config"
-    return HTMLResponse(
-        render("page/library.html.jinja", part="all", library=library, files=files, config=config, **shown)
-    )
+    shown = {"words": words, "only": only, "found": len(found), "missed": missed, "page": page, "pages": pages}
+    return HTMLResponse(render("page/library.html.jinja", part="all", library=library, files=files, **shown))
 
 
 def card_html(library: Library, name: str) -> str:
@@ -131,28 +133,27 @@ def put_caption(request: Request, body: dict[str, Any]) -> Response:
     try:
         editing.write_caption(path, str(body.get("text", "")), seen)
     except editing.ChangedMeanwhileError as error:
-        return JSONResponse(
-            {"problems": problems_json([Problem("", str(error))]), "card": card_html(library, name)}, 412
-        )
-    return after_change(request, library, name, is_new=not seen)
+        problems = problems_json([Problem("", str(error))])
+        return JSONResponse({"problems": problems, "card": card_html(library, name)}, 412)
+    if not seen:
+        forget_listings()
+    return after_change(request, body)
 
 
 def put_excluded(request: Request, body: dict[str, Any]) -> Response:
     """Leave a file out, or take it back: `{"config", "dataset", "file", "out"}`."""
     library = opened(request, body)
-    if not library.is_planned:
-        raise Refusal(403, library.locked)
+    if library.fixed:
+        raise Refusal(403, library.fixed)
     path = project_of(request).inside(library.root / library.entry.exclude_files)
     editing.exclude(library.entry, {name_in(library, body)}, path, out=body.get("out") is True)
-    return after_change(request, opened(request, body), str(body["file"]), is_new=False)
+    return after_change(request, body)
 
 
-def after_change(request: Request, library: Library, name: str, *, is_new: bool) -> Response:
+def after_change(request: Request, body: Mapping[str, Any]) -> Response:
     """The card of a file that was changed, and from when on that counts."""
-    if is_new:
-        forget_listings()
-        library = Library(library.entry, library.entries, library.context)
-    return JSONResponse({"card": card_html(library, name), "note": when_used(request, library)})
+    library = opened(request, body)
+    return JSONResponse({"card": card_html(library, body["file"]), "note": when_used(request, library)})
 
 
 def when_used(request: Request, library: Library) -> str:

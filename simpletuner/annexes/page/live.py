@@ -21,23 +21,21 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Redire
 from simpletuner.annexes.page.control import Runs, ask, cancel
 from simpletuner.annexes.page.project import SANDBOX_WITH_CLIPS, Refusal, project_of, wanted
 from simpletuner.annexes.page.runs import Run, Tail, record_in
+from simpletuner.annexes.payloads import EVENTS_FILE, last_id, offset_after
 from simpletuner.annexes.report import html
-from simpletuner.annexes.report.html import build_grid, hours_of, thin_extremes
+from simpletuner.annexes.report.html import hours_of, thin_extremes
 from simpletuner.atomic import writing_to
 from simpletuner.errors import UserError, WriteError
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import (
-    MEDIA_FILE,
     MIME,
     REPORT_FILE,
     VIDEO_MIME,
     Columns,
     is_number,
     parse_row,
-    read_media,
 )
 from simpletuner.reporting.pace import clock, pace_text
-from simpletuner.reporting.payloads import EVENTS_FILE, last_id, offset_after
 
 POLL, HEARTBEAT = 0.5, 15.0  # seconds
 POINTS, MAX_POINTS = 2000, 20_000  # of a curve in an answer, usually and at most
@@ -52,7 +50,7 @@ FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "learning_rate": ("Learning rate", "{:.3g}".format),
     "memory_bytes": ("Peak memory", lambda size: f"{size / 1e9:.2f} GB"),
 }
-_drawing = threading.Lock()  # curves of a long run take 40 MB while they are drawn
+drawing = threading.Lock()  # curves of a long run take 40 MB while they are drawn
 _writing = threading.Lock()
 
 
@@ -165,7 +163,7 @@ def metrics(request: Request) -> Response:
     run, asked = chosen(request), request.query_params
     columns, limit = run.metrics, asked.get("max_points", "")
     count = max(2, min(int(limit[:18]) if limit.isdecimal() else POINTS, MAX_POINTS))
-    with _drawing:
+    with drawing:
         names = asked.getlist("metric") or columns.names
         curves = {name: thin_extremes(columns.points(name), count) for name in names}
         shown = {name: points for name, points in curves.items() if points}
@@ -214,7 +212,7 @@ def view(request: Request) -> Response:
 
 
 def drawn(run: Run, part: str) -> str:
-    """A part of a run's view, as HTML."""
+    """A part of a run's view that needs nothing but the run, as HTML."""
     return html.render("page/run_parts.html.jinja", part=part, run=run, **PARTS[part](run))
 
 
@@ -241,20 +239,6 @@ def key_figures(progress: Mapping[str, Any], columns: Columns) -> Iterator[tuple
         yield "Time in steps", clock(hours[-1][1] * 3600)
 
 
-def curves(run: Run) -> dict[str, Any]:
-    """What the curves of a run show."""
-    with _drawing:
-        return html.curves(run.metrics)
-
-
-def previews(run: Run) -> dict[str, Any]:
-    """The previews of a run; those that are being sampled come with their progress."""
-    state, _, story = run.judge()
-    grid = build_grid(read_media(run.folder / MEDIA_FILE), run.folder, lambda record: address(run, record.path))
-    growing = [{**each, "source": address(run, each["path"])} for each in story.growing.values()]
-    return {"grid": grid, "left_out": html.left_out(grid), "growing": growing if state == "running" else []}
-
-
 def address(run: Run, path: str) -> str:
     """Where the page finds a preview; empty if the file is gone. A file that is rendered again gets another address."""
     file = run.folder / path
@@ -268,9 +252,7 @@ def log(run: Run) -> dict[str, Any]:
     return {"lines": lines[-LOG_LINES:]}
 
 
-PARTS: Mapping[str, Callable[[Run], dict[str, Any]]] = {
-    "head": head, "curves": curves, "previews": previews, "log": log
-}  # fmt: skip
+PARTS: Mapping[str, Callable[[Run], dict[str, Any]]] = {"head": head, "log": log}
 
 
 def receive_event(request: Request, event: dict[str, Any]) -> Response:

@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from simpletuner.annexes.payloads import EVENTS_FILE, read_events
 from simpletuner.config.values import read_json
 from simpletuner.distributed.requests import FOLDER, REQUESTS
 from simpletuner.errors import UserError, result_of
@@ -27,7 +28,6 @@ from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE, Columns, parse_row
 from simpletuner.reporting.pace import clock
-from simpletuner.reporting.payloads import EVENTS_FILE, read_events
 from simpletuner.run.lock import LOCK_FILE, Owner, read_owner
 from simpletuner.training.manifest import result_step
 
@@ -359,9 +359,8 @@ class Run:
 
     @property
     def console(self) -> str:
-        """The end of console.log, without secrets and overwritten progress bars."""
-        lines = b"".join(ending(self.folder / CONSOLE_FILE, CONSOLE_PART)).decode(errors="replace").split("\n")
-        return redact("\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines))
+        """The end of console.log."""
+        return printed(self.folder / CONSOLE_FILE)
 
     def judge(self) -> tuple[Status, str, Story]:
         """The state of the run, a sentence about it, and what its newest session has told."""
@@ -455,6 +454,12 @@ class Run:
 def over(stage: dict[str, Any]) -> dict[str, Any]:
     """A stage of a run that has ended."""
     return {**stage, "status": "failed"} if stage["status"] == "running" else stage
+
+
+def printed(file: Path) -> str:
+    """The end of a command's output, without secrets and overwritten progress bars."""
+    lines = b"".join(ending(file, CONSOLE_PART)).decode(errors="replace").split("\n")
+    return redact("\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines))
 
 
 def said_at_the_end(console: str) -> str:

@@ -7,8 +7,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -28,10 +28,11 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from simpletuner.annexes.page import docs, files, form, library, live, plans, start_card, uploads
+from simpletuner.annexes.page import docs, files, form, jobs, library, live, plans, results, start_card, uploads
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
 from simpletuner.annexes.page.project import UPLOADS, Project, Refusal, read_object
+from simpletuner.annexes.queue import Queue
 from simpletuner.annexes.report.html import FOLDER as REPORT
 from simpletuner.errors import ConfigError, DiskFullError, UserError
 from simpletuner.reporting.events import EventStream
@@ -103,6 +104,11 @@ PAGE = [
     taking("/api/training/start", live.start),
     taking("/api/training/new", live.renew),
     *(taking(path, partial(live.press, act)) for path, act in live.BUTTONS.items()),
+    taking("/api/training/queue", jobs.add),
+    taking("/api/training/render", jobs.add_rendering),
+    taking("/api/training/queue/move", jobs.move),
+    taking("/api/training/queue/remove", jobs.remove),
+    Route("/queue", jobs.show_queue),
     Route("/api/training/events", live.events),
     Route("/api/events/recent", live.recent),
     Route("/api/metrics/training/runs", live.summaries),
@@ -111,6 +117,8 @@ PAGE = [
     Route("/report/{run}", live.report),
     Route("/docs/{path:path}", docs.show),
     Route("/runs", live.listing),
+    *(Route(f"/runs/{{run}}/{name}", act) for name, act in results.PARTS.items()),
+    Route("/download/{run}", results.send_lora),
     Route("/runs/{run}/{part}", live.view),
     *map(shared, ("page.css", "curves.js", "viewer.js")),
     Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
@@ -124,10 +132,21 @@ def create_app(project: Project, mode: Mode = "unified", over: threading.Event |
         # Of pictures, clips, parts of files and streams of events it compresses none.
         middleware=[Middleware(GZipMiddleware, compresslevel=COMPRESSION)],
         exception_handlers={UserError: refused, HTTPException: refused},
+        lifespan=serving_queue if project.run is None and mode != "callback" else None,
     )
     app.state.runs, app.state.over = Runs(project), over or threading.Event()
+    app.state.queue = Queue(project.folder, jobs.RunWorker(app.state.runs))
     app.state.captioning = library.Captioning()
     return app
+
+
+@asynccontextmanager
+async def serving_queue(app: Starlette) -> AsyncIterator[None]:
+    """Start the jobs of the queue, from a thread, as long as the server runs."""
+    over = threading.Event()
+    threading.Thread(target=app.state.queue.serve, args=(over,), name="queue", daemon=True).start()
+    yield
+    over.set()
 
 
 def refused(request: Request, error: Exception) -> Response:
@@ -169,7 +188,7 @@ def make_server(
         factory=True,
         http=Connection,
         ws="none",
-        lifespan="off",
+        lifespan="on",
         # uvicorn would replace the handlers of the run.
         log_config=None,
         log_level="error",

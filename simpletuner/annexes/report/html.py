@@ -9,10 +9,11 @@ import base64
 import functools
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache, partial
+from html import unescape
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -37,6 +38,8 @@ from simpletuner.reporting.metrics import (
 from simpletuner.reporting.pace import RunningMean
 
 FOLDER = Path(__file__).parent
+PROGRAM = re.compile(r'class="snippet">.*?<pre>(.*?)</pre>', re.DOTALL)  # in report.html.jinja
+HEAD = 1 << 18
 # A page may show what it contains and video files next to it, and load nothing else.
 POLICY = (
     "default-src 'none'; img-src data:; media-src data: 'self' file:; style-src 'unsafe-inline'; "
@@ -59,16 +62,36 @@ def gallery(metrics: Columns, previews: Sequence[MediaRecord], folder: Path, *, 
     return {"grid": grid, "left_out": left_out(grid), "scripts": scripts, **curves(metrics, with_mfu=with_mfu)}
 
 
-def curves(metrics: Columns, *, with_mfu: bool = True) -> dict[str, Any]:
-    """What templates need for the curves of some metrics."""
+def curves(metrics: Columns, *, with_mfu: bool = True, beside: Mapping[str, Columns] | None = None) -> dict[str, Any]:
+    """What templates need for the curves of some metrics; `beside` are those of other runs, drawn over them."""
     charts = charts_of(metrics, with_mfu=with_mfu)
-    return {"charts": charts, "chart_data": {"charts": [each.to_json() for each in charts], "hours": hours_of(metrics)}}
+    for name, other in (beside or {}).items():
+        charts = [with_lines_of(each, name, charts_of(other)) for each in charts]
+    # Another run took other times, so the two are compared over steps.
+    hours = [] if beside else hours_of(metrics)
+    return {"charts": charts, "chart_data": {"charts": [each.to_json() for each in charts], "hours": hours}}
+
+
+def with_lines_of(chart: Chart, name: str, others: Sequence[Chart]) -> Chart:
+    """A chart with the lines that the charts of another run have under its title; histograms stay as they are."""
+    theirs = [line for each in others if each.title == chart.title and not chart.bars for line in each.series]
+    return replace(chart, series=[*chart.series, *(replace(line, name=f"{name}: {line.name}") for line in theirs)])
 
 
 def left_out(grid: PreviewGrid) -> list[str]:
     """What the grid does not show, in words."""
     counts = {"steps": grid.hidden_steps, "prompts": grid.hidden_rows}
     return [f"{count:,} more {what}" for what, count in counts.items() if count]
+
+
+def program_in(report: Path) -> str:
+    """The program of a report that samples with the result; empty if there is none."""
+    if not report.is_file():
+        return ""
+    with report.open("rb") as file:
+        # It is near the top; the pictures below it take megabytes.
+        found = PROGRAM.search(file.read(HEAD).decode(errors="replace"))
+    return unescape(found[1]) if found else ""
 
 
 def breakable(text: str) -> Markup:
@@ -354,18 +377,48 @@ def build_grid(
         output_dir: their paths are relative to it.
         link: the address of a preview, for pages that are served and embed none.
     """
-    by_row: dict[tuple[str, int, int, int], list[MediaRecord]] = {}
-    for record in records:
-        by_row.setdefault(record.row, []).append(record)
-    shown = sorted(by_row.values(), key=lambda row: grid_order(row[0]))[:ROWS]
-    all_steps = sorted({record.step for row in shown for record in row})
-    # A prompt with EMA previews takes two lines of the grid.
-    lines = sum(len({record.ema for record in row}) for row in shown)
-    steps = choose_steps(all_steps, max(FEWEST_COLUMNS, CELLS // max(1, lines)))
+    ordered = grid_rows(records)
+    shown = ordered[:ROWS]
+    all_steps = steps_of(shown)
+    steps = choose_steps(all_steps, columns_beside(shown))
     allowance = _allowance(sum(record.step in steps for row in shown for record in row))
     source = link or partial(_source, output_dir=output_dir, allowance=allowance)
     rows = [_build_row(row, steps, source) for row in shown]
-    return PreviewGrid(steps, rows, len(all_steps) - len(steps), len(by_row) - len(shown))
+    return PreviewGrid(steps, rows, len(all_steps) - len(steps), len(ordered) - len(shown))
+
+
+def grid_rows(records: Iterable[MediaRecord]) -> list[list[MediaRecord]]:
+    """Previews by prompt, index and size, in the order of a grid."""
+    by_row: dict[tuple[str, int, int, int], list[MediaRecord]] = {}
+    for record in records:
+        by_row.setdefault(record.row, []).append(record)
+    return sorted(by_row.values(), key=lambda row: grid_order(row[0]))
+
+
+def steps_of(rows: Iterable[Iterable[MediaRecord]]) -> list[int]:
+    """The steps at which any of some rows was rendered."""
+    return sorted({record.step for row in rows for record in row})
+
+
+def columns_beside(rows: Sequence[Sequence[MediaRecord]]) -> int:
+    """How many steps a grid of these rows shows."""
+    # A prompt with EMA previews takes two lines of the grid.
+    lines = sum(len({record.ema for record in row}) for row in rows)
+    return max(FEWEST_COLUMNS, CELLS // max(1, lines))
+
+
+def pages_of(records: Sequence[MediaRecord]) -> list[tuple[str, list[MediaRecord]]]:
+    """All previews in portions that a grid shows whole, each with its name."""
+    rows, pages = grid_rows(records), list[tuple[str, list[MediaRecord]]]()
+    for top in range(0, len(rows), ROWS):
+        chunk = rows[top : top + ROWS]
+        prompts = f", prompts {top + 1} to {top + len(chunk)}" if len(rows) > ROWS else ""
+        steps, width = steps_of(chunk), columns_beside(chunk)
+        for start in range(0, len(steps), width):
+            part = steps[start : start + width]
+            kept = [record for row in chunk for record in row if part[0] <= record.step <= part[-1]]
+            pages.append((f"steps {part[0]:,} to {part[-1]:,}{prompts}", kept))
+    return pages
 
 
 def grid_order(record: MediaRecord) -> tuple[bool, bool]:

@@ -114,11 +114,11 @@ function compared(before, after) {
   return after.isClip ? sideBySide(before, after) : slider(before, after);
 }
 
-// Fills the section with the first and the newest preview of each prompt.
-function fillComparison(section) {
+// Fills the section with the first and the newest preview of each row.
+function fillComparison(section, rowsShown = rows) {
   const place = section.querySelector(".comparisons");
   place.replaceChildren();
-  for (const row of rows.slice(0, 8)) {
+  for (const row of rowsShown.slice(0, 8)) {
     const plain = row.filter((item) => !item.ema);
     const shown = plain.length > 1 ? plain : row;
     if (shown.length < 2) continue;

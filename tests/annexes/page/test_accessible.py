@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from simpletuner.annexes.page.control import run_id
 from simpletuner.reporting.events import StateChanged
-from simpletuner.reporting.metrics import REPORT_FILE
 from tests.annexes.page.page import opened
 from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, tell
@@ -26,8 +23,9 @@ WIDTHS = (400, 1400)
 ASK = """
     async (rules) => {
         const { violations } = await axe.run(document, { resultTypes: ["violations"], ...rules });
-        return violations.filter(({ impact }) => impact !== "minor").map(({ id, nodes }) =>
-            `${id}: ${nodes.slice(0, 5).map((node) => `${node.html.slice(0, 160)} ${node.any[0]?.message ?? ""}`).join(" | ")}`);
+        const told = ({ html, any }) => `${html.slice(0, 160)} ${any[0]?.message ?? ""}`;
+        return violations.filter(({ impact }) => impact !== "minor")
+            .map(({ id, nodes }) => `${id}: ${nodes.slice(0, 5).map(told).join(" | ")}`);
     }
 """
 

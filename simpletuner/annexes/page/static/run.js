@@ -1,19 +1,23 @@
 // The pane "Run": puts the parts that the server renders in place, whenever the run has something new. Nothing is
 // known here that a reload would not bring back. Charts are drawn by curves.js, previews enlarged by viewer.js.
-/* global drawCharts, fillComparison, gather, interpolator, items, plots, setAxis, view, viewer */
+/* global drawCharts, gather, interpolator, items, plots, setAxis, view, viewer */
 
 import { maySwitch, openConfig } from "./app.js";
-import { api, element, remember, sentences } from "./form.js";
+import { api, element, remember, sentences, state } from "./form.js";
 
 const pane = document.querySelector(".run-view");
 const problems = pane.querySelector(".run-problems");
 const absence = pane.querySelector(".absence");
 const place = (part) => pane.querySelector(`[data-part="${part}"]`);
-const parts = { list: { every: 10 }, head: { every: 5 }, curves: { every: 60 }, previews: { every: 60 }, log: { every: 60 } };
-let run = new URLSearchParams(location.search).get("run");
+export const parts = {
+  list: { every: 10 }, queue: { every: 5 }, head: { every: 5 }, results: { every: 60 }, curves: { every: 60 }, previews: { every: 60 },
+  log: { every: 60 },
+};
+const ofAll = { list: "/runs", queue: "/queue" }; // parts that are of no run
+export let run = new URLSearchParams(location.search).get("run");
 let events = null;
-let opened = ""; // the config, and whether to show its run as soon as the list has it
-let follows = false;
+let opened = state.opened; // the config, and whether to show its run as soon as the list has it
+let follows = state.switched;
 let seen = Date.now(); // when the server answered last
 const PATIENCE = 60000; // milliseconds
 const AT_THE_SERVER = "`simpletuner server` opens the page of all runs in this folder.";
@@ -41,7 +45,7 @@ function morphChildren(node, fresh) {
   news.forEach((each, index) => (olds[index] ? morph(olds[index], each) : node.append(each)));
 }
 
-const parsed = (html) => new DOMParser().parseFromString(html, "text/html").body;
+export const parsed = (html) => new DOMParser().parseFromString(html, "text/html").body;
 
 // ---- The parts ----
 
@@ -60,16 +64,15 @@ function showCurves(node, fresh) {
   const overTime = plots.some((plot) => plot.overTime);
   node.replaceChildren(...fresh.childNodes);
   if (data.charts.length) drawCharts();
-  if (overTime) setAxis("hours");
+  if (overTime && data.hours.length > 1) setAxis("hours");
 }
 
 function showPreviews(node, fresh) {
   const shown = items[view.index]?.source;
-  const before = items.map((item) => item.source).join();
   morphChildren(node, fresh);
   gather();
   if (viewer.open) view.index = Math.max(0, items.findIndex((item) => item.source === shown));
-  if (items.map((item) => item.source).join() !== before) fillComparison(document.getElementById("comparison"));
+  node.dispatchEvent(new Event("shown", { bubbles: true }));
 }
 
 function showLog(node, fresh) {
@@ -84,10 +87,19 @@ function showLog(node, fresh) {
 function showHead(node, fresh) {
   morphChildren(node, fresh);
   const listed = place("list").querySelector(`[data-run="${run}"] .state`);
-  if (listed && listed.textContent !== node.querySelector(".state").textContent) want("list");
+  if (listed && listed.textContent !== node.querySelector(".state").textContent) want("list", "results");
 }
 
-const show = { list: morphChildren, head: showHead, curves: showCurves, previews: showPreviews, log: showLog };
+// What a job has rendered is among the results.
+function showQueue(node, fresh) {
+  if (node.innerHTML !== fresh.innerHTML) want("results");
+  morphChildren(node, fresh);
+  parts.queue.every = node.querySelector(".waiting, .running") ? 1 : 5;
+}
+
+const show = {
+  list: morphChildren, queue: showQueue, head: showHead, results: showPreviews, curves: showCurves, previews: showPreviews, log: showLog,
+};
 const put = (name, html) => show[name](place(name), parsed(html));
 
 // The last event of the page of a run says how it ended; nothing is asked or pressed after it.
@@ -119,17 +131,17 @@ function setLost(reason) {
 async function refresh(name) {
   const part = parts[name];
   const isHidden = document.hidden || pane.closest("[hidden]");
-  if (hasEnded || isHidden || part.busy || (name !== "list" && !run)) return;
+  if (hasEnded || isHidden || part.busy || (!(name in ofAll) && !run)) return;
   const asked = run;
   part.busy = true;
   part.wanted = false;
   const begun = performance.now();
   try {
-    const path = name === "list" ? "/runs" : `/runs/${encodeURIComponent(run)}/${name}`;
+    const path = ofAll[name] ?? `/runs/${encodeURIComponent(run)}/${name}?${part.query ?? ""}`;
     const answer = await fetch(path, { signal: AbortSignal.timeout(PATIENCE) });
     const html = answer.ok && (await answer.text());
     if (hasEnded) return;
-    if (answer.ok && (name === "list" || asked === run)) put(name, html);
+    if (answer.ok && (name in ofAll || asked === run)) put(name, html);
     setLost(REFUSALS.includes(answer.status) ? `The server answers "${answer.status} ${answer.statusText}".` : "");
     if (events?.readyState === EventSource.CLOSED) listen();
   } catch {
@@ -158,6 +170,7 @@ function chooseFirst() {
 }
 
 function choose(id) {
+  if (run !== id) for (const part of Object.values(parts)) part.query = "";
   run = id;
   follows = false;
   remember("run", id);
@@ -166,7 +179,7 @@ function choose(id) {
   listen();
 }
 
-function want(...names) {
+export function want(...names) {
   for (const name of names) parts[name].wanted = true;
   tick();
 }
@@ -182,7 +195,7 @@ function tick() {
 // ---- Events: which part has something new ----
 
 const CONCERNS = {
-  "training.status": ["head", "curves", "log"], "lifecycle.stage": ["head", "log"], "training.checkpoint": ["log"],
+  "training.status": ["head", "curves", "log"], "lifecycle.stage": ["head", "log"], "training.checkpoint": ["results", "log"],
   "training.metric": ["curves", "log"], "training.validation": ["previews", "log"], "validation.image": ["previews"],
   notification: ["head", "log"], error: ["head", "log"],
 };
@@ -193,15 +206,16 @@ function listen() {
   for (const [type, names] of Object.entries(CONCERNS)) events.addEventListener(type, () => want(...names));
   events.addEventListener("end", end);
   // Nobody says what came before the connection, or while there was none.
-  events.onopen = events.onerror = () => want("head", "curves", "previews", "log");
+  events.onopen = events.onerror = () => want("head", "results", "curves", "previews", "log");
 }
 
 // ---- Buttons ----
 
-async function send(path, body) {
+export async function send(path, body) {
   const answer = await api(`/api/training/${path}`, { method: "POST", body });
   problems.replaceChildren(...sentences(answer).map((text) => element("li", {}, text)));
   problems.hidden = answer.ok;
+  refresh("queue"); // at once: it is what the next click is about
   want("head", "list", "log");
   return answer.ok ? answer.data : null;
 }
@@ -211,11 +225,11 @@ async function startRun(body) {
   if (started) choose(started.run);
 }
 
-const forms = {
-  continue: (form) => {
+export const forms = {
+  continue: (form, button) => {
     const steps = form.steps.valueAsNumber;
     const more = Number.isNaN(steps) || String(steps) === form.dataset.total ? {} : { max_train_steps: steps };
-    return startRun({ run, settings: more });
+    return button?.name === "queue" ? send("queue", { run, settings: more }) : startRun({ run, settings: more });
   },
   new: async (form) => {
     const made = (await maySwitch()) && (await send("new", { run, name: form.elements.name.value }));
@@ -238,7 +252,7 @@ pane.addEventListener("click", (event) => {
 });
 pane.addEventListener("submit", (event) => {
   event.preventDefault();
-  forms[event.target.dataset.form](event.target);
+  forms[event.target.dataset.form](event.target, event.submitter);
 });
 
 // Shows the run of the config that is opened or saved; at the start the address or the list decides.

@@ -1,0 +1,157 @@
+"""The queue on the page: how its jobs start and fare, and the buttons that add, move and end them. Free of torch."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from simpletuner.annexes.page.control import Runs, ask, send
+from simpletuner.annexes.page.live import runs_of
+from simpletuner.annexes.page.project import Refusal, project_of, wanted
+from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_FILE, INTERRUPTED, printed, said_at_the_end
+from simpletuner.annexes.queue import RUNNING, Job, Queue
+from simpletuner.annexes.report import html
+from simpletuner.errors import Problem, UserError
+from simpletuner.run.lock import owner_of
+
+JOB_LOG = "job.log"  # of a sweep or sample, in its folder
+FOLDERS = {"sweep": "sweep", "sample": "samples"}  # in the output folder of the run
+LAST_LINE = "Saved "  # begins the last line of a sweep or sample that has done everything
+LOG_LINES = 40
+OPTIONS = {"sweep": ("strengths", "checkpoints"), "sample": ("strength", "checkpoint", "seed", "resolution")}
+
+
+class RunWorker:
+    """Starts jobs of the queue as processes, and tells how they fare."""
+
+    def __init__(self, runs: Runs) -> None:
+        self.runs = runs
+
+    def check(self, job: Job) -> None:
+        """Raise with what keeps a job from starting."""
+        if job.command == "train":
+            self.runs.started_by(job.config, job.settings)
+        elif not Path(job.folder).is_dir():
+            raise Refusal(404, f"The folder {job.folder} is gone.")
+
+    def start(self, job: Job) -> Job:
+        """Start the process of a job."""
+        if job.command == "train":
+            run = self.runs.start(job.config, job.settings)
+            assert run.child is not None
+            return replace(job, folder=str(run.folder), owner=owner_of(run.child.pid, "simpletuner train"))
+        log = log_of(job)
+        log.parent.mkdir(exist_ok=True)
+        child = self.runs.spawn(log, [job.command, job.folder, f"--output={log.parent}", *job.options])
+        return replace(job, owner=owner_of(child.pid, f"simpletuner {job.command}"))
+
+    def look(self, job: Job) -> Job:
+        """A started job as of now; what its process left behind says how it ended, also to a new server."""
+        is_alive = job.is_alive  # before its files: what a process that has ended wrote is complete
+        if job.command == "train":
+            status = self.runs.at(Path(job.folder)).status()
+            if is_alive or status["status"] in ACTIVE:
+                return replace(job, message="")  # the view of the run has it
+            return replace(job, state=status["status"], message=status["message"])
+        last = said_at_the_end(printed(log_of(job)))
+        if is_alive:
+            return replace(job, message=last)
+        ended = "completed" if last.startswith(LAST_LINE) else "cancelled" if last in INTERRUPTED else "error"
+        return replace(job, state=ended, message=last)
+
+    def at_work(self) -> str:
+        """The folder of a run that is at work on this machine."""
+        return next((str(run.folder) for run in self.runs.all() if run.pid is not None), "")
+
+    def outcome(self, folder: str) -> str:
+        """The name and the state of a run."""
+        run = self.runs.at(Path(folder))
+        return f"{run.name}: {run.status()['status']}"
+
+
+def log_of(job: Job) -> Path:
+    """The file with the output of a job."""
+    folder = Path(job.folder)
+    return folder / CONSOLE_FILE if job.command == "train" else folder / FOLDERS[job.command] / JOB_LOG
+
+
+def queue_of(request: Request) -> Queue:
+    """The queue of the project."""
+    return request.app.state.queue
+
+
+def add(request: Request, body: dict[str, Any]) -> Response:
+    """Let a training wait: `{"run": ID, "settings": {...}}` or `{"config": NAME, "settings": {...}}`."""
+    runs, settings = runs_of(request), wanted({"settings": {}, **body}, "settings", dict)
+    if "run" in body:
+        run = runs.find(str(body["run"]))
+        config, settings = run.config, runs.settings_of(run, settings)
+    else:
+        config = str(body.get("config", "config"))
+    run = runs.started_by(config, settings)
+    job = queue_of(request).add("train", str(run.folder), config=config, settings=settings)
+    return JSONResponse({"job": job.id, "run": run.id}, 202)
+
+
+def add_rendering(request: Request, body: dict[str, Any]) -> Response:
+    """Let a sweep or a sample wait: `{"run": ID, "command": "sample", "prompts": [...], "strength": "0,1"}`."""
+    run, command = runs_of(request).find(str(body.get("run", ""))), body.get("command")
+    if command not in OPTIONS or not run.may_start:
+        raise Refusal(400, "A job is a sweep or a sample, of a run that `simpletuner server` shows.")
+    prompts = [text for each in wanted({"prompts": [], **body}, "prompts", list) if (text := str(each).strip())]
+    options = [f"--prompt={text}" for text in prompts]
+    if image := str(body.get("image") or ""):
+        options.append(f"--image={project_of(request).inside(image)}")
+    # What is wrong with the others, the command says in its output, which the page shows.
+    options += [f"--{key}={text}" for key in OPTIONS[command] if (text := str(body.get(key) or "").strip())]
+    job = queue_of(request).add(command, str(run.folder), options=options)
+    return JSONResponse({"job": job.id, "run": run.id}, 202)
+
+
+def move(request: Request, body: dict[str, Any]) -> Response:
+    """Let a waiting job pass others: `{"job": ID, "by": -1}` is one earlier."""
+    by = body.get("by")
+    if not isinstance(by, int):
+        raise Refusal(400, [Problem("by", "must be a whole number.")])
+    queue_of(request).move(str(body.get("job")), by)
+    return JSONResponse({})
+
+
+def remove(request: Request, body: dict[str, Any]) -> Response:
+    """Take a job out of the queue: `{"job": ID}`; one at work is stopped instead, as with Ctrl-C."""
+    job = queue_of(request).find(str(body.get("job")))
+    if job.state != RUNNING:
+        queue_of(request).remove(job.id)
+    elif job.command == "train":
+        ask(runs_of(request).at(Path(job.folder)), "stop")
+    elif job.owner is not None and job.is_alive:
+        send(job.owner.pid, signal.SIGINT)
+    return JSONResponse({})
+
+
+def show_queue(request: Request) -> Response:
+    """The queue as HTML."""
+    queue, runs = queue_of(request), runs_of(request)
+    if runs.project.run is not None:
+        return HTMLResponse("")  # it starts nothing
+    jobs, problem = list[Job](), queue.problem
+    try:
+        jobs = queue.read()
+    except (UserError, OSError) as error:
+        problem = str(error)
+    titles = {job.id: job.title for job in jobs}
+    rows = [
+        {
+            "job": job, "run": runs.at(Path(job.folder)).id,
+            "waits_for": titles.get(job.waits_for) or Path(job.waits_for).name,
+            "log": "" if job.command == "train" else "\n".join(printed(log_of(job)).splitlines()[-LOG_LINES:]),
+        }
+        for job in jobs
+    ]  # fmt: skip
+    other = queue.other_server if jobs else ""
+    return HTMLResponse(html.render("page/queue.html.jinja", rows=rows, problem=problem, other_server=other))

@@ -1,0 +1,96 @@
+"""What a run has made: curves, beside those of another; all previews; sweep, samples and files. Free of torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, Response
+
+from simpletuner.annexes.page.jobs import FOLDERS
+from simpletuner.annexes.page.live import address, chosen, drawing, runs_of
+from simpletuner.annexes.page.project import Refusal
+from simpletuner.annexes.page.runs import Run
+from simpletuner.annexes.report import html
+from simpletuner.annexes.report.html import PreviewGrid, build_grid, pages_of, steps_of
+from simpletuner.annexes.report.sheet import Sheet, samples_in
+from simpletuner.headers import read_header
+from simpletuner.models.lora_keys import LORA_FILE
+from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaRecord, read_media
+from simpletuner.training.manifest import PIPELINE_FOLDER, find_checkpoints, result_step
+
+COMFYUI = "diffusion_model."  # begins the names of tensors that ComfyUI looks for
+
+
+def part_of(part: str, run: Run, **values: Any) -> Response:
+    """A part of a run's view, as HTML."""
+    return HTMLResponse(html.render("page/results.html.jinja", part=part, run=run, **values))
+
+
+def show_curves(request: Request) -> Response:
+    """The curves of a run; those of another over them: `?beside=ID`."""
+    run, name = chosen(request), request.query_params.get("beside")
+    others = [runs_of(request).find(name)] if name else []
+    with drawing:
+        return part_of("curves", run, **html.curves(run.metrics, beside={each.name: each.metrics for each in others}))
+
+
+def grid_of(run: Run, records: Sequence[MediaRecord], below: str = ".") -> PreviewGrid:
+    """A grid of pictures that the page loads; their paths are relative to a folder of the run."""
+    return build_grid(records, run.folder, lambda record: address(run, f"{below}/{record.path}".removeprefix("./")))
+
+
+def show_previews(request: Request) -> Response:
+    """Previews of a run, a selection or all of a page: `?page=3`; those being sampled come with their progress."""
+    run, page = chosen(request), request.query_params.get("page", "")
+    state, _, story = run.judge()
+    records = read_media(run.folder / MEDIA_FILE)
+    pages = {str(number): each for number, each in enumerate(pages_of(records))}
+    growing = [{**each, "source": address(run, each["path"])} for each in story.growing.values()]
+    return part_of(
+        "previews", run, grid=grid_of(run, pages[page][1] if page in pages else records), pages=pages, page=page,
+        growing=growing if state == "running" else [], steps=steps_of([records]),
+    )  # fmt: skip
+
+
+def show_pair(request: Request) -> Response:
+    """The previews of two steps: `?before=0&after=300`."""
+    run, asked = chosen(request), {request.query_params.get(key) for key in ("before", "after")}
+    records = [each for each in read_media(run.folder / MEDIA_FILE) if str(each.step) in asked]
+    return part_of("pair", run, grid=grid_of(run, records))
+
+
+def show_results(request: Request) -> Response:
+    """What a run has left: its files and how to use them, its sweep and its samples."""
+    run = chosen(request)
+    folder, step = run.folder, result_step(run.folder, "lora")
+    sheet = Sheet.read(folder / FOLDERS["sweep"], run.name, run.metrics)
+    return part_of(
+        "results", run, sheet=sheet, swept=grid_of(run, sheet.records, FOLDERS["sweep"]),
+        sampled=grid_of(run, samples_in(folder / FOLDERS["sample"]), FOLDERS["sample"]),
+        name=file_name(run), step=step, size=(folder / LORA_FILE).stat().st_size / 1e6 if step is not None else 0,
+        for_comfyui=step is not None and any(name.startswith(COMFYUI) for name in read_header(folder / LORA_FILE)),
+        pipeline=folder / PIPELINE_FOLDER if (folder / PIPELINE_FOLDER).is_dir() else None,
+        checkpoints=[each.step for each in find_checkpoints(folder)[0] if (each.path / LORA_FILE).is_file()],
+        program=html.program_in(folder / REPORT_FILE),
+    )  # fmt: skip
+
+
+def file_name(run: Run, step: str = "") -> str:
+    """What a browser calls the LoRA that it downloads: in a folder with many, `pytorch_lora_weights` says nothing."""
+    name = re.sub(r"[^\w.-]+", "-", run.name)
+    return f"{name}-step{step}.safetensors" if step else f"{name}.safetensors"
+
+
+def send_lora(request: Request) -> Response:
+    """The LoRA of a run, or of a checkpoint: `?step=100`."""
+    run, step = chosen(request), request.query_params.get("step", "")
+    found = [each.path for each in find_checkpoints(run.folder)[0] if str(each.step) == step] if step else [run.folder]
+    if not found or not (file := found[-1] / LORA_FILE).is_file():
+        raise Refusal(404, f"{run.name} has no LoRA{f' of step {step}' if step else ''}.")
+    return FileResponse(file, filename=file_name(run, step), media_type="application/octet-stream")
+
+
+PARTS = {"curves": show_curves, "previews": show_previews, "pair": show_pair, "results": show_results}

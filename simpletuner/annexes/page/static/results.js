@@ -1,0 +1,81 @@
+// What a run has made: any two of its steps side by side, pages of previews, the curves of another run over its own; and
+// the jobs of the queue.
+/* global fillComparison, itemOf */
+
+import { element } from "./form.js";
+import { forms, parsed, parts, run, send, want } from "./run.js";
+
+const pane = document.querySelector(".run-view");
+const comparison = document.getElementById("comparison");
+const beside = document.getElementById("beside");
+const [before, after] = comparison.querySelectorAll("select");
+
+// Options of a select, without losing what is chosen.
+function offer(select, entries, otherwise) {
+  const known = entries.some(([value]) => value === select.value) ? select.value : otherwise;
+  select.replaceChildren(...entries.map(([value, text]) => element("option", { value }, text)));
+  select.value = known;
+}
+
+// ---- Any two steps ----
+
+let compared = ""; // which run at which steps, and whether there is a newer preview
+
+async function compare() {
+  const text = document.getElementById("steps")?.textContent ?? "[]";
+  const steps = JSON.parse(text).map(String);
+  comparison.hidden = steps.length < 2;
+  if (comparison.hidden) return;
+  const isNew = !compared.startsWith(`${run} `);
+  const newest = !isNew && before.value !== "" && after.value === after.lastElementChild?.value;
+  offer(before, steps.map((step) => [step, step]), steps[0]);
+  offer(after, steps.map((step) => [step, step]), steps.at(-1));
+  if (isNew) before.value = steps[0];
+  if (isNew || newest) after.value = steps.at(-1);
+  const wanted = `${run} ${before.value} ${after.value} ${text}`;
+  if (wanted === compared) return;
+  compared = wanted;
+  const answer = await fetch(`/runs/${encodeURIComponent(run)}/pair?before=${before.value}&after=${after.value}`);
+  if (!answer.ok || wanted !== compared) return;
+  const rows = [...parsed(await answer.text()).querySelectorAll(".prompt-row")].map((row, group) =>
+    [...row.querySelectorAll("button.preview")].map((button) =>
+      itemOf(button, group, row.dataset.name, row.querySelector(".prompt").textContent)));
+  fillComparison(comparison, rows);
+}
+
+comparison.addEventListener("change", (event) => {
+  if (event.target.matches("select")) compare();
+});
+pane.addEventListener("shown", compare);
+
+// ---- Pages of previews, and curves of another run ----
+
+new MutationObserver(() => {
+  const others = [...pane.querySelectorAll("[data-part=list] a[data-run]")].filter((link) => link.dataset.run !== run);
+  offer(beside.querySelector("select"), [["", "no other run"], ...others.map((link) => [link.dataset.run, link.firstChild.textContent])], "");
+  beside.hidden = !others.length;
+}).observe(pane.querySelector("[data-part=list]"), { childList: true, subtree: true, attributes: true });
+
+pane.addEventListener("change", (event) => {
+  const { choice } = event.target.dataset;
+  if (!choice) return;
+  const part = choice === "page" ? "previews" : "curves";
+  parts[part].query = event.target.value && new URLSearchParams({ [choice]: event.target.value }).toString();
+  want(part);
+});
+
+// ---- Jobs ----
+
+forms.job = (form) => {
+  const { prompts, ...fields } = Object.fromEntries(new FormData(form));
+  return send("render", { run, command: form.dataset.job, prompts: prompts.split("\n"), ...fields });
+};
+
+pane.addEventListener("click", (event) => {
+  const job = event.target.closest("[data-job]")?.dataset.job;
+  if (event.target.matches("[data-move]")) send("queue/move", { job, by: Number(event.target.dataset.move) });
+  if (event.target.matches("[data-remove]")) send("queue/remove", { job });
+  if (!event.target.matches(".snippet .copy")) return;
+  getSelection().selectAllChildren(event.target.nextElementSibling);
+  event.target.textContent = document.execCommand("copy") ? "Copied" : "Press Ctrl-C";
+});

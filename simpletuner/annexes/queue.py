@@ -1,0 +1,251 @@
+"""The queue of a project: commands that wait for its GPU. Free of torch.
+
+`queue.json` holds them, so a reboot loses none. A thread of one server starts the next when nothing else is at work;
+each is a process of its own, which outlives the server.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Protocol
+
+from pydantic import TypeAdapter, ValidationError
+
+from simpletuner.atomic import changing, hold, write_atomically
+from simpletuner.errors import UserError
+from simpletuner.run.lock import Owner, read_owner, this_process
+
+QUEUE_FILE = "queue.json"
+SERVER_FILE = ".queue.server"  # which server starts jobs: it holds a lock on this file
+KEPT = 12  # jobs that have ended
+PAUSE, CHECK_SECONDS = 1.0, 10.0  # between two looks at what is at work, and at the settings of a waiting job
+
+Command = Literal["train", "sweep", "sample"]
+WAITING, RUNNING = "waiting", "running"
+Write = Callable[[Sequence["Job"]], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command that waits for the GPU, is at work, or has ended.
+
+    Attributes:
+        folder: the output folder of the run that it trains or renders from.
+        config: of `train`: the name of its config.
+        settings: of `train`: what overrides that config.
+        options: of `sweep` and `sample`: what the command line has besides the folder.
+        state: `waiting`, `running`, or how it ended, as states of runs.
+        message: what keeps it from starting, what it waits for, or what it said last.
+        waits_for: the id of a job, or the output folder of a run that was started by hand.
+        after: what ended before it started, and how.
+        owner: its process.
+    """
+
+    id: str
+    command: Command
+    folder: str
+    config: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    options: list[str] = field(default_factory=list)
+    state: str = WAITING
+    message: str = ""
+    waits_for: str = ""
+    after: str = ""
+    owner: Owner | None = None
+
+    @property
+    def title(self) -> str:
+        """What a list calls it."""
+        name = Path(self.folder).name
+        return name if self.command == "train" else f"{self.command} of {name}"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process exists."""
+        return self.owner is not None and not self.owner.is_gone
+
+
+JOBS = TypeAdapter(list[Job])
+
+
+def in_state(jobs: Sequence[Job], state: str) -> list[Job]:
+    """The jobs in a state, in order."""
+    return [job for job in jobs if job.state == state]
+
+
+class Worker(Protocol):
+    """What the queue leaves to whoever knows runs and processes."""
+
+    def check(self, job: Job) -> None:
+        """Raise a `UserError` with what keeps a job from starting, besides others that are at work."""
+
+    def start(self, job: Job) -> Job:
+        """Start the process of a job; returns it with its owner, or raises a `UserError`."""
+
+    def look(self, job: Job) -> Job:
+        """A started job with its state and message as of now."""
+
+    def at_work(self) -> str:
+        """The output folder of a run that is at work on this machine; empty if there is none."""
+
+    def outcome(self, folder: str) -> str:
+        """What became of the run in a folder, in a word."""
+
+
+class Queue:
+    """The jobs of a project.
+
+    Attributes:
+        problem: why no job can be started at all; empty if the queue works.
+    """
+
+    def __init__(self, folder: Path, worker: Worker) -> None:
+        self.file, self.worker = folder / QUEUE_FILE, worker
+        self.problem = ""
+        self._lock: BinaryIO | None = None
+        self._problems: dict[str, tuple[float, str]] = {}  # of waiting jobs, and when that was seen
+
+    def read(self) -> list[Job]:
+        """All jobs: those that have ended, the one at work, those that wait.
+
+        Raises:
+            UserError: the file is damaged; it is kept.
+        """
+        try:
+            return JOBS.validate_json(self.file.read_bytes()) if self.file.is_file() else []
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise UserError(f"{self.file} is no queue ({reason}); repair or move it.") from None
+
+    @contextmanager
+    def _change(self) -> Iterator[Write]:
+        """Hold off other servers; yields a function that writes the jobs."""
+        with changing(self.file):
+            yield lambda jobs: write_atomically(self.file, JOBS.dump_json(list(jobs), indent=2))
+
+    def add(self, command: Command, folder: str, **more: Any) -> Job:
+        """Put a job at the end."""
+        job = Job(secrets.token_hex(4), command, folder, **more)
+        with self._change() as write:
+            write([*self.read(), job])
+        return job
+
+    def find(self, name: str) -> Job:
+        """A job by its id.
+
+        Raises:
+            UserError: it is gone.
+        """
+        for job in self.read():
+            if job.id == name:
+                return job
+        raise UserError(f"There is no job {name!r} in the queue.")
+
+    def move(self, name: str, by: int) -> None:
+        """Let a waiting job pass others: -1 is one earlier."""
+        with self._change() as write:
+            jobs = self.read()
+            waiting = in_state(jobs, WAITING)
+            for place, job in enumerate(waiting):
+                if job.id == name:
+                    waiting.insert(max(0, place + by), waiting.pop(place))
+                    write([*(job for job in jobs if job.state != WAITING), *waiting])
+                    return
+
+    def remove(self, name: str) -> None:
+        """Forget a job, unless it is at work."""
+        with self._change() as write:
+            write([job for job in self.read() if job.id != name or job.state == RUNNING])
+
+    def step(self) -> None:
+        """Note what has ended, and start the next job if nothing is at work."""
+        with self._change() as write:
+            before = self.read()
+            jobs = [self.worker.look(job) if job.state == RUNNING else job for job in before]
+            if in_state(jobs, WAITING):
+                jobs = self._start_next(jobs, write)
+            ended = [job for job in jobs if job.state not in (WAITING, RUNNING)]
+            jobs = [*ended[-KEPT:], *in_state(jobs, RUNNING), *in_state(jobs, WAITING)]
+            if jobs != before:
+                write(jobs)
+
+    def _start_next(self, jobs: list[Job], write: Write) -> list[Job]:
+        """The jobs, one more of them at work if nothing else is; those that wait know for what."""
+        running = in_state(jobs, RUNNING)
+        busy = running[0].id if running else self.worker.at_work()
+        for place, job in enumerate(jobs):
+            if job.state == WAITING:
+                problem = self._problem(job)
+                if busy or problem:
+                    jobs[place] = replace(job, message=problem, waits_for=busy)
+                    continue
+                jobs[place] = self._start(job, jobs, write)
+                # If it could not start after all, it is the next one's turn.
+                busy = job.id if jobs[place].state == RUNNING else ""
+        return jobs
+
+    def _problem(self, job: Job) -> str:
+        """What keeps a job from starting; empty if nothing does."""
+        looked, problem = self._problems.get(job.id, (-math.inf, ""))
+        if time.monotonic() - looked > CHECK_SECONDS:
+            try:
+                self.worker.check(job)
+                problem = ""
+            except (UserError, OSError) as error:
+                problem = str(error)
+            self._problems[job.id] = time.monotonic(), problem
+        return problem
+
+    def _start(self, job: Job, jobs: Sequence[Job], write: Write) -> Job:
+        """A job, started, or with what kept it from that."""
+        known = {each.id: f"{each.title}: {each.state}" for each in jobs}
+        after = known.get(job.waits_for) or (self.worker.outcome(job.waits_for) if job.waits_for else "")
+        begun = replace(job, state=RUNNING, message="", after=after, waits_for="")
+        # Before there is a process: whatever kills this server, no job is started twice.
+        write([begun if each is job else each for each in jobs])
+        try:
+            return self.worker.start(begun)
+        except (UserError, OSError) as error:
+            self._problems[job.id] = time.monotonic(), str(error)
+            return replace(job, message=str(error))
+
+    def serve(self, over: threading.Event) -> None:
+        """Start jobs until `over`. Of several servers on a project one does; when it ends, another takes its place."""
+        while not over.wait(PAUSE):
+            try:
+                # A project that never had a queue gets no files.
+                if self.file.is_file() and self._is_server():
+                    self.step()
+                self.problem = ""
+            except (UserError, OSError) as error:
+                self.problem = str(error)
+        if self._lock is not None:
+            self._lock.close()
+
+    def _is_server(self) -> bool:
+        if self._lock is None:
+            file = self.file.with_name(SERVER_FILE).open("a+b")
+            if not hold(file, wait=False):
+                file.close()
+                return False
+            file.truncate(0)
+            file.write(this_process().content)
+            file.flush()
+            self._lock = file
+        return True
+
+    @property
+    def other_server(self) -> str:
+        """The server that starts the jobs, if it is not this one and there is a queue; else empty."""
+        path = self.file.with_name(SERVER_FILE)
+        with suppress(OSError, UserError):
+            if self._lock is None and path.is_file() and not (owner := read_owner(path, path.read_bytes())).is_gone:
+                return str(owner)
+        return ""

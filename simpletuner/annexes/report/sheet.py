@@ -1,0 +1,164 @@
+"""The contact sheet of a sweep, and what else was rendered from a run. Free of torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from operator import itemgetter
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from simpletuner.annexes.report.html import gallery, grid_order, render
+from simpletuner.atomic import open_atomically, write_atomically, write_json
+from simpletuner.config.values import read_json
+from simpletuner.errors import result_of
+from simpletuner.reporting.metrics import (
+    MEDIA,
+    MIME,
+    VIDEO_MIME,
+    Columns,
+    MediaRecord,
+    evaluation_names,
+    evaluation_points,
+)
+
+SAMPLES = 48  # that a page shows, the newest
+SAME = ("prompt", "seed", "index", "width", "height")  # of samples in a row
+PAGE, PICTURE, CONTENT = "sheet.html", "sheet.png", "sheet.json"
+CELL, MARGIN, FONT_SIZE = 256, 8, 14  # of the picture, in pixels
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What a sweep shows.
+
+    Attributes:
+        title: the run.
+        folder: paths of the records are relative to it.
+        records: the cells: a row per `short_name`, a column per step.
+        metrics: of the run's `training_metrics.jsonl`.
+    """
+
+    title: str
+    folder: Path
+    records: Sequence[MediaRecord]
+    metrics: Columns
+
+    @classmethod
+    def read(cls, folder: Path, title: str, metrics: Columns) -> Sheet:
+        """The sheet that was begun last in a folder, with the cells that are rendered by now; none without one."""
+        content = result_of(read_json(folder / CONTENT, list)) if (folder / CONTENT).is_file() else None
+        records = [MEDIA.validate_python(each) for each in content or ()]
+        return cls(title, folder, [each for each in records if (folder / each.path).is_file()], metrics)
+
+    def begin(self) -> None:
+        """Write which cells there will be, for those who watch."""
+        write_json(self.folder / CONTENT, [asdict(record) for record in self.records], durable=False)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, in order."""
+        return sorted({record.step for record in self.records})
+
+    @property
+    def best(self) -> int | None:
+        """The checkpoint with the lowest evaluation loss, interpolated between the steps where it was measured."""
+        points = evaluation_points(self.metrics)
+        steps, losses = [step for step, _ in points], [loss for _, loss in points]
+        return min(self.steps, key=lambda step: float(np.interp(step, steps, losses))) if points else None
+
+    @property
+    def verdict(self) -> str:
+        """What the evaluation loss says, in one sentence."""
+        points = evaluation_points(self.metrics)
+        if not points:
+            return "No evaluation loss was measured, so no checkpoint is marked; eval_steps_interval measures it."
+        (low, least), (last, loss) = min(points, key=lambda point: point[1]), points[-1]
+        if low == last:
+            return f"The evaluation loss is lowest at the last step measured ({least:.4g} at step {low:,})."
+        rise = f"rises after it, to {loss:.4g} at step {last:,}"
+        return f"The evaluation loss is lowest at step {low:,} ({least:.4g}) and {rise}."
+
+    def write(self) -> None:
+        """Write `sheet.html`, which holds the pictures, and `sheet.png`."""
+        kept = {"step", "train_loss", *evaluation_names(self.metrics)}
+        shown = gallery(self.metrics.only(kept), self.records, self.folder, with_mfu=False)
+        page = render("sheet.html.jinja", sheet=self, refresh=None, **shown)
+        write_atomically(self.folder / PAGE, page, durable=False)
+        with open_atomically(self.folder / PICTURE, durable=False) as file:
+            self._picture().save(file, "PNG")
+
+    def _picture(self) -> Image.Image:
+        """A row per prompt with its name and text above, a column per checkpoint; the middle frames of clips."""
+        records = sorted(self.records, key=grid_order)
+        line, font = FONT_SIZE + MARGIN, ImageFont.load_default(FONT_SIZE)
+        height = max(CELL * record.height // max(record.width, record.height) for record in records)
+        width = (CELL + MARGIN) * len(self.steps) + MARGIN
+        letters = int((width - MARGIN) / font.getlength("n"))
+        labels = {each.row: wrap(f"{each.short_name}: {each.prompt or '(empty prompt)'}", letters) for each in records}
+        tops = list(itertools.accumulate((height + line * len(label) for label in labels.values()), initial=line))
+        sheet = Image.new("RGB", (width, tops[-1]), "white")
+        draw = ImageDraw.Draw(sheet)
+        left = {step: MARGIN + column * (CELL + MARGIN) for column, step in enumerate(self.steps)}
+        for step in self.steps:
+            mark = ", lowest evaluation loss" if step == self.best else ""
+            draw.text((left[step], MARGIN // 2), f"step {step:,}{mark}", "black", font)
+        cells = dict[object, int]()
+        for (row, label), top in zip(labels.items(), tops, strict=False):
+            cells[row] = top + line * len(label) - MARGIN // 2
+            for number, text in enumerate(label):
+                draw.text((MARGIN, top + line * number), text, "black", font)
+        for record in records:
+            cell = ImageOps.contain(still(self.folder / record.path), (CELL, height))
+            sheet.paste(cell, (left[record.step], cells[record.row]))
+        return sheet
+
+
+def cell(made: Mapping[str, Any], name: str, path: str) -> MediaRecord:
+    """The record of what was rendered by a recipe."""
+    shown = {key: made[key] for key in ("width", "height", "seed", "index", "prompt")}
+    return MediaRecord(step=made["step"] or 0, short_name=name, path=path, **shown)
+
+
+def samples_in(folder: Path) -> list[MediaRecord]:
+    """The newest samples in a folder: a row per prompt, seed and strength, with the untrained model as step 0."""
+    made = recipes_in(folder)
+    strengths: dict[tuple[Any, ...], set[float]] = defaultdict(set)
+    for recipe in made.values():
+        strengths[itemgetter(*SAME)(recipe)] |= {recipe["strength"]} - {0}
+    records: dict[tuple[Any, ...], MediaRecord] = {}
+    for name, recipe in made.items():
+        is_untrained = recipe["strength"] == 0
+        # Without its LoRA, the model belongs to the rows of all strengths.
+        rows = sorted(strengths[itemgetter(*SAME)(recipe)]) or [1] if is_untrained else [recipe["strength"]]
+        for strength in rows:
+            title = f"{recipe['prompt']:.50}, seed {recipe['seed']}" + (f", at {strength:g}" if strength != 1 else "")
+            record = cell({**recipe, "step": 0} if is_untrained else recipe, title, name)
+            records.setdefault((*record.row, record.step), record)
+    return [*records.values()]
+
+
+def recipes_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """The recipes of the newest samples by their files' names; what is no sample is left out."""
+    files = [each for each in folder.glob("*") if each.suffix in {*MIME, *VIDEO_MIME}]
+    newest = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)[:SAMPLES]
+    made = {file.name: result_of(read_json(file.with_suffix(".json"), dict)) or {} for file in newest}
+    return {name: recipe for name, recipe in made.items() if recipe.keys() >= {*SAME, "step", "strength"}}
+
+
+def still(path: Path) -> Image.Image:
+    """A picture, or the middle frame of a clip."""
+    if path.suffix != ".mp4":
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    import av  # the page imports this module and decodes no clip
+
+    with av.open(str(path)) as clip:
+        frames = list(clip.decode(video=0))
+        return frames[len(frames) // 2].to_image()
