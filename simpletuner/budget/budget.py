@@ -23,7 +23,7 @@ from simpletuner.errors import Problem
 from simpletuner.models.cost import BYTES, TILE, VaeLoad
 from simpletuner.plan.build import Plan
 from simpletuner.plan.checks import BACKGROUND_KEYS
-from simpletuner.plan.entries import Listing, evaluated, list_entries, make_catalogue
+from simpletuner.plan.entries import Listing, evaluated, list_entries, make_catalogue, previews_of_a_round
 from simpletuner.reporting.events import CACHING, EVALUATION, SAVING, Rounds
 from simpletuner.reporting.events import PREVIEWS as PREVIEW_ROUNDS
 
@@ -431,9 +431,9 @@ def preview_rounds(plan: Plan) -> int:
 def round_seconds(plan: Plan, budget: Budget) -> float:
     """Seconds of a round of previews, which processes divide among them unless they share the weights (FSDP2)."""
     launch = plan.config.launch
-    previews = len(plan.prompts) * len(plan.sizes) * plan.config.validation.num_validation_images
+    previews, subjects = previews_of_a_round(plan)
     alone = previews if launch.is_sharded else -(-previews // launch.num_processes)
-    return len(plan.prompts) * budget.preview_seconds * alone / max(previews, 1)
+    return subjects * budget.preview_seconds * alone / max(previews, 1)
 
 
 def remaining_seconds(plan: Plan, budget: Budget) -> tuple[float, float]:

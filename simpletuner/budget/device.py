@@ -19,6 +19,7 @@ from simpletuner.atomic import write_json
 from simpletuner.config.schema import Card
 from simpletuner.distributed.world import compute_threads, launched
 from simpletuner.plan.environment import driver
+from simpletuner.reporting.pace import size_text
 
 RATES_FILE = "device_rates.json"
 
@@ -132,8 +133,8 @@ class Device:
 
 
 def gigabytes(number: float) -> str:
-    """Bytes as text, in GB or MB (10^9 or 10^6 bytes)."""
-    return f"{number / 1e6:.3g} MB" if number < 0.95e8 else f"{number / 1e9:.1f} GB"
+    """Bytes as text: in GB (10^9 bytes), or in a smaller unit for less than a tenth."""
+    return size_text(round(number)) if number < 0.95e8 else f"{number / 1e9:.1f} GB"
 
 
 def compared(number: float, limit: float) -> tuple[str, str]:

@@ -206,6 +206,16 @@ class Parts:
     def cost(self) -> FamilyCost:
         return self.spec.cost
 
+    @property
+    def download(self) -> int:
+        """About how many bytes of weights are not on this machine, as published: mostly two bytes a parameter."""
+        sizes = {
+            "transformer": self.transformer.parameters,
+            "VAE": self.vae_parameters,
+            "text encoders": self.text_parameters,
+        }
+        return sum(2 * sizes[part] for part in self.assumed)
+
     def with_densities(self, measured: Mapping[int, float]) -> Parts:
         """With measured shares of the tiles that block-sparse attention visits, by tokens of a sample."""
         cost, assumed = self.transformer, self.transformer.density

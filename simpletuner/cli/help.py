@@ -138,32 +138,14 @@ examples = typer.Typer(help="List the packaged examples, or copy one to start fr
 @examples.command("list")
 def list_examples() -> None:
     """The packaged examples, one line each."""
+    from simpletuner.annexes.start.recipe import about_example
     from simpletuner.config.sources import example_names
 
     names = example_names()
     width = max(map(len, names))
     for name in names:
-        typer.echo(f"{name:<{width}}  {_about(name)}")
+        typer.echo(f"{name:<{width}}  {about_example(name)}")
     typer.echo("\nRun one: simpletuner train example=NAME. Make a copy to change: simpletuner examples copy NAME.")
-
-
-def _about(name: str) -> str:
-    """What an example trains, from its config."""
-    from simpletuner.config.sources import EXAMPLES_ALIAS, example_file
-    from simpletuner.models.registry import FAMILIES
-    from simpletuner.models.spec import TASKS
-
-    config = json.loads(example_file(name).read_text(encoding="utf-8"))
-    spec = FAMILIES[config["model_family"]]
-    flavour = spec.flavour(config.get("model_flavour"))
-    kind = "LoRA" if config["model_type"] == "lora" else "full fine-tune"
-    about = f"{kind} for {spec.title}, {flavour.name} ({TASKS[flavour.task]})"
-    if "-official-" in name:
-        about += ", with the settings of the official trainer"
-    if "num_processes" in config:
-        about += f", on {config['num_processes']} GPUs"
-    is_tiny = str(config.get("pretrained_model_name_or_path", "")).startswith(EXAMPLES_ALIAS)
-    return f"{about}; tiny model, no download, no GPU, minutes" if is_tiny else about
 
 
 @examples.command("copy")

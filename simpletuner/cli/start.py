@@ -31,6 +31,7 @@ def start(
     from simpletuner.annexes.start.questions import ask
     from simpletuner.annexes.wizard.talk import Talk
     from simpletuner.config.sources import parse_arguments
+    from simpletuner.models.lora_keys import LORA_FILE
 
     arguments = parse_arguments(context.args)
     arguments.problems.raise_if_fatal()
@@ -38,6 +39,9 @@ def start(
     made = ask(folder, Talk(defaults=yes), given, arguments.settings, captions=caption)
     made.save()
     print(f"Written: {made.folder}/config.json, multidatabackend.json and user_prompt_library.json", flush=True)
+    if made.held_out:
+        files = f"{made.held_out} of {len(made.material.files.files)} files"
+        print(f"Held out: {files}, to compare checkpoints on them (hold_out in multidatabackend.json).", flush=True)
     run = f"env={made.name}"
     if caption:
         _run("caption", run, *(["--trigger", made.phrase] if made.phrase else []))
@@ -47,8 +51,24 @@ def start(
     output = str(made.config()["output_dir"])
     _run("train", run)
     _run("sweep", output, "--strengths", STRENGTHS)
-    print(f"The LoRA: {output}/pytorch_lora_weights.safetensors")
+    print(f"The LoRA: {output}/{LORA_FILE}")
+    if made.held_out and (best := _best(Path(output))):
+        files = f"the {made.held_out} files that were held out, and so could not be memorised"
+        print(f"Lowest loss on {files}: {best}")
     print("Columns of the sheet are checkpoints, rows are strengths; docs/CHOOSING.md says what to look for.")
+
+
+def _best(output: Path) -> Path | None:
+    """The LoRA with the lowest evaluation loss, among the checkpoints and the result."""
+    from simpletuner.models.lora_keys import LORA_FILE
+    from simpletuner.reporting.metrics import METRICS_FILE, Columns, evaluation_points, read_rows
+
+    if not (points := evaluation_points(Columns.of(read_rows(output / METRICS_FILE)))):
+        return None
+    step, _ = min(points, key=lambda point: point[1])
+    # The last step may have no checkpoint beside the result.
+    checkpoint = output / f"checkpoint-{step}" / LORA_FILE
+    return checkpoint if checkpoint.is_file() and step != points[-1][0] else output / LORA_FILE
 
 
 def _run(*command: str) -> None:

@@ -153,6 +153,7 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     probability: Number = option(1.0, "Weight among the datasets.", ge=0)
     train_batch_size: Integer | None = option(None, "Batch size of this dataset.", ge=1)
     max_num_samples: Integer | None = option(None, "Use a fixed subset of this size.", ge=1)
+    hold_out: Integer = option(0, "Keep so many samples from training, to measure the evaluation loss on them.", ge=0)
     exclude_files: Text = option("exclude.json", "JSON list of files to leave out; it lies in the dataset's folder.")
     start_epoch: Integer = option(1, "First epoch that uses the dataset.", ge=1)
     start_step: Integer = option(0, "First step that uses it.", ge=0)

@@ -151,7 +151,8 @@ def canonical(
         if value == "":  # an empty resume_from_checkpoint asks for a new run; unset is latest
             value = "none" if name == "resume_from_checkpoint" else None
         if value is None:
-            values.setdefault(name, None)  # one spelling that is null does not unset another one
+            # In a file, one spelling that is null does not unset another one.
+            values[name] = None if layer.last_wins else values.get(name)
             continue
         if values.get(name) is not None and not same_value(values[name], value):
             message = f"is given twice: {spelled[name]}={values[name]!r} and {written}={value!r}{source}."

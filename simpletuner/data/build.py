@@ -65,6 +65,7 @@ def build_datasets(
             datasets += [] if dataset is None else [dataset]
         else:  # the missing folder has been reported; its rules may be wrong as well
             builder.take(entry, build_rules(entry, context.spec))
+    datasets += builder.held
     # Last, since their samples are the partners that the datasets before them use.
     return datasets + builder.conditioning_datasets(datasets)
 
@@ -89,6 +90,7 @@ class _Builder:
     folders: dict[str, Folder]
     partners: dict[str, Dataset | None] = field(default_factory=dict)
     filters: dict[str, Edit | None] = field(default_factory=dict)
+    held: list[Dataset] = field(default_factory=list)
 
     def take(self, entry: DatasetConfig, reading: Reading[T]) -> T:
         """The result of a reading that is about an entry."""
@@ -147,6 +149,9 @@ class _Builder:
         self.problems.extend(summarise_rejected(dataset))
         self.problems.extend(warn_of_enlarged(dataset))
         self.problems.extend(_check_speed(dataset, self.context.spec.frame_rate))
+        if entry.hold_out:
+            dataset, held = self.take(entry, _hold_out(dataset))
+            self.held += held
         return check_amount(dataset, self.context, self.problems)
 
     def _fill(self, dataset: Dataset, captions: CaptionSource) -> Dataset:
@@ -240,6 +245,30 @@ def _choose(dataset: Dataset) -> Dataset:
     ranked = sorted(dataset.samples, key=lambda sample: order_key(dataset.id, sample.name))
     left_out = {sample.name: f"max_num_samples is {most}" for sample in ranked[most:]}
     return dataset.without(left_out, "not chosen")
+
+
+def _hold_out(dataset: Dataset) -> Reading[tuple[Dataset, list[Dataset]]]:
+    """A dataset without the samples that its `hold_out` keeps from training, and an eval dataset of these."""
+    count = dataset.config.hold_out
+    if count >= len(dataset.samples):
+        yield Problem("hold_out", f"{count} of {len(dataset.samples)} samples would leave nothing to train on.")
+        return dataset, []
+    # By hash as in `_choose`, with another key: of `max_num_samples` the last ranks would always be the same.
+    ranked = sorted(dataset.samples, key=lambda sample: order_key(dataset.id, "held out", sample.name))
+    name = f"{dataset.id}-held-out"
+    changes = {
+        "id": name,
+        "dataset_type": "eval",
+        "hold_out": 0,
+        "train_batch_size": 1,
+        "cache_dir_vae": f"{dataset.latent_dir}-held-out",
+        "vae_cache_clear_each_epoch": False,
+    }
+    samples = sorted((replace(each, dataset_id=name) for each in ranked[:count]), key=lambda each: each.name)
+    config = dataset.config.model_copy(update=changes)
+    held = replace(dataset, config=config, samples=tuple(samples), rejected=(), repeats=0)
+    reasons = {sample.name: "is held out, to measure the evaluation loss on it" for sample in samples}
+    return dataset.without(reasons, "held out"), [held]
 
 
 def _check_excluded(entry: DatasetConfig, excluded: Set[str], folder: Folder) -> Iterator[Problem]:

@@ -7,12 +7,14 @@ because it is derived by hashing from what it belongs to.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 
 
 def fraction(*parts: object) -> float:
     """A number in [0, 1), uniform over different parts and the same for equal ones."""
-    return int.from_bytes(order_key(*parts)[:7], "big") / 2**56
+    # 56 bits are more than a float holds, and the largest numbers would be rounded to 1.
+    return min(int.from_bytes(order_key(*parts)[:7], "big") / 2**56, math.nextafter(1.0, 0.0))
 
 
 def generator(*parts: object) -> random.Random:

@@ -14,6 +14,7 @@ from simpletuner.config.remote import check_source
 from simpletuner.config.schema import CachingConfig, DatasetDefaults, RunConfig
 from simpletuner.data.discovery import Scan, is_readable, load_index
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean
+from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec, Task
 
 
@@ -204,6 +205,8 @@ def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Proble
     if config.caption_filter_list is not None:
         message = "belongs in a text_embeds entry; here it would have no effect."
         yield Problem(f"{config.id}.caption_filter_list", message)
+    if config.hold_out and not config.is_trained:
+        yield Problem(f"{config.id}.hold_out", "needs a dataset that is trained.")
     if not config.is_conditioning:
         broken = [*_caption_rules(config), *_window_rules(config)]
         yield from (Problem(f"{config.id}.{key}", message) for is_broken, key, message in broken if is_broken)
@@ -218,7 +221,9 @@ def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem
     elif config.dataset_type not in (*FILE_KINDS, *CACHE_KINDS) or (
         config.dataset_type == "video" and context.spec.media != "video"
     ):
-        message = f"{config.dataset_type!r} is not available yet for {context.spec.name}."
+        families = " or ".join(name for name, spec in FAMILIES.items() if spec.media == config.dataset_type)
+        advice = f"; for clips set model_family {families}" if families else " yet"
+        message = f"{config.dataset_type!r} is not available for {context.spec.name}{advice}."
         yield Problem(f"{config.id}.dataset_type", message)
     elif holds_files(config) and not config.instance_data_dir:
         yield Problem(f"{config.id}.instance_data_dir", "is required: the folder of the pictures or clips.")

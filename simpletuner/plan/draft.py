@@ -10,7 +10,7 @@ from typing import Any
 
 from simpletuner.config.load import Layer, resolve, with_family
 from simpletuner.config.schema import RunConfig, all_options
-from simpletuner.config.sources import DATASET_FILE, launch_layer, read_env_layer
+from simpletuner.config.sources import DATASET_FILE, launch_layer, read_env_layer, resolve_alias
 from simpletuner.errors import NoEffect, Problem, Problems, result_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
@@ -103,8 +103,8 @@ class Draft:
         path = self.file.with_name("config.env")
         # Its problems are about another file; the plan reports them.
         beside = [result_of(read_env_layer(path))] if path.is_file() else []
-        # As `locate` orders them; the draft stands for config.json.
-        layers = [launch_layer(), *beside, Layer("", list(values.items()))]
+        # As `locate` orders them; the draft stands for config.json, and may name files of a packaged example.
+        layers = [launch_layer(), *beside, Layer("", [(key, resolve_alias(value)) for key, value in values.items()])]
         # The draft itself always names a family; an unknown one is judged as the first.
         spec = problems.take(find_family(layers[-1:])) or next(iter(FAMILIES.values()))
         config = problems.take(resolve(with_family(layers, spec.defaults, spec.fixed)))

@@ -29,6 +29,7 @@ from simpletuner.data.entries import DataContext, text_entry_of
 from simpletuner.data.sample import Sample
 from simpletuner.plan.build import Plan
 from simpletuner.plan.environment import driver
+from simpletuner.validation.prompts import adapter_runs
 
 TEXT_ROLES = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
@@ -218,3 +219,12 @@ def preview_sources(plan: Plan) -> list[Sample | None]:
     # A clip gives its first frame, an edited picture (i2i) the one it was made from.
     sources = [sample.partner or sample for sample in samples]
     return [*sources[: plan.config.validation.num_eval_images]]
+
+
+def previews_of_a_round(plan: Plan) -> tuple[int, int]:
+    """How many previews a round renders, and how many without further sizes and seeds: of all prompts, pictures that
+    they start from, LoRAs, and trained and averaged weights."""
+    config = plan.config
+    weights = 2 if config.ema.use_ema and config.ema.ema_validation == "comparison" else 1
+    subjects = len(plan.prompts) * len(preview_sources(plan)) * len(adapter_runs(config)) * weights
+    return subjects * len(plan.sizes) * config.validation.num_validation_images, subjects

@@ -251,14 +251,14 @@ def clock(seconds: float) -> str:
 
 
 def pace_text(seconds: float) -> str:
-    """`1.92 s/step`, or `38 ms/step` for fast ones."""
-    return f"{seconds:.2f} s/step" if seconds >= 0.1 else f"{seconds * 1000:.0f} ms/step"
+    """`1.92 s/step`, or `0.038 s/step` for fast ones."""
+    return f"{seconds:.{2 if seconds >= 0.1 else 3}f} s/step"
 
 
 def size_text(count: int) -> str:
-    """Bytes in the largest unit that gives a number of at least 1: `11.4 GiB`."""
-    power = max(0, min(4, (count.bit_length() - 1) // 10))
-    size, unit = count / 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    """Bytes in the largest unit, of powers of 1000, that gives a number of at least 1: `11.4 GB`."""
+    power = min(4, (len(str(count)) - 1) // 3)
+    size, unit = count / 1000**power, ("B", "kB", "MB", "GB", "TB")[power]
     return f"{size:.0f} {unit}" if size >= 100 or power == 0 else f"{size:.1f} {unit}"
 
 

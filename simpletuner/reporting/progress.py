@@ -224,7 +224,7 @@ class PlainDisplay(Display):
 
 
 def step_line(pace: Pace, report: events.StepReport) -> str:
-    """`step 40/300  epoch 2  loss 0.2134  lr 1.0e-04  1.92 s/step  8:19 left  11.4 GiB  compute 99 %, …`"""
+    """`step 40/300  epoch 2  loss 0.2134  lr 1.0e-04  1.92 s/step  8:19 left  11.4 GB  compute 99 %, …`"""
     parts = [
         f"step {report.step}/{pace.total_steps}",
         f"epoch {report.epoch}" + (f"/{report.epochs}" if report.epochs else ""),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from simpletuner.annexes.fitting.show import duration
 from simpletuner.budget import device
 from simpletuner.budget.device import Gpu, find_device, torch_uses_gpus
 from simpletuner.reporting.progress import in_red
@@ -138,3 +139,7 @@ def test_red_is_for_terminals_with_colour(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "dumb")
     assert in_red("days", Terminal()) == "days"
+
+
+def test_long_durations() -> None:
+    assert [duration(days * 86400) for days in (3, 999, 1001, 31836)] == ["72 h", "999 days", "3 years", "87 years"]

@@ -68,6 +68,26 @@ def test_a_folder_of_pictures_is_trained_and_compared(commands: list[list[str]],
     assert "output/my-cat/pytorch_lora_weights.safetensors" in capsys.readouterr().out
 
 
+def test_of_many_files_some_are_held_out_to_compare_checkpoints(commands: list[list[str]], capsys: Capture) -> None:
+    put_pictures(Path("cat"), 17, captions=0)
+    (folder := Path("output/cat/checkpoint-300")).mkdir(parents=True)
+    (folder / "pytorch_lora_weights.safetensors").touch()
+    rows = [{"step": step, "loss/val/cat": loss} for step, loss in ((150, 0.5), (300, 0.4), (1100, 0.6))]
+    (folder.parent / "training_metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["start", "cat", "--yes"]) == 0
+    told = capsys.readouterr().out
+    assert "Held out: 2 of 17 files, to compare checkpoints on them (hold_out in" in told
+    assert f"memorised: {folder}/pytorch_lora_weights.safetensors" in told
+    config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
+    # 75 steps for each of the 15 others.
+    assert (config["max_train_steps"], trained["hold_out"]) == (1100, 2)
+    assert config["eval_steps_interval"] == config["checkpoint_step_interval"] == 137
+    assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
+    told = capsys.readouterr().out
+    assert "15 of 17 files are used" in told
+    assert "2 of 2 files are used" in told
+
+
 def test_what_is_written_can_be_planned(commands: list[list[str]], capsys: Capture) -> None:
     put_pictures(Path("cat"), 3, captions=0)
     assert main(["start", "cat", "--yes", "--purpose", "style", "--dry-run"]) == 0

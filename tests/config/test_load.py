@@ -85,6 +85,8 @@ def test_twice_on_the_command_line_is_a_correction() -> None:
     (problem,) = problems
     assert problem.startswith("warning: lora_rank: is given twice")
     assert problem.endswith("The last one is used.")
+    config, problems = load(("lora_rank", "8"), ("lora_rank", None), last_wins=True)
+    assert (config.lora.lora_rank, problems) == (16, [])
 
 
 def test_variables_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_captions_beside_pictures_that_nobody_asked_for_are_mentioned(context: D
 @pytest.mark.parametrize(
     ("entry", "where", "words"),
     [
-        ({"dataset_type": "video"}, "dataset_type", "not available yet"),
+        ({"dataset_type": "video"}, "dataset_type", "set model_family kandinsky5-video or sanavideo"),
         ({"instance_data_dir": None}, "instance_data_dir", "required"),
         ({"caption_strategy": "instanceprompt"}, "caption_strategy", "needs instance_prompt"),
         ({"prepend_instance_prompt": True}, "prepend_instance_prompt", "needs instance_prompt"),
@@ -288,6 +288,24 @@ def test_max_num_samples_is_a_fixed_subset(context: DataContext, photos: Path) -
     assert dataset.counts()["not chosen"] == 2
     (fewer,), _ = build(context, folder(photos, max_num_samples=3))
     assert {sample.name for sample in fewer.samples} < set(names)
+
+
+def test_held_out_samples_become_an_eval_set(context: DataContext, photos: Path) -> None:
+    (dataset, held), problems = build(context, folder(photos, hold_out=2))
+    assert not fatal(problems)
+    assert (len(dataset.samples), dataset.counts()["held out"]) == (4, 2)
+    assert (held.id, held.config.is_trained, held.batch_size) == (f"{dataset.id}-held-out", False, 1)
+    names = [{sample.name for sample in each.samples} for each in (dataset, held)]
+    assert not set.intersection(*names)
+    assert held.latent_dir != dataset.latent_dir
+    assert {sample.dataset_id for sample in held.samples} == {held.id}
+    # The same ones every time, and one more keeps those that were held out.
+    (_, again), _ = build(context, folder(photos, hold_out=3))
+    assert names[1] < {sample.name for sample in again.samples}
+    _, problems = build(context, folder(photos, hold_out=6))
+    assert "hold_out: 6 of 6 samples would leave nothing to train on." in str(fatal(problems)[0])
+    _, problems = build(context, folder(photos), folder(photos, dataset_type="eval", hold_out=1))
+    assert "hold_out: needs a dataset that is trained." in str(fatal(problems)[0])
 
 
 def test_eval_sets_have_batch_one_and_are_not_counted(context: DataContext, photos: Path) -> None:

@@ -110,7 +110,12 @@ def shared_cells(width: int, height: int, frames: int, card: str) -> Iterator[st
     flavour = "t2v-pro-sft-5s-hd" if frames <= 121 else "t2v-pro-sft-10s-hd"
     video = {"num_frames": frames, "min_frames": frames}
     folder = f"datasets/{width}"
-    entry = {"id": "clips", "dataset_type": "video", "instance_data_dir": folder, "caption_strategy": "textfile"}
+    entry: dict[str, Any] = {
+        "id": "clips",
+        "dataset_type": "video",
+        "instance_data_dir": folder,
+        "caption_strategy": "textfile",
+    }
     entry |= {"resolution": height, "resolution_type": "pixel", "video": video}
     Path("datasets.json").write_text(json.dumps([entry, {"id": "text", "dataset_type": "text_embeds"}]))
     settings = ["example=kandinsky5-video-pro-lora", f"model_flavour={flavour}", "data_backend_config=datasets.json"]
@@ -127,8 +132,8 @@ def shared_cells(width: int, height: int, frames: int, card: str) -> Iterator[st
 
 def shared_rows(row: re.Match[str]) -> str:
     """Two rows, for cards of 24 and of 80 GB."""
-    size = [int(number) for number in row.groups()[1:4]]
-    (tokens, *small), (_, *large) = (list(shared_cells(*size, card)) for card in ("4090", "a100"))
+    width, height, frames = (int(number) for number in row.groups()[1:4])
+    (tokens, *small), (_, *large) = (list(shared_cells(width, height, frames, card)) for card in ("4090", "a100"))
     rows = [row[1], tokens, "24 GB", *small], ["", "", "80 GB", *large]
     return "\n".join(" ".join(f"{cell} |".strip() for cell in cells) for cells in rows).replace("\n", "\n| ")
 

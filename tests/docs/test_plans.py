@@ -61,3 +61,12 @@ def test_lite_trains_on_13_gb_as_in_its_guide(files: Path, monkeypatch: pytest.M
     monkeypatch.chdir(files)
     tips = [*GROUP_OFFLOAD, "offload_during_startup=true", "offload=auto", "--device-memory", "13"]
     assert plan("example=kandinsky5-video-lite-lora", "validation_resolution=512x768", *tips)["ok"]
+
+
+def test_previews_count_pictures_and_weights(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    example = ["example=kandinsky5-video-lite-i2v-lora", "num_eval_images=3", "use_ema=true"]
+    assert ": validation, 3 clips a round" in printed("plan", *example)[0], "the average alone, unless told otherwise"
+    assert ", 6 clips a round" in printed("plan", *example, "ema_validation=comparison")[0]
+    rounds = [plan(*example, f"num_eval_images={count}")["seconds"]["previews"] for count in (1, 3)]
+    assert rounds[1] == pytest.approx(3 * rounds[0])

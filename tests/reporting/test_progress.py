@@ -65,7 +65,7 @@ def test_a_run_of_300_steps_prints_about_30_lines() -> None:
     steps = [line for line in lines if line.startswith("step ")]
     assert 28 <= len(steps) <= 33
     assert steps[0].startswith("step 1/300  epoch 1/4  loss 1.0000  lr 1.00e-04  0.50 s/step")
-    assert steps[-1].endswith("3.0 GiB  compute 100 %, waiting for data 0 %")
+    assert steps[-1].endswith("3.2 GB  compute 100 %, waiting for data 0 %")
     assert steps[-1].startswith("step 300/300")
     assert lines[-1].startswith("Trained 300 steps in 2:30 (0.50 s/step), step 300 of 300")
 
@@ -275,12 +275,12 @@ def test_a_terminal_that_dies_ends_the_display_and_nothing_else(kind: str, monke
 
 def test_numbers_for_people() -> None:
     assert [clock(7.21), clock(59.6), clock(245), clock(7209)] == ["7.2 s", "1:00", "4:05", "2:00:09"]
-    assert [pace_text(1.919), pace_text(0.0381)] == ["1.92 s/step", "38 ms/step"]
+    assert [pace_text(1.919), pace_text(0.0381)] == ["1.92 s/step", "0.038 s/step"]
     assert [size_text(0), size_text(512), size_text(1536), size_text(12_240_656_794)] == [
         "0 B",
         "512 B",
-        "1.5 KiB",
-        "11.4 GiB",
+        "1.5 kB",
+        "12.2 GB",
     ]
     assert sparkline([1.0, 2.0, 3.0], 3) == "▁▅█"
     assert sparkline([], 8) == ""

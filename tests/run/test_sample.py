@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from simpletuner.annexes.report.sheet import Sheet
+from simpletuner.annexes.report.sheet import Sheet, still
 from simpletuner.reporting.metrics import Columns, MediaRecord
 from tests.workspace import DATASETS, Workspace
 
@@ -215,3 +215,14 @@ def test_what_the_evaluation_loss_says(
     sheet = Sheet("run", tmp_path, records, Columns.of(rows))
     assert verdict in sheet.verdict
     assert sheet.best == best
+
+
+def test_a_long_prompt_is_written_above_its_pictures(tmp_path: Path) -> None:
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+
+    def height(prompt: str) -> int:
+        sheet = Sheet("run", tmp_path, [MediaRecord(1, "validation", prompt, "a.png", 64, 64)], Columns.of([]))
+        sheet.write()
+        return still(tmp_path / "sheet.png").height
+
+    assert height("") == height("a cat") < height("a cat " * 10) < height("a cat " * 20)

@@ -11,6 +11,7 @@ import torch
 
 from simpletuner.config.schema import EvaluationConfig
 from simpletuner.data.buckets import Geometry
+from simpletuner.data.chance import order_key
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import Batch
 from simpletuner.reporting.events import EventStream
@@ -140,6 +141,22 @@ def test_a_run_records_it_and_trains_as_without(
     assert "val/held-out" in watched.path("output/training_report.html").read_text()
     latents = watched.path("output/cache/vae/kandinsky5-image/held-out")
     assert len(list(latents.rglob("*.zst"))) == 2, "num_eval_images of them, and no more"
+
+
+def test_held_out_files_count_as_if_they_were_in_a_folder_of_their_own(tmp_path: Path, t2i_checkpoint: Path) -> None:
+    settings = {"eval_steps_interval": 2, "eval_timesteps": 2, "max_train_steps": 2}
+    apart, within = (Workspace.create(tmp_path / name, t2i_checkpoint, **settings) for name in ("apart", "within"))
+    within.write_datasets([{**DATASETS[0], "hold_out": 2}, DATASETS[1]])
+    pictures, held_out = apart.path("datasets/pictures"), apart.path("datasets/held out")
+    held_out.mkdir()
+    for path in sorted(pictures.glob("*.png"), key=lambda path: order_key("pictures", "held out", path.name))[:2]:
+        for each in pictures.glob(f"{path.stem}.*"):
+            each.rename(held_out / each.name)
+    apart.write_datasets([*DATASETS, {**EVAL, "id": "pictures-held-out"}])
+    assert (within.train(), apart.train()) == (0, 0)
+    assert within.metrics() == apart.metrics()
+    assert "loss/val/pictures-held-out" in within.metrics()[1]
+    assert within.path(LORA).read_bytes() == apart.path(LORA).read_bytes()
 
 
 def test_stop_and_go_measures_the_same(tmp_path: Path, t2i_checkpoint: Path) -> None:

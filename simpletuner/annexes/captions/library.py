@@ -167,7 +167,10 @@ class Library:
     def _planned(self, names: Sequence[str]) -> Iterator[tuple[LedgerEntry, Sequence[str]]]:
         """What training makes of some files, as if there were no others and none had been left out."""
         entries = [
-            each for each in self.entries if each.id == self.entry.id or each.is_conditioning or each.is_text_embeds
+            # Which files are held out depends on all of them.
+            each.model_copy(update={"hold_out": 0})
+            for each in self.entries
+            if each.id == self.entry.id or each.is_conditioning or each.is_text_embeds
         ]
         built = build_datasets(entries, self.context, Problems(), self._folders(names))
         dataset = next((each for each in built if each.id == self.entry.id), None)

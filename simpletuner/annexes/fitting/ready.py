@@ -90,7 +90,10 @@ def _with_equivalent(problem: Problem, arguments: Arguments) -> Problem:
             if plan.config.model.model_type == "full" and budget.device.is_gpu and budget.fits:
                 ways.setdefault("{} on the device and {} on the host".format(*map(gigabytes, budget.peaks)), change)
     advice = "; or ".join(f"{change}, which takes {memory}" for memory, change in ways.items())
-    return replace(problem, message=f"{problem.message} This would fit: {advice}." if advice else problem.message)
+    if not ways:
+        return problem
+    remedy = next(iter(ways.values())).values
+    return replace(problem, message=f"{problem.message} This would fit: {advice}.", remedy=remedy)
 
 
 def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:

@@ -23,7 +23,7 @@ from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.errors import Problem
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import evaluated
+from simpletuner.plan.entries import evaluated, previews_of_a_round
 from simpletuner.redaction import redact_settings
 from simpletuner.reporting.progress import in_red
 
@@ -141,7 +141,7 @@ def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if listing is None:
         transformer = plan.source["transformer"]
         absence = transformer.absence()
-        told = "the checkpoint will be downloaded first; then everything is encoded once."
+        told = f"about {gigabytes(budget.parts.download)} will be downloaded first; then everything is encoded once."
         yield f"Caches: {f'{transformer.location!r} {absence}' if absence else told}"
         return
     noun, later = plan.spec.media_noun, len(listing.encoded_in_training)
@@ -168,7 +168,9 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
     if plan.prompts:
         sizes = ", ".join(f"{width}x{height}" for width, height in plan.sizes)
         names = ", ".join(prompt.short_name for prompt in plan.prompts)
-        yield f"Previews {plan.preview_intervals} at {sizes}: {names}"
+        count, subjects = previews_of_a_round(plan)
+        more = f", {count} {plan.spec.media_noun} a round" if subjects > len(plan.prompts) else ""
+        yield f"Previews {plan.preview_intervals} at {sizes}: {names}{more}"
     for hook in plan.config.webhooks.hooks:
         yield f"Events are sent to a {hook}"
 
@@ -196,9 +198,9 @@ def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield from _time_lines(plan, budget)
     yield from _way_lines(budget)
     added = budget.model.added(budget.steps[0].load)  # which the estimates above include
-    for count, kind in ((added.forwards, "forward"), (added.passes, "forward and backward")):
-        if count:
-            yield f"  with {count:.2g} extra {kind} passes a micro-step on average"
+    kinds = ((added.forwards, "forward"), (added.passes, "forward and backward"))
+    if extra := " and ".join(f"{count:.2g} extra {kind} passes" for count, kind in kinds if count):
+        yield f"  with {extra} a micro-step on average"
     disk = ", ".join(f"{writing.what} up to {gigabytes(writing.total)}" for writing in find_writings(plan, budget))
     yield f"  disk: {disk}"
     yield from (f"  {text}" for text in _assumed(plan, budget))
@@ -317,7 +319,8 @@ def duration(seconds: float) -> str:
     for unit, size, end in (("s", 1, 100), ("min", 60, 6000), ("h", 3600, 360_000)):
         if seconds < end:
             return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 86400:.0f} days"
+    days = seconds / 86400
+    return f"{days:.0f} days" if days < 1000 else f"{days / 365.25:.0f} years"
 
 
 def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) -> str:
@@ -334,15 +337,11 @@ def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) 
 
 def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
     device, launch, length, density = budget.device, budget.config.launch, plan.length, budget.parts.transformer.density
+    model = {"family": plan.spec.name, "flavour": plan.flavour.name, "type": plan.config.model.model_type}
     training, previews = remaining_seconds(plan, budget)
     seconds = {"step": budget.step_seconds, "training": training, "previews": previews, "total": training + previews}
     return {
-        "model": {
-            "family": plan.spec.name,
-            "flavour": plan.flavour.name,
-            "type": plan.config.model.model_type,
-            "location": plan.source["transformer"].location,
-        },
+        "model": {**model, "location": plan.source["transformer"].location, "download": budget.parts.download},
         "output_dir": str(plan.output_dir),
         "seed": plan.seed,
         "settings": {key: {"value": value, "origin": origin} for key, value, origin in changed_settings(plan)},

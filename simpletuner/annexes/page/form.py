@@ -13,6 +13,7 @@ from markupsafe import Markup, escape
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from simpletuner.annexes.page import start_card
 from simpletuner.annexes.page.project import Refusal, project_of
 from simpletuner.annexes.report.html import render
 from simpletuner.budget.device import ask_driver, host_memory
@@ -48,7 +49,7 @@ GPU_QUERY = ("--query-gpu=index,name,memory.total,memory.free", "--format=csv,no
 
 def page(request: Request) -> Response:
     """The page with every tab; inside a run it shows the run only."""
-    return rendered("page/page.html.jinja", in_run=project_of(request).run is not None)
+    return rendered("page/page.html.jinja", in_run=project_of(request).run is not None, **start_card.card_content())
 
 
 def tab(request: Request) -> Response:
@@ -126,9 +127,9 @@ def memory(request: Request) -> Response:
 
 
 def tabs() -> list[dict[str, Any]]:
-    """The tabs with their sections; "Run" has none of the form's."""
+    """The tabs with their sections; "Start" and "Run" have none of the form's."""
     parts = {tab: [{"id": each.id, "label": each.label} for each in SECTIONS if each.tab == tab] for tab in TABS}
-    return [{"id": tab, "label": tab.capitalize(), "sections": parts.get(tab, [])} for tab in (*TABS, "run")]
+    return [{"id": tab, "label": tab.capitalize(), "sections": parts.get(tab, [])} for tab in ("start", *TABS, "run")]
 
 
 @functools.cache

@@ -4,7 +4,8 @@ The page has no accounts: it is for the user who started it. On this machine's o
 connection is: Linux lists the sockets of a machine with their users. Forwarded ports belong to whoever forwards them:
 `ssh -L` to the user who logged in, the relays of WSL and of most containers to root. Where the system does not say, and
 on any other address, a request needs a token. It must also name this machine (`Host`, against DNS rebinding) and not
-come from another site (`Origin`, `Sec-Fetch-Site`). Bodies are JSON of limited size.
+come from another site (`Origin`, `Sec-Fetch-Site`). Bodies are JSON of limited size, but for uploads; neither kind is
+one that a form of another site can send.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from simpletuner.annexes.page.live import BUTTONS
-from simpletuner.annexes.page.project import LARGEST_BODY, Refusal, too_large
+from simpletuner.annexes.page.project import LARGEST_BODY, UPLOADS, Refusal, too_large
+from simpletuner.annexes.start.receive import LARGEST_FILE
 from simpletuner.errors import UserError
 from simpletuner.redaction import hidden_for_now
 from simpletuner.run.lock import create
@@ -104,11 +106,13 @@ class Access:
         """
         if self.in_run and request.scope["path"] not in BUTTONS:
             raise Refusal(403, "This page belongs to a run; `simpletuner server` edits and starts.")
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Refusal(415, "The request must be sent as Content-Type: application/json.")
+        is_upload = request.method == "PUT" and request.scope["path"].startswith(UPLOADS)
+        kind, most = ("application/octet-stream", LARGEST_FILE) if is_upload else ("application/json", LARGEST_BODY)
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
+            raise Refusal(415, f"The request must be sent as Content-Type: {kind}.")
         length = request.headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > LARGEST_BODY:
-            raise too_large()
+        if not length.isdecimal() or int(length) > most:
+            raise too_large(most)
 
     def knows(self, host: str) -> bool:
         """Whether a `Host` header names this server; on all addresses at once it is not known by which name."""

@@ -36,6 +36,7 @@ SANDBOX = {"Content-Security-Policy": f"{POLICY}; sandbox allow-scripts allow-po
 SANDBOX_WITH_CLIPS = {"Content-Security-Policy": f"{POLICY}; sandbox allow-scripts allow-same-origin"}
 LARGEST_BODY = 2 * 2**20
 BODY_SECONDS = 20.0  # a request has to be complete by then
+UPLOADS = "/api/uploads/"  # begins the addresses of files, which are neither JSON nor small
 CONFIG_NAME = re.compile(r"\w[\w.-]*")
 WEIGHTS = ("_name_or_path", "init_lora")  # ends of keys
 
@@ -179,9 +180,9 @@ def wanted(body: Mapping[str, Any], key: str, kind: type[dict] | type[list]) -> 
     return value
 
 
-def too_large() -> Refusal:
+def too_large(most: int = LARGEST_BODY) -> Refusal:
     """What a larger body is answered with."""
-    return Refusal(413, f"The request is larger than {LARGEST_BODY // 2**20} MB.")
+    return Refusal(413, f"The request is larger than {most // 2**20:,} MB.")
 
 
 async def read_object(request: Request) -> dict[str, Any]:

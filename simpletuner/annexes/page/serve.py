@@ -28,10 +28,10 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from simpletuner.annexes.page import docs, files, form, jobs, library, live, plans, results
+from simpletuner.annexes.page import docs, files, form, jobs, library, live, plans, results, start_card, uploads
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
-from simpletuner.annexes.page.project import Project, Refusal, read_object
+from simpletuner.annexes.page.project import UPLOADS, Project, Refusal, read_object
 from simpletuner.annexes.queue import Queue
 from simpletuner.annexes.report.html import FOLDER as REPORT
 from simpletuner.errors import ConfigError, DiskFullError, UserError
@@ -86,6 +86,10 @@ PAGE = [
     taking("/api/training/validate", plans.validate),
     taking("/api/configuration/check", plans.validate),
     Route("/api/plan", plans.plan_unsaved, methods=["POST"]),
+    taking("/api/start/look", start_card.look),
+    taking("/api/start/write", start_card.write),
+    taking("/api/uploads", uploads.new_folder),
+    Route(f"{UPLOADS}{{name}}/{{file:path}}", uploads.put_file, methods=["PUT"]),
     Route("/dataset", plans.show_datasets),
     Route("/library", library.show_files),
     Route("/library/thumbnail", library.send_thumbnail),

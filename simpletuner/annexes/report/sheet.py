@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -93,24 +95,28 @@ class Sheet:
             self._picture().save(file, "PNG")
 
     def _picture(self) -> Image.Image:
-        """A row per prompt with its name above, a column per checkpoint; the middle frames of clips."""
+        """A row per prompt with its name and text above, a column per checkpoint; the middle frames of clips."""
         records = sorted(self.records, key=grid_order)
-        rows = list(dict.fromkeys(record.row for record in records))
-        line = FONT_SIZE + MARGIN
+        line, font = FONT_SIZE + MARGIN, ImageFont.load_default(FONT_SIZE)
         height = max(CELL * record.height // max(record.width, record.height) for record in records)
-        size = (CELL + MARGIN) * len(self.steps) + MARGIN, line + (height + line) * len(rows)
-        sheet, font = Image.new("RGB", size, "white"), ImageFont.load_default(FONT_SIZE)
+        width = (CELL + MARGIN) * len(self.steps) + MARGIN
+        letters = int((width - MARGIN) / font.getlength("n"))
+        labels = {each.row: wrap(f"{each.short_name}: {each.prompt or '(empty prompt)'}", letters) for each in records}
+        tops = list(accumulate((height + line * len(label) for label in labels.values()), initial=line))
+        sheet = Image.new("RGB", (width, tops[-1]), "white")
         draw = ImageDraw.Draw(sheet)
         left = {step: MARGIN + column * (CELL + MARGIN) for column, step in enumerate(self.steps)}
-        top = {row: line + (height + line) * number for number, row in enumerate(rows)}
         for step in self.steps:
             mark = ", lowest evaluation loss" if step == self.best else ""
             draw.text((left[step], MARGIN // 2), f"step {step:,}{mark}", "black", font)
-        for row in rows:
-            draw.text((MARGIN, top[row]), row[0], "black", font)
+        cells = dict[object, int]()
+        for (row, label), top in zip(labels.items(), tops, strict=False):
+            cells[row] = top + line * len(label) - MARGIN // 2
+            for number, text in enumerate(label):
+                draw.text((MARGIN, top + line * number), text, "black", font)
         for record in records:
-            cell = ImageOps.contain(still(self.folder / record.path), (CELL, height))
-            sheet.paste(cell, (left[record.step], top[record.row] + line - MARGIN // 2))
+            fitted = ImageOps.contain(still(self.folder / record.path), (CELL, height))
+            sheet.paste(fitted, (left[record.step], cells[record.row]))
         return sheet
 
 

@@ -40,8 +40,11 @@ class Material:
     sources: Path | None = None
 
     @classmethod
-    def of(cls, folder: Path) -> Material:
+    def of(cls, folder: Path, *, mixed: bool = False) -> Material:
         """Look at a folder.
+
+        Args:
+            mixed: of pictures beside clips, take what there is more of; the others are ignored.
 
         Raises:
             UserError: it holds nothing to train on, or pictures beside clips.
@@ -51,14 +54,15 @@ class Material:
         if pair := _pair(folder):
             return cls(pair[1], scan(pair[1]), sources=pair[0])
         pictures, clips = scan(folder), scan(folder, CLIP_SUFFIXES)
-        if pictures.files and clips.files:
+        if pictures.files and clips.files and not mixed:
             counts = f"pictures ({len(pictures.files)}) and clips ({len(clips.files)})"
             raise UserError(f"{folder} holds {counts}; give each a folder of its own, and start with one of them.")
         if not pictures.files and not clips.files:
             config = folder / "config.json"
             hint = f" It has a config: simpletuner train --config {config}." if config.is_file() else ""
             raise UserError(f"{folder} holds no pictures and no clips.{hint}")
-        return cls(folder, clips or pictures, True) if clips.files else cls(folder, pictures)
+        holds_clips = len(clips.files) > len(pictures.files)
+        return cls(folder, clips if holds_clips else pictures, holds_clips)
 
     @property
     def noun(self) -> str:

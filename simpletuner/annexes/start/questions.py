@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.annexes.start.material import Material
-from simpletuner.annexes.start.recipe import Recipe, Start
+from simpletuner.annexes.start.recipe import TRIGGER, Recipe, Start, run_name
 from simpletuner.annexes.wizard.talk import Talk
 from simpletuner.errors import UserError, did_you_mean
-
-TRIGGER = "zkt"  # no word, and a single token in no language
 
 
 def ask(
@@ -30,7 +28,7 @@ def ask(
         UserError: the folder or an answer cannot be used.
     """
     material = Material.of(folder)
-    name = _free_name(given["name"] or re.sub(r"[^\w.-]+", "-", folder.resolve().name).strip("-.") or "my-lora")
+    name = _free_name(given["name"] or run_name(folder))
     _check_captions(material, captions=captions)
     talk.tell(f"{folder}: {material.describe()}")
     purposes = {purpose: Recipe.of(purpose).title for purpose in material.purposes}

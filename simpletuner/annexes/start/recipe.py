@@ -6,9 +6,10 @@ What a recipe knows stands in `examples/recipes/PURPOSE.json`, what a model need
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,10 +21,15 @@ from simpletuner.annexes.start.material import Material
 from simpletuner.atomic import build_folder, write_json
 from simpletuner.budget.device import find_device
 from simpletuner.config.render import render_config
-from simpletuner.config.sources import EXAMPLES, Arguments
+from simpletuner.config.sources import EXAMPLES, EXAMPLES_ALIAS, Arguments
 from simpletuner.errors import ConfigError, Problems, UserError
 from simpletuner.models.registry import FAMILIES
+from simpletuner.models.spec import TASKS
 
+TRIGGER = "zkt"  # no word, and a single token in no language
+# Of so many files an eighth is held out, up to four: with fewer files each of them is worth more in training. Each is
+# measured at eight noise levels and eight times, which takes about as long as twenty steps of training.
+ENOUGH_FILES, HELD_OUT_SHARE, MOST_HELD_OUT = 16, 8, 4  # the default of num_eval_images
 CHECKPOINTS = 8  # to choose from at the end; see docs/CHOOSING.md
 FILES = {"data_backend_config": "multidatabackend.json", "user_prompt_library": "user_prompt_library.json"}
 
@@ -68,6 +74,7 @@ class Start:
         example: of the model.
         captions: every file will have a caption of its own.
         settings: keys given on the command line.
+        root: the folder in which training will be started.
     """
 
     name: str
@@ -76,7 +83,8 @@ class Start:
     trigger: str
     example: str
     captions: bool
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    root: Path = Path()
 
     @property
     def folder(self) -> Path:
@@ -90,10 +98,16 @@ class Start:
     def phrase(self) -> str:
         return self.recipe.phrase.format(trigger=self.trigger)
 
+    @property
+    def held_out(self) -> int:
+        """How many files are not trained: the loss on them shows which checkpoint has learned and not memorised."""
+        files, measured = len(self.material.files.files), self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
+        return min(files // HELD_OUT_SHARE, measured) if files >= ENOUGH_FILES else 0
+
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
         config, recipe = _example(self.example), self.recipe
-        steps = recipe.steps(len(self.material.files.files))
+        steps = recipe.steps(len(self.material.files.files) - self.held_out)
         config.pop("validation_step_interval")
         config |= {
             "output_dir": f"output/{self.name}",
@@ -113,6 +127,8 @@ class Start:
                 "preservation_trigger": f"{word}, {what}",
                 "preservation_prompt": what,
             }
+        if self.held_out:
+            config |= {"eval_steps_interval": config["checkpoint_step_interval"], "eval_timesteps": 8}
         if self.material.holds_clips:
             config["validation_num_video_frames"] = self._frames(config)
         return config | self.settings
@@ -124,7 +140,8 @@ class Start:
     def datasets(self) -> list[dict[str, Any]]:
         """The content of the dataset file."""
         trained, *others = _example(self.example, "multidatabackend.json")
-        trained["instance_data_dir"] = self.material.folder.as_posix()
+        trained["instance_data_dir"] = self._written(self.material.folder)
+        trained |= {"hold_out": self.held_out} if self.held_out else {}
         if self.phrase and not self.captions:
             trained |= {"caption_strategy": "instanceprompt", "instance_prompt": self.phrase}
         elif self.phrase:
@@ -133,8 +150,11 @@ class Start:
             frames = self._frames(_example(self.example))
             trained["video"] |= {"num_frames": frames, "min_frames": frames}
         if self.material.sources:
-            others[0]["instance_data_dir"] = self.material.sources.as_posix()
+            others[0]["instance_data_dir"] = self._written(self.material.sources)
         return [trained, *others]
+
+    def _written(self, folder: Path) -> str:
+        return (folder.relative_to(self.root) if folder.is_relative_to(self.root) else folder).as_posix()
 
     def write(self, folder: Path) -> None:
         """Write config, dataset file and prompts into a folder that exists."""
@@ -149,7 +169,7 @@ class Start:
             UserError: it cannot be written.
         """
         try:
-            with build_folder(self.folder) as unfinished:
+            with build_folder(self.root / self.folder) as unfinished:
                 self.write(unfinished)
         except OSError as error:
             raise UserError(f"{self.folder} cannot be written: {error.strerror}.") from None
@@ -172,5 +192,25 @@ class Start:
         return False, "cannot be planned"
 
 
+def run_name(folder: Path) -> str:
+    """The name of a run, from that of its folder."""
+    return re.sub(r"[^\w.-]+", "-", folder.resolve().name).strip("-.") or "my-lora"
+
+
 def _example(name: str, file: str = "config.json") -> Any:
     return json.loads((EXAMPLES / name / file).read_text(encoding="utf-8"))
+
+
+def about_example(name: str) -> str:
+    """What an example trains, from its config."""
+    config = _example(name)
+    spec = FAMILIES[config["model_family"]]
+    flavour = spec.flavour(config.get("model_flavour"))
+    kind = "LoRA" if config["model_type"] == "lora" else "full fine-tune"
+    about = f"{kind} for {spec.title}, {flavour.name} ({TASKS[flavour.task]})"
+    if "-official-" in name:
+        about += ", with the settings of the official trainer"
+    if "num_processes" in config:
+        about += f", on {config['num_processes']} GPUs"
+    is_tiny = str(config.get("pretrained_model_name_or_path", "")).startswith(EXAMPLES_ALIAS)
+    return f"{about}; tiny model, no download, no GPU, minutes" if is_tiny else about

@@ -223,7 +223,7 @@ def _show(draft: Draft, talk: Talk) -> tuple[bool, Mapping[str, Any]]:
     width = max(len(key) for key in values)
     for key in asked:
         value = values[key] if isinstance(values[key], str) else json.dumps(values[key], ensure_ascii=False)
-        talk.say(f"  {key:<{width}}  {value}")
+        talk.say(f"  {key:<{width}}  {redact(value)}")
     others = [key for key in values if key not in asked]
     for title, keys in (
         ("Follows from your answers", [key for key in others if key not in draft.loaded]),

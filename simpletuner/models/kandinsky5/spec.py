@@ -85,7 +85,10 @@ def _flavour(name: str) -> Flavour:
     repository = f"kandinskylab/Kandinsky-5.0-{kind.upper()}-{title}-Diffusers"
     needs = "a conditioning dataset with the source pictures" if task == "i2i" else ""
     steps = next((count for stage, count in DISTILLED.items() if stage in words), None)
-    defaults = {} if steps is None else {"validation_guidance": 1.0, "validation_num_inference_steps": steps}
+    # Image to video renders each prompt from several pictures: a comparison of weights takes twice as many clips.
+    defaults: dict[str, object] = {"ema_validation": "ema_only"} if task == "i2v" else {}
+    if steps is not None:
+        defaults |= {"validation_guidance": 1.0, "validation_num_inference_steps": steps}
     return Flavour(name, repository, task, needs, defaults=defaults, distilled=steps is not None)
 
 

@@ -116,7 +116,7 @@ def test_metadata_describes_types_limits_and_conditions(client: TestClient) -> N
 
 def test_tabs_name_their_sections(client: TestClient) -> None:
     found = {tab["label"]: tab["sections"] for tab in client.get("/api/fields/tabs").json()}
-    assert [label.lower() for label in found] == [*TABS, "run"]
+    assert [label.lower() for label in found] == ["start", *TABS, "run"]
     assert {"id": "training/loss_functions", "label": "Loss functions"} in found["Training"]
 
 

@@ -16,7 +16,7 @@ async function openFiles() {
 }
 
 function openTab() {
-  const [name] = location.hash.slice(1).split("/"), tab = tabs.find((each) => each.id === `tab-${inRun ? "run" : name}`) ?? tabs[0];
+  const [name] = location.hash.slice(1).split("/"), tab = tabs.find((each) => each.id === `tab-${inRun ? "run" : name}`) ?? page("#tab-basic");
   page("#search").value = "";
   for (const each of tabs) {
     each.setAttribute("aria-selected", String(each === tab));
@@ -229,10 +229,13 @@ page("#config").addEventListener("change", async ({ target }) => {
   if (await maySwitch()) await openConfig(target.value);
   target.value = state.config;
 });
-page("#add-config").addEventListener("click", async () => {
+page("#add-config").addEventListener("click", () => newConfig());
+
+// Asks for the name of a new config, and what it is a copy of.
+export async function newConfig(copied = "") {
   if (!(await maySwitch())) return;
   const { data } = await api("/api/configs/examples"), from = page("#new-from"), name = page("#new-name");
-  from.replaceChildren(from.options[0], ...data.map((each) => element("option", { textContent: each.name })));
+  from.replaceChildren(from.options[0], ...data.map((each) => element("option", { textContent: each.name, selected: each.name === copied })));
   for (let refused = ""; ; ) {
     page("#new .bad").textContent = refused;
     if ((await ask(page("#new"))) !== "create") return;
@@ -240,7 +243,8 @@ page("#add-config").addEventListener("click", async () => {
     if (!refused) break;
   }
   await openConfig(name.value.trim(), from.value || name.value.trim());
-});
+  if (copied) location.hash = "basic";
+}
 addEventListener("hashchange", openTab);
 addEventListener("hashchange", openFiles);
 document.addEventListener("config", openFiles);
@@ -261,4 +265,5 @@ async function openFirst(asked) {
     refused ||= told;
   }
   if (refused) showSaved(refused);
+  else if (!found.length && !location.hash) location.hash = "start";
 }

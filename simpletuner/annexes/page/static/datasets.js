@@ -130,7 +130,7 @@ export function startDatasets(whenChanged) {
 }
 
 // A dialog to walk through the folders that the server may show.
-async function chooseFolder(start) {
+export async function chooseFolder(start) {
   const dialog = document.querySelector("#browser");
   let here = "";
   const go = async (path) => {

@@ -4,12 +4,12 @@ import { api, element, problemLine } from "./form.js";
 
 const panel = document.querySelector("#plan"), body = document.querySelector("#plan-body"), verdict = document.querySelector("#verdict");
 const whatIf = document.querySelector("#what-if");
-const gigabytes = (bytes) => `${(bytes / 1e9).toFixed(bytes < 1e10 ? 1 : 0)} GB`;
+export const gigabytes = (bytes) => `${(bytes / 1e9).toFixed(bytes < 1e10 ? 1 : 0)} GB`;
 const dim = (textContent) => element("p", { className: "dim", textContent });
 const pending = {};
 let settings = {}, own = null, timer;
 
-function duration(seconds) {
+export function duration(seconds) {
   if (seconds < 90) return `${seconds.toPrecision(2)} s`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
   return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} days`;

@@ -1,0 +1,212 @@
+// The pane "Start": sends files to the server, asks what is to be learned from them, and starts the run.
+import { api, element, page, sentences } from "./form.js";
+import { chooseFolder } from "./datasets.js";
+import { maySwitch, newConfig, openConfig } from "./app.js";
+import { duration, gigabytes } from "./plan.js";
+
+const { suffixes, files: most, bytes: largest } = page("#start-card").dataset;
+const usable = new Set(suffixes.split(" ")), drop = page("#drop"), form = page("#start-form"), progress = page("#drop-progress");
+const AT_ONCE = 3; // files on their way
+let place = null; // what the server calls the folder of dropped files
+let folder = "", seen = null, number = 0;
+const tell = (text) => { page("#start-told").textContent = text; };
+const refuse = (answer) => { page("#start-refused").textContent = sentences(answer).join(" "); };
+
+// ---- Files ----
+
+// The files of what was dropped, with their paths in it.
+async function* walk(entry, above = "") {
+  const name = above + entry.name;
+  if (entry instanceof File) yield { name, file: entry };
+  if (entry.isFile) yield { name, file: await new Promise((resolve, reject) => entry.file(resolve, reject)) };
+  const reader = entry.isDirectory && entry.createReader();
+  for (let some = [true]; reader && some.length; ) {
+    some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
+    for (const each of some) yield* walk(each, `${name}/`);
+  }
+}
+
+async function dropped(entries) {
+  const found = [];
+  for (const entry of entries) {
+    for await (const each of walk(entry)) if (found.push(each) > most) return found;
+  }
+  return found;
+}
+
+// Why a file is not sent.
+function fault({ name, file }) {
+  if (/(^|\/)\./.test(name)) return "is hidden: its name starts with a dot";
+  if (!usable.has(name.slice(name.lastIndexOf(".")).toLowerCase())) return "is not a picture, a clip, a caption (.txt) or a zip";
+  return file.size > largest ? `is larger than ${gigabytes(largest)}` : "";
+}
+
+function send(name, file, tick) {
+  return new Promise((resolve) => {
+    const request = new XMLHttpRequest(); // fetch does not tell how much was sent
+    request.open("PUT", `/api/uploads/${[place.name, ...name.split("/")].map(encodeURIComponent).join("/")}`);
+    request.setRequestHeader("Content-Type", "application/octet-stream");
+    request.responseType = "json";
+    request.upload.onprogress = ({ loaded }) => tick(Math.min(loaded, file.size));
+    request.onloadend = () => {
+      const reason = request.response?.problems?.[0].message ?? "did not arrive: the connection broke; drop it again";
+      resolve(request.status === 201 ? request.response : { saved: [], skipped: [{ file: name, reason }] });
+    };
+    request.send(file);
+  });
+}
+
+async function take(found) {
+  if (!found.length) return;
+  if (found.length > most) return tell(`These are more than ${Number(most).toLocaleString("en")} files. Copy the folder into the project, then use it from there.`);
+  // The folder that was dropped, or the zip, gives the name.
+  const top = found[0].name.split("/")[0], isFolder = found.every(({ name }) => name.startsWith(`${top}/`));
+  const named = isFolder ? found.map(({ name, file }) => ({ name: name.slice(top.length + 1), file })) : found;
+  const skipped = named.map((each) => ({ file: each.name, reason: fault(each) })).filter(({ reason }) => reason);
+  const queue = named.filter((each) => !fault(each)), all = queue.length;
+  if (all && !place) {
+    const made = await api("/api/uploads", { method: "POST", body: { name: isFolder || /\.zip$/i.test(top) ? top.replace(/\.zip$/i, "") : "" } });
+    if (!made.ok) return tell(sentences(made).join(" "));
+    place = made.data;
+  }
+  const sent = new Map();
+  let saved = 0;
+  progress.hidden = !all;
+  progress.max = Math.max(1, queue.reduce((sum, { file }) => sum + file.size, 0));
+  const work = async () => {
+    for (let each = queue.shift(); each; each = queue.shift()) {
+      const { name, file } = each;
+      tell(`Sending ${name}, ${all - queue.length} of ${all}`);
+      const answer = await send(name, file, (bytes) => {
+        sent.set(name, bytes);
+        progress.value = [...sent.values()].reduce((sum, size) => sum + size, 0);
+      });
+      saved += answer.saved.length;
+      skipped.push(...answer.skipped);
+    }
+  };
+  await Promise.all(Array.from({ length: AT_ONCE }, work));
+  progress.hidden = true;
+  showSkipped(skipped);
+  if (saved) await look(place.folder);
+  else tell("None of these files can be used.");
+}
+
+function showSkipped(skipped, more = 0) {
+  const box = page("#start-skipped"), count = skipped.length + more;
+  box.hidden = !count;
+  box.querySelector("summary").textContent = `${count} ${count === 1 ? "file was" : "files were"} skipped`;
+  box.querySelector("ul").replaceChildren(...skipped.slice(0, 200).map(({ file, reason }) => element("li", {}, element("span", { className: "key", textContent: file }), `: ${reason}`)));
+}
+
+drop.addEventListener("dragover", (event) => { event.preventDefault(); drop.classList.add("over"); });
+drop.addEventListener("dragleave", () => drop.classList.remove("over"));
+drop.addEventListener("drop", async (event) => {
+  event.preventDefault();
+  drop.classList.remove("over");
+  await take(await dropped([...event.dataTransfer.items].map((item) => item.webkitGetAsEntry() ?? item.getAsFile()).filter(Boolean)));
+});
+for (const input of drop.querySelectorAll("input")) {
+  input.addEventListener("change", async () => {
+    await take([...input.files].map((file) => ({ name: file.webkitRelativePath || file.name, file })));
+    input.value = "";
+  });
+}
+page("#drop-here").addEventListener("click", async () => {
+  const chosen = await chooseFolder(folder);
+  if (!chosen) return;
+  place = null;
+  showSkipped([]);
+  await look(chosen);
+});
+
+// ---- Answers ----
+
+const chosen = (name) => form.elements[name]?.value ?? "";
+
+function choices(box, name, labels, value) {
+  const rows = Object.entries(labels).map(([each, label]) => element("label", { className: "choice" }, element("input", { type: "radio", name, value: each, checked: each === value }), ` ${label}`, element("span", { className: "dim" })));
+  box.replaceChildren(...rows);
+}
+
+// Asks the server what the folder holds, and what a run on it would be.
+async function look(path, answers = {}) {
+  const mine = (number += 1), answer = await api("/api/start/look", { method: "POST", body: { folder: path, ...answers } });
+  if (mine !== number) return;
+  form.hidden = !answer.ok;
+  if (!answer.ok) return tell(sentences(answer).join(" "));
+  const isNew = path !== folder;
+  [folder, seen] = [path, answer.data];
+  tell(`${seen.folder}: ${seen.described}`);
+  if (seen.skipped.length && !place) showSkipped(seen.skipped, seen.more_skipped);
+  choices(page("#start-purposes"), "purpose", seen.purposes, seen.purpose);
+  const models = Object.keys(seen.drafts), model = models.includes(chosen("model")) ? chosen("model") : models[0];
+  choices(page("#start-models"), "model", Object.fromEntries(models.map((each) => [each, each])), model);
+  if (isNew) form.elements.name.value = seen.name;
+  showCaptions();
+  await judge(mine);
+}
+
+function showCaptions() {
+  const { uncaptioned, files, purpose } = seen, some = uncaptioned < files || purpose === "edit", box = form.elements.captions;
+  page("#start-trigger").hidden = purpose === "edit";
+  page("#start-captions").hidden = !uncaptioned;
+  page("#start-captions p").textContent = some
+    ? `${uncaptioned} of ${files} files have no caption. Write the config, then captions on the tab Dataset or with: simpletuner caption env=${seen.name}`
+    : "No file has a caption, so each is trained with the words above. A caption for each is better: write the config, then captions on the tab Dataset or with simpletuner caption.";
+  if (uncaptioned && some) box.checked = true;
+  box.disabled = some;
+  form.querySelector("[value=start]").disabled = Boolean(uncaptioned) && box.checked;
+}
+
+// The plan of each model in a few words; the first that fits is chosen.
+async function judge(mine) {
+  let isOpen = true;
+  for (const [model, draft] of Object.entries(seen.drafts)) {
+    const input = form.querySelector(`[name=model][value="${model}"]`), note = input.parentElement.lastChild;
+    note.textContent = "computing";
+    const { data } = await api("/api/plan", { method: "POST", body: draft });
+    if (mine !== number) return;
+    const [fits, text] = verdict(data);
+    note.textContent = text;
+    if (fits && isOpen && !form.dataset.model) input.checked = true;
+    isOpen &&= !fits;
+  }
+}
+
+function verdict({ device, model, problems, seconds }) {
+  const isTold = (key) => problems.some((problem) => problem.key === key);
+  const fatal = problems.find((problem) => problem.fatal && problem.key !== "memory" && !/caption/.test(problem.message));
+  if (fatal || !device) return [false, fatal ? `${fatal.key}: ${fatal.message}` : "the plan needs captions"];
+  const loaded = model.download ? `, ${gigabytes(model.download)} to download` : "";
+  const time = `about ${duration(seconds.training)} without previews${loaded}`;
+  if (isTold("device")) return [false, `no GPU can be used here; on the CPU ${time}`];
+  return isTold("memory") ? [false, `does not fit ${device.name}`] : [true, `fits, ${time}`];
+}
+
+form.addEventListener("change", ({ target }) => {
+  if (target.name === "model") form.dataset.model = target.value;
+  if (target.name === "captions") showCaptions();
+  if (target.name === "purpose") look(folder, { purpose: target.value, name: chosen("name") });
+});
+
+form.addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const isStart = event.submitter.value === "start";
+  if (!(await maySwitch())) return;
+  const answers = { folder, purpose: chosen("purpose"), trigger: chosen("trigger"), model: chosen("model"), name: chosen("name"), captions: form.elements.captions.checked };
+  const written = await api("/api/start/write", { method: "POST", body: answers });
+  refuse(written);
+  if (!written.ok) return;
+  const { config } = written.data;
+  await openConfig(config);
+  const started = isStart && (await api("/api/training/start", { method: "POST", body: { config } }));
+  if (started) refuse(started);
+  if (started && !started.ok) return tell(`config/${config} is written, and cannot start yet.`);
+  form.hidden = true;
+  [place, folder] = [null, ""];
+  tell("");
+  location.hash = isStart ? "run" : "dataset";
+});
+
+for (const tile of document.querySelectorAll(".tiles button")) tile.addEventListener("click", () => newConfig(`examples/${tile.dataset.example}`));

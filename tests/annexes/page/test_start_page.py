@@ -1,0 +1,134 @@
+"""The start card in Chromium: from a drop, or by keyboard, to a run in a few interactions."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpletuner.annexes.page import plans, start_card
+from simpletuner.annexes.page.control import Runs
+from tests.annexes.page.page import opened
+from tests.annexes.page.test_start_card import files, zipped
+from tests.annexes.web import picture
+
+pytestmark = pytest.mark.slow
+expect = pytest.importorskip("playwright.sync_api", reason="needs Playwright").expect
+PLAN = {
+    "ok": True, "problems": [], "device": {"name": "a GPU with 24 GiB", "usable": 25e9, "memory": 26e9},
+    "memory": [{"phase": "training", "device": 20e9, "host": 1e9}], "length": {"steps": 1000, "steps_done": 0},
+    "seconds": {"step": 2.4, "training": 2400, "previews": 60}, "model": {"download": 2e9}, "datasets": [], "disk": [],
+    "buckets": [], "offload_auto": [],
+}  # fmt: skip
+DROP = """
+(files) => {
+  const data = new DataTransfer();
+  const bytes = (text) => Uint8Array.from(atob(text), (each) => each.charCodeAt(0));
+  for (const [name, text] of files) data.items.add(new File([bytes(text)], name));
+  document.querySelector("#drop").dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true }));
+}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path.resolve()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of runs that the page starts, instead of running them; plans fit."""
+    commands: list[list[str]] = []
+
+    def spawn(runs: object, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
+        commands.append(arguments)
+        return subprocess.Popen(["true"])
+
+    async def plan(*given: object) -> tuple[str, str]:
+        return json.dumps(PLAN), ""
+
+    monkeypatch.setattr(Runs, "_spawn", spawn)
+    monkeypatch.setattr(plans, "run_while_wanted", plan)
+    return commands
+
+
+class Hands:
+    """A user's hands: what they do on a page is counted."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.count = 0
+
+    def choose(self, label: str) -> None:
+        self.count += 1
+        self.page.get_by_label(label).check()
+
+    def write(self, label: str, text: str) -> None:
+        self.count += 1
+        self.page.get_by_label(label).fill(text)
+
+    def click(self, name: str) -> None:
+        self.count += 1
+        self.page.get_by_role("button", name=name, exact=True).click()
+
+
+def test_six_interactions_after_the_drop(browser: Any, folder: Path, started: list[list[str]]) -> None:
+    dropped = [(f"{number}.png", picture(number)) for number in range(12)]
+    dropped += [("notes.pdf", b"?"), ("my cat.zip", zipped(("cat/20.png", picture(20)), ("cat/21.mp4", b"?")))]
+    with opened(browser, folder) as page:
+        expect(page.get_by_role("tab", name="Start")).to_have_attribute("aria-selected", "true")
+        page.evaluate(DROP, [(name, base64.b64encode(content).decode()) for name, content in dropped])
+        expect(page.locator("#start-told")).to_have_text("datasets/my-files: pictures: 13; with a caption: 0")
+        expect(page.locator("#start-skipped li")).to_have_count(2)
+        expect(page.locator("#start-skipped")).to_contain_text("notes.pdf: is not a picture, a clip, a caption (.txt)")
+        expect(page.get_by_label("kandinsky5-image")).to_have_count(1)
+        expect(page.locator("#start-models")).to_contain_text("fits, about 40 min without previews, 2.0 GB to download")
+        hands = Hands(page)
+        hands.choose("a style: how everything looks")
+        hands.write("A word for it", "qxz")
+        hands.write("Name of the run", "old-maps")
+        hands.click("Start")
+        expect(page.get_by_role("heading", level=1)).to_have_text("old-maps")
+    assert hands.count <= 6
+    assert started == [["train", f"--config={folder / 'config/old-maps/config.json'}"]]
+    config = json.loads((folder / "config/old-maps/config.json").read_text())
+    assert "in the style of qxz" in config["validation_prompt"]
+    assert len(files(folder / "datasets")) == 13
+
+
+def test_by_keyboard_and_what_the_page_says_when_it_cannot(
+    browser: Any, folder: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.png", "b.png", "b.txt"):
+        (folder / name).write_bytes(picture(1))
+    monkeypatch.setattr(start_card, "MOST_FILES", 2)
+    with opened(browser, folder) as page:
+        expect(page.locator("#drop")).to_be_visible()
+        page.locator("#drop-files").focus()
+        for names in (["a.png", "b.png", "b.txt"], ["a.png"], ["b.png", "b.txt"]):
+            with page.expect_file_chooser() as chooser:
+                page.keyboard.press("Space")
+            chooser.value.set_files([folder / name for name in names])
+            if len(names) == 3:
+                expect(page.locator("#start-told")).to_contain_text("These are more than 2 files.")
+            else:
+                expect(page.locator("#start-told")).to_contain_text(f"pictures: {len(names)}")
+        # One of two has a caption, so training would refuse to start.
+        expect(page.get_by_role("button", name="Start", exact=True)).to_be_disabled()
+        expect(page.locator("#start-captions")).to_contain_text("1 of 2 files have no caption")
+        page.get_by_label("Name of the run").fill("cats")
+        page.get_by_role("button", name="Only write the config").click()
+        expect(page.get_by_role("tab", name="Dataset")).to_have_attribute("aria-selected", "true")
+        entry = json.loads((folder / "config/cats/multidatabackend.json").read_text())[0]
+        assert (entry["caption_strategy"], entry["prepend_instance_prompt"]) == ("textfile", True)
+        page.get_by_role("tab", name="Start").click()
+        page.get_by_role("button", name=re.compile("^demo LoRA")).click()
+        dialog = page.get_by_role("dialog", name="New config")
+        expect(dialog.get_by_label("Start from")).to_have_value("examples/demo")
+    assert started == []
