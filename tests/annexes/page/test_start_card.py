@@ -172,7 +172,7 @@ def link() -> ZipInfo:
         (zipped((link(), b"/etc/passwd")), "a.png is a link"),
         (zipped(("/".join("abcdefghi") + "/b.png", picture(2))), "is in more than 8 folders"),
         (zipped(*((f"{number}.txt", b"") for number in range(40))), "it holds more than 30 files"),
-        (zipped(("a.bmp", bytes(2**20))), "would become 1.0 MB, as pictures and clips never do"),
+        (zipped(("a.bmp", bytes(2**20))), "kB would become 1.0 MB, as pictures and clips never do"),
         (zipped(("a.png", picture(1)))[:-30], "is damaged, or not a zip"),
         (b"not a zip", "is damaged, or not a zip"),
     ],
