@@ -111,7 +111,10 @@ def test_by_keyboard_and_what_the_page_says_when_it_cannot(
     monkeypatch.setattr(start_card, "MOST_FILES", 2)
     with opened(browser, folder) as page:
         expect(page.locator("#drop")).to_be_visible()
+        # From now on, so that the first key does not outrun it, choosers are intercepted.
+        page.on("filechooser", lambda chooser: None)
         page.locator("#drop-files").focus()
+        expect(page.locator("#drop-files")).to_be_focused()
         for names in (["a.png", "b.png", "b.txt"], ["a.png"], ["b.png", "b.txt"]):
             with page.expect_file_chooser() as chooser:
                 page.keyboard.press("Space")

@@ -109,9 +109,10 @@ drop.addEventListener("drop", async (event) => {
   await take(await dropped([...event.dataTransfer.items].map((item) => item.webkitGetAsEntry() ?? item.getAsFile()).filter(Boolean)));
 });
 for (const input of drop.querySelectorAll("input")) {
-  input.addEventListener("change", async () => {
-    await take([...input.files].map((file) => ({ name: file.webkitRelativePath || file.name, file })));
-    input.value = "";
+  input.addEventListener("change", () => {
+    const found = [...input.files].map((file) => ({ name: file.webkitRelativePath || file.name, file }));
+    input.value = ""; // so that the same files can be chosen again
+    take(found);
   });
 }
 page("#drop-here").addEventListener("click", async () => {
