@@ -12,10 +12,10 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from simpletuner.annexes.page.jobs import FOLDERS
 from simpletuner.annexes.page.live import address, chosen, drawing, runs_of
 from simpletuner.annexes.page.project import Refusal
-from simpletuner.annexes.page.runs import Run
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import PreviewGrid, build_grid, pages_of, steps_of
 from simpletuner.annexes.report.sheet import Sheet, samples_in
+from simpletuner.annexes.runs import Run
 from simpletuner.headers import read_header
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaRecord, read_media

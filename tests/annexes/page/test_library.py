@@ -17,8 +17,8 @@ from starlette.testclient import TestClient
 from simpletuner.annexes.captions import library
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.project import Project
-from simpletuner.annexes.page.runs import Run
 from simpletuner.annexes.page.serve import create_app
+from simpletuner.annexes.runs import Run
 from tests.annexes.page.page import opened
 from tests.clips import write_clip
 
