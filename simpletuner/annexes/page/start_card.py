@@ -48,6 +48,7 @@ def look(request: Request, body: dict[str, Any]) -> Response:
         "described": material.describe(),
         "files": len(material.files.files),
         "uncaptioned": len(material.uncaptioned),
+        "held_out": start.held_out,
         "skipped": ignored[:MOST_SKIPPED],
         "more_skipped": len(ignored[MOST_SKIPPED:]),
         "purposes": {purpose: Recipe.of(purpose).title for purpose in material.purposes},

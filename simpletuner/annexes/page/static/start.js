@@ -137,7 +137,7 @@ async function look(path, answers = {}) {
   if (!answer.ok) return tell(sentences(answer).join(" "));
   const isNew = path !== folder;
   [folder, seen] = [path, answer.data];
-  tell(`${seen.folder}: ${seen.described}`);
+  tell(`${seen.folder}: ${seen.described}${seen.held_out ? `; held out of training, to compare checkpoints on them: ${seen.held_out}` : ""}`);
   if (seen.skipped.length && !place) showSkipped(seen.skipped, seen.more_skipped);
   choices(page("#start-purposes"), "purpose", seen.purposes, seen.purpose);
   const models = Object.keys(seen.drafts), model = models.includes(chosen("model")) ? chosen("model") : models[0];
