@@ -53,7 +53,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     async def plan(*given: object) -> tuple[str, str]:
         return json.dumps(PLAN), ""
 
-    monkeypatch.setattr(Runs, "_spawn", spawn)
+    monkeypatch.setattr(Runs, "spawn", spawn)
     monkeypatch.setattr(plans, "run_while_wanted", plan)
     return commands
 
