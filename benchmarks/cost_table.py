@@ -65,6 +65,8 @@ LARGEST_ERROR = 0.002  # of a fit, relative
 TRAFFIC_OF, TRAFFIC_ERROR = ("token width", "token inner"), 0.02
 WHOLE = 0.05  # a factor that is so near to a whole number is one
 LORA_RANK = 4
+# Compiled by this, a block saves what inductor chooses; no code is generated.
+GRAPHS_OF_INDUCTOR = "aot_eager_decomp_partition"
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,8 @@ def bytes_of(family: str, rows: Mapping[str, str], *, compiled: bool) -> dict[st
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         for given in (False, True) if FAMILIES[family].cost.guided_together else (False,):
             trials = [Trial(family, case, dtype, given=given, rows=rows) for case in CASES]
-            metered = [metered_block(trial, compiled=compiled) for trial in trials]
+            backend = GRAPHS_OF_INDUCTOR if compiled else None
+            metered = [metered_block(trial, backend=backend) for trial in trials]
             products = [[product_of(term, trial.numbers) for term in BYTES_OF] for trial in trials]
             table: dict[str, Any] = {"reads": metered[0].reads}
             for quantity in metered[0].bytes:
@@ -309,16 +312,19 @@ def compiled_traffic(trial: Trial) -> dict[str, int]:
     """
     block, inputs, settings = _with_arguments(trial)
     moved: Counter[str] = Counter()
-    counted = aot_autograd(
+    _compile(trial, block, counting(moved))
+    block(*inputs, **settings)
+    return moved
+
+
+def counting(moved: Counter[str]) -> Any:
+    """A backend that adds up what `compiled_traffic` returns; the graphs are inductor's, and run uncompiled."""
+    return aot_autograd(
         fw_compiler=partial(_count_kernels, moved, "forward"),
         bw_compiler=partial(_count_kernels, moved, "backward"),
         partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
         decompositions=select_decomp_table(),
     )
-    _compile(trial, block, counted)
-    out = block(*inputs, **settings)
-    out.backward(torch.empty_like(out))
-    return moved
 
 
 def _count_kernels(moved: Counter[str], way: str, graph: Any, inputs: Sequence[Any]) -> Any:
@@ -370,12 +376,12 @@ class Metered:
     reads: Mapping[str, str]
 
 
-def metered_block(trial: Trial, *, compiled: bool = True) -> Metered:
+def metered_block(trial: Trial, *, backend: Any = GRAPHS_OF_INDUCTOR) -> Metered:
     """The last block with the arguments that it has in a LoRA run, without adapters of its own, and what autograd saves
     for it in a full fine-tune.
 
     Args:
-        compiled: meter it compiled, too; this takes most of the time.
+        backend: meter it compiled by this one, too, which takes most of the time; or None.
     """
     block, inputs, settings = _with_arguments(trial)
     hidden, *others = [each for each in tree_leaves((inputs, settings)) if isinstance(each, Tensor)]
@@ -404,8 +410,8 @@ def metered_block(trial: Trial, *, compiled: bool = True) -> Metered:
             block(*inputs, **settings)
     with torch.no_grad(), mock.patch.object(nn.functional, "rms_norm", _norm), Traffic() as traffic:
         block(*inputs, **settings)
-    if compiled:
-        _compile(trial, block)
+    if backend is not None:
+        _compile(trial, block, backend)
         more["compiled"] = _kept_again(block, inputs, settings)
     outside = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in others}
     return Metered(
@@ -421,8 +427,7 @@ def metered_block(trial: Trial, *, compiled: bool = True) -> Metered:
     )
 
 
-def _compile(trial: Trial, block: Any, backend: Any = "aot_eager_decomp_partition") -> None:
-    """Compile a block; by default autograd saves what inductor chooses, without generating its code."""
+def _compile(trial: Trial, block: Any, backend: Any) -> None:
     torch._dynamo.reset()
     settle_compiler(ones_are_sizes=False)
     compiler = partial(torch.compile, backend=backend, dynamic=trial.spec.fast_blocks)

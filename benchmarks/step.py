@@ -29,12 +29,12 @@ from benchmarks.models import (
 )  # fmt: skip
 from benchmarks.models import make_config as config_of
 from benchmarks.timing import Ratio, arguments, compare, interleave, show
+from simpletuner.annexes.display.progress import PlainDisplay
 from simpletuner.config.schema import RunConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.registry import FAMILIES
 from simpletuner.reporting.events import EventStream
-from simpletuner.reporting.payloads import RunRecord
-from simpletuner.reporting.progress import PlainDisplay
+from simpletuner.reporting.record import RunRecord
 from simpletuner.training.assemble import assemble
 from simpletuner.training.optimizers import build_optimizer
 from simpletuner.training.recorder import Recorder

@@ -19,6 +19,7 @@ import torch
 import torch._dynamo.guards
 
 from simpletuner.config.sources import ENV_VARIABLES, EXTRA_ARGUMENTS, LAUNCH_VARIABLES
+from simpletuner.models.blocks import FreeSizes
 from tests.tiny import make_checkpoint
 from tests.tiny_sana import make_sana_checkpoint
 from tests.workspace import Workspace
@@ -117,6 +118,17 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions are traced as `torch.compile` traces them, and run as they are; this takes half of the time. What
     backends make of their graphs is for tests/speed."""
     monkeypatch.setattr(torch, "compile", trace)
+
+
+def mark_no_sizes(sizes: FreeSizes, inputs: object, dimensions: object) -> None:
+    """In place of `FreeSizes.mark`: blocks are compiled for the sizes that they see. Symbols take two to three times as
+    long to trace, and gain nothing where there is one size. That they serve all sizes is for tests/speed."""
+
+
+@pytest.fixture
+def one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `mark_no_sizes`."""
+    monkeypatch.setattr(FreeSizes, "mark", mark_no_sizes)
 
 
 @pytest.fixture(scope="session")

@@ -236,7 +236,7 @@ def measure_run(tree: Path) -> dict[str, float]:
     rooms: dict[str, int] = defaultdict(int)
     for path, called in whole.items():
         room = path.relative_to(tree / "simpletuner").parts[0]
-        rooms["annexes" if room == "annexes" else "core"] += read(path).executed(called)
+        rooms[{"annexes": "annexes", "cli": "commands"}.get(room, "core")] += read(path).executed(called)
     return {
         "files executed": len(before),
         "  their code lines": sum(len(read(path).lines) for path in before),

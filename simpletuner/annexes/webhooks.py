@@ -25,12 +25,12 @@ import av
 import httpx
 from PIL import Image
 
+from simpletuner.annexes.payloads import Payload, Payloads
 from simpletuner.config.publishing import Hook
 from simpletuner.config.schema import RunConfig
 from simpletuner.redaction import hide
 from simpletuner.reporting.events import Event, EventStream
 from simpletuner.reporting.metrics import MIME
-from simpletuner.reporting.payloads import Payload, Payloads
 
 logger = logging.getLogger(__name__)
 

@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(error: SimpleTunerError) -> int:
     """An error on purpose; problems as a list, warnings first, so that what must be fixed comes last."""
-    from simpletuner.reporting.progress import in_red
+    from simpletuner.annexes.display.progress import in_red
 
     if not isinstance(error, ConfigError):
         text = full_text(error)

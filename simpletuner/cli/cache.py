@@ -37,9 +37,9 @@ def fill(
     """Encode every caption and picture that is not cached yet, then stop. Settings follow as in train."""
     number, count = parse_share(shard)
     plan = planned(context.args)
+    from simpletuner.annexes.display.progress import shown_events
     from simpletuner.caching.catalogue import Share
     from simpletuner.reporting.log import setup_logging
-    from simpletuner.reporting.progress import shown_events
 
     setup_logging()
     with shown_events() as events:
@@ -56,9 +56,9 @@ def verify(context: typer.Context) -> None:
     After Ctrl-C it goes on where it stopped; verified.json in each cache folder says what was read and when.
     """
     plan = planned(context.args)
+    from simpletuner.annexes.display.progress import shown_events
     from simpletuner.annexes.inspection import begin_verifications
     from simpletuner.plan.entries import cache_folders
-    from simpletuner.reporting.progress import shown_events
 
     folders, damaged = cache_folders(plan), 0
     for folder, verification in begin_verifications(folders).items():

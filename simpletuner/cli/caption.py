@@ -25,8 +25,8 @@ def caption(
     No caption is overwritten, and a call that was stopped continues when repeated. Settings follow as in train.
     """
     from simpletuner.annexes.captions.wording import Wording, check_captions, uncaptioned, unread
+    from simpletuner.annexes.display.progress import shown_events
     from simpletuner.reporting.log import setup_logging
-    from simpletuner.reporting.progress import shown_events
 
     # A survey: files without captions are errors for training only.
     plan, wording = planned(context.args, "survey"), Wording(style, trigger)
@@ -60,7 +60,7 @@ def dataset(
 
     No file of a dataset is touched. Settings follow as in train.
     """
-    from simpletuner.reporting.progress import shown_events
+    from simpletuner.annexes.display.progress import shown_events
 
     plan = planned(context.args, "survey", cached=cached)
     with shown_events() as events:

@@ -105,8 +105,8 @@ def _planned(
 
 @contextmanager
 def _logged_events() -> Iterator[EventStream]:
+    from simpletuner.annexes.display.progress import shown_events
     from simpletuner.reporting.log import setup_logging
-    from simpletuner.reporting.progress import shown_events
 
     setup_logging()
     with shown_events() as events:

@@ -136,8 +136,8 @@ def start_limit(arguments: Arguments) -> float:
 
 def _replay(folder: Path, arguments: Arguments, bisect: bool) -> None:
     """Repeat a step that failed; exits with 1 if it fails again."""
+    from simpletuner.annexes.display.progress import shown_events
     from simpletuner.reporting.log import setup_logging
-    from simpletuner.reporting.progress import shown_events
 
     setup_logging(None)
     with shown_events() as events:
@@ -149,9 +149,9 @@ def _replay(folder: Path, arguments: Arguments, bisect: bool) -> None:
 
 def _train(world: World, plan: Plan, budget: Budget, take_page: TakePage | None, *, yes: bool) -> None:
     """Train in this process, and serve the page of the run."""
+    from simpletuner.annexes.display.progress import shown_events
     from simpletuner.annexes.fitting.show import log_plan
     from simpletuner.reporting.log import setup_logging
-    from simpletuner.reporting.progress import shown_events
 
     serve_page = world.main_only(take_page) if take_page else None
     prepare_output(plan.output_dir)
@@ -169,9 +169,9 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
 
     Only the main process does so; the events of the others are lost.
     """
+    from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads, last_id
     from simpletuner.distributed.requests import signals_as_interrupt
     from simpletuner.reporting.events import EventStream, StateChanged
-    from simpletuner.reporting.payloads import EventLog, Payloads
     from simpletuner.run.lock import lock_output
 
     def ended(message: str, code: int) -> None:
@@ -189,7 +189,7 @@ def recorded_events(plan: Plan, world: World, shown: AbstractContextManager[Even
         return
     # Signals before the lock, which a SIGTERM must release; the lock before anything is written to the folder.
     with signals_as_interrupt(), ExitStack() as stack:
-        stack.enter_context(lock_output(plan.output_dir))
+        stack.enter_context(lock_output(plan.output_dir, partial(last_id, plan.output_dir / EVENTS_FILE)))
         events, payloads = stack.enter_context(shown), Payloads()
         events.subscribe(EventLog(plan.output_dir, payloads))
         if plan.config.webhooks.hooks:
@@ -275,7 +275,7 @@ def open_companions(
 
 
 def _companions_of_run(plan: Plan, destinations: Sequence[Destination], events: EventStream) -> Iterator[Companion]:
-    from simpletuner.annexes.fitting.outcome import Comparison
+    from simpletuner.annexes.outcome import Comparison
     from simpletuner.annexes.publishing.uploads import open_uploads
     from simpletuner.annexes.report.report import RunReport
     from simpletuner.config.publishing import PACKAGES, tracker_names

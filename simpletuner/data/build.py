@@ -5,7 +5,7 @@ All problems are collected; nothing is decoded, and nothing is written but downl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeVar
@@ -271,9 +271,9 @@ def _hold_out(dataset: Dataset) -> Reading[tuple[Dataset, list[Dataset]]]:
     return dataset.without(reasons, "held out"), [held]
 
 
-def _check_excluded(entry: DatasetConfig, excluded: Set[str], folder: Folder) -> Iterator[Problem]:
+def _check_excluded(entry: DatasetConfig, excluded: frozenset[str], folder: Folder) -> Iterator[Problem]:
     """A name that belongs to no file is most likely misspelt."""
-    if excluded and (missing := sorted(excluded - {*folder.listing.files})):
+    if missing := sorted(excluded.difference(folder.listing.files)):
         message = f"{entry.exclude_files} names {len(missing)} files that are not in the folder: {shorten(missing)}."
         hint = did_you_mean(missing[0], folder.listing.files[:MOST_COMPARED])
         yield Problem(f"{entry.id}.exclude_files", message + hint, fatal=False)

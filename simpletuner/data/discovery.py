@@ -10,7 +10,7 @@ import hashlib
 import os
 import stat
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -368,7 +368,7 @@ def read_excluded(config: DatasetConfig) -> Reading[frozenset[str]]:
 
 
 def read_folder(
-    config: DatasetConfig, context: DataContext, listing: Scan | None = None, excluded: Set[str] = frozenset()
+    config: DatasetConfig, context: DataContext, listing: Scan | None = None, excluded: frozenset[str] = frozenset()
 ) -> Folder:
     """Inspect every file of an entry; one that has not changed since the last run is not read again.
 
@@ -381,7 +381,7 @@ def read_folder(
     if listing is None:
         listing = scan(root, wanted_suffixes(config, context)) if is_readable(root) else Scan()
     reason = "not chosen", f"is left out by {config.exclude_files}"
-    left_out = {**listing.ignored, **dict.fromkeys(excluded & {*listing.files}, reason)}
+    left_out = {**listing.ignored, **dict.fromkeys(sorted(excluded.intersection(listing.files)), reason)}
     # Without an index no list has been made that could be kept.
     if known and (config.preserve_data_backend_cache or {"metadata", "aspect"} & {*(config.skip_file_discovery or ())}):
         detail = "was added after the list of files was made, and that list is kept"

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -28,7 +28,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from simpletuner.atomic import hold
 from simpletuner.errors import UserError
 from simpletuner.reporting.pace import clock
-from simpletuner.reporting.payloads import EVENTS_FILE, last_id
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +90,11 @@ OWNER = TypeAdapter(Owner)
 
 
 @contextmanager
-def lock_output(folder: Path) -> Iterator[None]:
+def lock_output(folder: Path, after: Callable[[], int] = lambda: 0) -> Iterator[None]:
     """Hold a folder's lock within this context.
+
+    Args:
+        after: reads the number of the last event of the folder's earlier sessions.
 
     Raises:
         UserError: another run holds it, or may hold it.
@@ -100,7 +102,7 @@ def lock_output(folder: Path) -> Iterator[None]:
     path = folder / LOCK_FILE
     try:
         # The page tells sessions apart by the last event before them, since clocks may be set.
-        owner = replace(this_process(), after=last_id(folder / EVENTS_FILE))
+        owner = replace(this_process(), after=after())
         while not create(path, owner.content) and not take_over(path, owner.content):
             pass  # released between the two calls
     except OSError as error:

@@ -31,7 +31,7 @@ from simpletuner.plan.entries import evaluated, feature_kinds, preview_sources
 from simpletuner.redaction import redact_settings, redact_texts
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import EventStream
-from simpletuner.reporting.payloads import Recorded
+from simpletuner.reporting.record import Recorded
 from simpletuner.run.caches import CacheFiller
 from simpletuner.run.companions import Companion
 from simpletuner.training.assemble import assemble

@@ -26,7 +26,7 @@ from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import latent_storage, machine_folder, text_folder
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
-from simpletuner.reporting.payloads import Recorded, RunRecord
+from simpletuner.reporting.record import Recorded, RunRecord
 from simpletuner.run.caches import Encoding, build_adapter, prepare_caches
 from simpletuner.run.companions import Companion, Ledger, strike
 from simpletuner.run.rehearsal import rehearse

@@ -23,6 +23,7 @@ import pytest
 from PIL import Image
 
 from simpletuner.annexes import webhooks
+from simpletuner.annexes.payloads import Payloads, read_events
 from simpletuner.annexes.webhooks import LONGEST_TEXT, WAITING, Delivery, Outbox, delivered
 from simpletuner.config.publishing import Hook
 from simpletuner.plan.draft import Draft
@@ -38,7 +39,6 @@ from simpletuner.reporting.events import (
     StepReport,
 )
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.reporting.payloads import Payloads, read_events
 from simpletuner.validation.clip_writer import write_mp4
 from tests.processes import PATIENCE, free_port
 from tests.run.test_interruption import PREVIEWED

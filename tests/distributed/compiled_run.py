@@ -18,8 +18,9 @@ from torch._dynamo.utils import counters
 from simpletuner.annexes.processes.joining import connect, settle_meeting
 from simpletuner.distributed import sharding
 from simpletuner.distributed.world import World
+from simpletuner.models.blocks import FreeSizes
 from simpletuner.training import assemble, step
-from tests.conftest import trace
+from tests.conftest import mark_no_sizes, trace
 from tests.distributed.sharded_run import Case, Run
 
 STEPS = 3
@@ -45,6 +46,7 @@ def train(checkpoint: Path, world: World, folder: Path, settings: dict[str, Any]
     with (
         patch.object(assemble, "DistributedDataParallelKwargs", SMALL),
         patch.object(step.guard, "clip_gradients", note),
+        patch.object(FreeSizes, "mark", mark_no_sizes),
     ):
         run = Run(checkpoint, Case({"use_ema": False, "optimizer": "torch-sgd", **settings}), world, folder)
         run.assembly.transformer.train()

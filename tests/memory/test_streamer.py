@@ -82,6 +82,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("one_size")
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_gives_the_same_bits(mode: str) -> None:
     """Also if another thread runs the backward pass, as on a GPU."""

@@ -182,8 +182,12 @@ def test_settings_are_hidden_by_name_and_by_content() -> None:
 
 
 def test_reporting_imports_without_torch() -> None:
-    names = "environment events log metrics pace payloads progress terminal"
-    modules = ["simpletuner.config.publishing", *(f"simpletuner.reporting.{name}" for name in names.split())]
+    rooms = {
+        "config": "publishing",
+        "reporting": "environment events log metrics pace record",
+        "annexes": "payloads display.progress display.terminal",
+    }
+    modules = [f"simpletuner.{room}.{name}" for room, names in rooms.items() for name in names.split()]
     code = (
         "import importlib, sys\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"

@@ -15,11 +15,11 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from simpletuner.annexes.payloads import EVENTS_FILE, read_events
 from simpletuner.annexes.publishing.uploads import Upload, Uploads
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.headers import METADATA, read_header
 from simpletuner.reporting.events import CheckpointSaved, EventStream, PhaseStarted, Uploaded
-from simpletuner.reporting.payloads import EVENTS_FILE, read_events
 from simpletuner.run.companions import Ledger
 from simpletuner.training.manifest import LORA_FILE, Identity, Manifest, describe_files, prune, write_manifest
 from simpletuner.training.state import TrainState

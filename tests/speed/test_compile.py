@@ -435,6 +435,7 @@ def test_wrong_gradients_keep_a_block_eager(spoil: Callable[[Tensor], Tensor], i
     assert block.layer.weight.grad is not None
 
 
+@pytest.mark.usefixtures("one_size")
 @pytest.mark.parametrize("speed", ["auto", "reference"])
 def test_blocks_of_sana_are_checked(sana_checkpoint: Path, speed: str) -> None:
     batch = sana.make_batch(sana_checkpoint, "i2v")

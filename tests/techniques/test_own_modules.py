@@ -138,7 +138,7 @@ def test_hidden_states_are_released_and_recomputed_ones_not_seen(deep: Path, bat
         assembly.hidden.watch(4)
 
 
-@pytest.mark.usefixtures("traced_only")
+@pytest.mark.usefixtures("traced_only", "one_size")
 def test_compiled_blocks_are_watched_run_again_and_run_without_gradients(deep: Path, batch: Batch) -> None:
     """All that techniques do with blocks."""
     torch.compiler.reset()

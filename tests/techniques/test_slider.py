@@ -52,7 +52,7 @@ def test_the_lora_acts_with_the_strength_of_its_dataset(
     ) < (ROTATION)
 
 
-@pytest.mark.usefixtures("traced_only")
+@pytest.mark.usefixtures("traced_only", "one_size")
 def test_compiled_blocks_follow_the_strength(t2i_checkpoint: Path, batch: Batch) -> None:
     """From one micro-batch to the next, with what preservation adds at the strength of all."""
     torch.compiler.reset()

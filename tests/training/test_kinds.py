@@ -242,7 +242,7 @@ def test_a_quantised_base_is_published_as_a_lora(t2i_checkpoint: Path, tmp_path:
     assert 0 < float(read_header(tmp_path / LORA_FILE)[METADATA][FORWARD_ERROR]) <= 1e-2
 
 
-@pytest.mark.usefixtures("traced_only")
+@pytest.mark.usefixtures("traced_only", "one_size")
 def test_compiled_blocks_give_the_same_gradients(t2i_checkpoint: Path) -> None:
     batch, gradients = make_batch(t2i_checkpoint, ["a star"]), []
     for each in ({}, {"dynamo_backend": "aot_eager", "dynamo_fullgraph": True}):

@@ -14,7 +14,7 @@ from simpletuner.distributed.world import World
 from simpletuner.models.cost import Work
 from simpletuner.reporting.events import Event, EventStream, Notice, StateChanged, StepReport
 from simpletuner.reporting.pace import ENOUGH, RECENT, SlowSteps
-from simpletuner.reporting.payloads import RunRecord
+from simpletuner.reporting.record import RunRecord
 from simpletuner.training.recorder import Recorder, RequestHandler, utilisation
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.training.step import optimizer_step

@@ -14,12 +14,12 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from simpletuner.annexes.payloads import read_events
 from simpletuner.models.adapter import PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5.image import FluxLatentEncoder
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.reporting.events import Event, PreviewGrew
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.reporting.payloads import read_events
 from simpletuner.validation.sketch import IN_PROGRESS, ColourMap, GrowingPreview
 from tests.closeness import SAMPLING, assert_close
 from tests.fidelity.family import CPU, make_adapter, picture

@@ -1,4 +1,4 @@
-"""CaptionChange captions and leave files out: what the page of the server does to a dataset's folder. Free of torch.
+"""Change captions and leave files out: what the page of the server does to a dataset's folder. Free of torch.
 
 No file is deleted or moved. A caption is replaced only by somebody who has seen what it says now, and before many are
 replaced at once, a hidden file beside them keeps the old ones.

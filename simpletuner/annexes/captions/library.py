@@ -74,11 +74,13 @@ class Library:
         entry: with its defaults filled in.
         entries: all of its dataset file, as written.
         context: of the run.
+        is_packaged: it belongs to a packaged example.
     """
 
     entry: DatasetConfig
     entries: Sequence[DatasetConfig]
     context: DataContext
+    is_packaged: bool = False
 
     @property
     def root(self) -> Path:
@@ -96,18 +98,22 @@ class Library:
         return result_of(read_excluded(self.entry))
 
     @property
-    def is_planned(self) -> bool:
-        """Whether its files are trained by themselves, and lie where the user put them."""
-        return self.entry.type == "local" and not self.entry.is_conditioning
+    def fixed(self) -> str:
+        """Why nothing of it can be changed; empty if something can."""
+        if self.is_packaged:
+            return "This belongs to a packaged example: copy it to change it."
+        if self.entry.type != "local":
+            return f"Files and captions come from {self.entry.type}: change them there."
+        if self.entry.is_conditioning:
+            return "These are partners or masks: their captions are those of the files that they belong to."
+        return ""
 
     @property
     def locked(self) -> str:
         """Why its captions cannot be edited; empty if they can."""
         entry, strategy = self.entry, self.entry.caption_strategy
-        if entry.type != "local":
-            return f"Files and captions come from {entry.type}: change them there."
-        if entry.is_conditioning:
-            return "These are partners or masks: the captions are those of the files that they belong to."
+        if self.fixed:
+            return self.fixed
         other = "To caption each file, set Caption Strategy to textfile."
         if entry.only_instance_prompt or strategy in FIXED_PROMPTS:
             return f"Every file is trained with Instance Prompt. {other}"
@@ -121,7 +127,7 @@ class Library:
         return self.root / self.listing.captions.get(pair_key(name), beside)
 
     def find(self, words: str, only: str = "") -> tuple[Sequence[str], int]:
-        """The files that have some words in their name or caption, and how many files were looked at in time.
+        """The files that have some words in their name or caption, and how many could not be looked at in time.
 
         Args:
             only: `excluded` or `uncaptioned` files, else all.
@@ -130,16 +136,16 @@ class Library:
         if only == "excluded":
             names = tuple(name for name in names if name in self.excluded)
         if not words and only != "uncaptioned":
-            return names, len(names)
+            return names, 0
         end = time.monotonic() + PATIENCE
         for looked, name in enumerate(names):
             if time.monotonic() > end:
-                return found, looked
+                return found, len(names) - looked
             text = self._text(name)
             is_wanted = only != "uncaptioned" or not (text.strip() or name in self.excluded)
             if is_wanted and words.casefold() in f"{name}\n{text}".casefold():
                 found.append(name)
-        return found, len(names)
+        return found, 0
 
     def _text(self, name: str) -> str:
         if self.locked or pair_key(name) not in self.listing.captions:
@@ -152,7 +158,7 @@ class Library:
     def show(self, names: Sequence[str]) -> Iterator[Shown]:
         """Some files, with what training makes of them."""
         known, shared = inspected(self.root, names), Counter(map(pair_key, names))
-        for entry, captions in self._planned(names) if self.is_planned else self._bare(names):
+        for entry, captions in self._bare(names) if self.fixed and not self.is_packaged else self._planned(names):
             card = card_of(known[entry.name], entry, [Words(caption) for caption in captions])
             text, locked, facts = None, self.locked, known[entry.name]
             try:

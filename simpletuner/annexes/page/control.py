@@ -12,6 +12,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.plans import PROGRAM
 from simpletuner.annexes.page.project import CONFIG_NAME, EXAMPLE, Project, Refusal, chosen_by
 from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
+from simpletuner.annexes.payloads import EVENTS_FILE, last_id
 from simpletuner.atomic import write_json
 from simpletuner.config.load import canonical
 from simpletuner.config.schema import all_options
@@ -29,13 +31,25 @@ from simpletuner.errors import UserError, result_of
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE
-from simpletuner.reporting.payloads import EVENTS_FILE, last_id
 from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
 
 # How far runs are searched for below a folder; a --root may be a whole disk.
 DEPTH, FOLDERS = 4, 2000
 BULKY = frozenset({"cache", "checkpoint", "datasets", "node_modules", "site-packages", "validation_images"})
 NOTHING_RUNS = "No active training job."
+
+
+@dataclass
+class Captioning:
+    """A process that writes missing captions, what it prints, and the dataset they are for."""
+
+    child: subprocess.Popen[bytes]
+    log: Path
+    dataset: str
+
+    @property
+    def is_running(self) -> bool:
+        return self.child.poll() is None
 
 
 class Runs:
@@ -45,6 +59,7 @@ class Runs:
         self.project = project
         self._runs: dict[Path, Run] = {}
         self._lock = threading.Lock()
+        self.captioning: Captioning | None = None  # the newest since the server started
 
     def all(self) -> list[Run]:
         """Every run: those at work first, then the newest."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import shutil
 import threading
 from collections import Counter
@@ -28,7 +29,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from simpletuner.annexes.page.project import EXAMPLE, Project, Refusal, problems_json, project_of, wanted
+from simpletuner.annexes.page.project import EXAMPLE, LARGEST_BODY, Project, Refusal, problems_json, project_of, wanted
 from simpletuner.atomic import write_json
 from simpletuner.config.datasets import parse_datasets, read_datasets
 from simpletuner.config.load import read_json_layer, unwrapped
@@ -93,7 +94,11 @@ class Configuration:
         Raises:
             Refusal: it is not of the right kind.
         """
-        saved = cls.saved(project, str(body.get("config") or "config"))
+        file = project.config_file(name := str(body.get("config") or "config"))
+        try:
+            saved = cls.saved(project, name)
+        except ConfigError:  # its text is being mended on the page
+            saved = cls(project, name, file, {})
         sent = replace(saved, values=unmasked(wanted(body, "values", dict), saved.values))
         if body.get("datasets") is None:
             return sent
@@ -176,42 +181,60 @@ def examples(request: Request) -> Response:
 
 def config(request: Request) -> Response:
     """The settings and datasets of a config, as written."""
-    saved = Configuration.saved(project_of(request), request.path_params["name"])
-    if not saved.file.is_file():
-        raise Refusal(404, f"There is no config {saved.name!r} yet.")
-    return JSONResponse(config_json(saved), headers={"ETag": etag(saved.file)})
+    project, name = project_of(request), request.path_params["name"]
+    if not (path := project.config_file(name)).is_file():
+        raise Refusal(404, f"There is no config {name!r} yet.")
+    return in_file(path, lambda: config_json(Configuration.saved(project, name)))
 
 
 def put_config(request: Request, body: dict[str, Any]) -> Response:
     """Save settings; what is wrong with them is answered, and does not keep a draft from being saved."""
-    saved = Configuration.saved(project_of(request), request.path_params["name"])
-    path, change = writable(saved.project, saved.file), partial(with_values, wanted(body, "values", dict))
-    return replace_file(request, path, change, lambda: config_json(Configuration.saved(saved.project, saved.name)))
+    project, name = project_of(request), request.path_params["name"]
+    path, change = writable(project, project.config_file(name)), partial(with_values, wanted(body, "values", dict))
+    return replace_file(request, path, body, change, lambda: config_json(Configuration.saved(project, name)))
 
 
 def datasets(request: Request) -> Response:
     """The entries of a config's dataset file, and what is wrong with them; `?config=NAME`."""
     saved = Configuration.saved(project_of(request), request.query_params.get("config", "config"))
-    content = datasets_json(saved)
-    return JSONResponse(content, headers={"ETag": etag(saved.datasets)} if saved.datasets.is_file() else None)
+    return in_file(saved.project.inside(saved.datasets, packaged=True), lambda: datasets_json(saved))
 
 
 def put_datasets(request: Request, body: dict[str, Any]) -> Response:
     """Save the entries of a config's dataset file."""
     saved = Configuration.saved(project_of(request), request.query_params.get("config", "config"))
     path, change = writable(saved.project, saved.datasets), partial(unmasked, wanted(body, "entries", list))
-    return replace_file(request, path, change, lambda: datasets_json(saved))
+    return replace_file(request, path, body, change, lambda: datasets_json(saved))
+
+
+def in_file(path: Path, content: Callable[[], dict[str, Any]]) -> Response:
+    """What a file holds; if it cannot be read, why, and its text, to be mended, unless that may hold secrets."""
+    headers = {"ETag": etag(path)} if path.is_file() else None
+    try:
+        return JSONResponse(content(), headers=headers)
+    except ConfigError as error:
+        if isinstance(error, Refusal) or headers is None:
+            raise
+        text = path.read_bytes()[:LARGEST_BODY].decode(errors="replace")
+        is_secret = redact(text) != text or any(map(SECRET_NAME.search, re.findall(r"[\w.-]+", text)))
+        told = {"problems": problems_json(error.problems), "text": None if is_secret else text}
+        return JSONResponse(told, 422, headers)
 
 
 def replace_file(
-    request: Request, path: Path, change: Callable[[Any], Any], answer: Callable[[], dict[str, Any]]
+    request: Request,
+    path: Path,
+    body: Mapping[str, Any],
+    change: Callable[[Any], Any],
+    answer: Callable[[], dict[str, Any]],
 ) -> Response:
-    """Replace the content of a JSON file by what `change` makes of it (of None if there is no file).
+    """Replace the content of a JSON file by what `change` makes of it: of None if there is no file, or if the request
+    holds all of it (`"whole": true`).
 
     The answer is 412 if its ETag is not the one that the request expects.
 
     Raises:
-        ConfigError: the file is not JSON; it is kept then.
+        ConfigError: the file is not JSON, and the request holds only a part; it is kept then.
     """
     with _saving:
         # Without a file both are None: a PUT that creates it has no If-Match.
@@ -219,7 +242,7 @@ def replace_file(
         if current != request.headers.get("if-match"):
             content = {**answer(), "problems": problems_json([Problem("", f"{path.name} {CHANGED}")])}
             return JSONResponse(content, 412, {"ETag": current} if current else None)
-        write_json(path, change(read(path) if current else None))
+        write_json(path, change(read(path) if current and body.get("whole") is not True else None))
         return JSONResponse(answer(), headers={"ETag": etag(path)})
 
 

@@ -21,6 +21,7 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Redire
 from simpletuner.annexes.page.control import Runs, ask, cancel
 from simpletuner.annexes.page.project import SANDBOX_WITH_CLIPS, Refusal, project_of, wanted
 from simpletuner.annexes.page.runs import Run, Tail, record_in
+from simpletuner.annexes.payloads import EVENTS_FILE, last_id, offset_after
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import hours_of, thin_extremes
 from simpletuner.atomic import writing_to
@@ -35,7 +36,6 @@ from simpletuner.reporting.metrics import (
     parse_row,
 )
 from simpletuner.reporting.pace import clock, pace_text
-from simpletuner.reporting.payloads import EVENTS_FILE, last_id, offset_after
 
 POLL, HEARTBEAT = 0.5, 15.0  # seconds
 POINTS, MAX_POINTS = 2000, 20_000  # of a curve in an answer, usually and at most

@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.project import SANDBOX, Refusal, chosen_by, problems_json, project_of, read_object
+from simpletuner.config.schema import all_options
 from simpletuner.redaction import redact, redact_settings
 
 GONE = 499  # what nginx answers to a client that has left; nobody reads it
@@ -24,12 +25,15 @@ PROGRAM = (sys.executable, "-m", "simpletuner")
 
 
 def validate(request: Request, body: dict[str, Any]) -> Response:
-    """The problems, the effective values, and the keys without effect that are not errors: those must be changed."""
+    """The problems, the effective values that are not the defaults of their keys, and the keys without effect that are
+    not errors: those must be changed."""
     judgement, outside, of_datasets = Configuration.sent(project_of(request), body).judge()
+    defaults = {key: option.default for key, option in all_options().items()}
+    effective = {key: value for key, value in judgement.config.flat().items() if value != defaults[key]}
     wrong = {problem.where for problem in judgement.problems if problem.fatal}
     content = {
         "problems": problems_json([*outside, *judgement.problems, *of_datasets]),
-        "effective": redact_settings(judgement.config.flat()),
+        "effective": redact_settings(effective),
         "family": judgement.spec.name,
         "flavour": judgement.flavour.name,
         "flavours": {flavour.name: flavour.about for flavour in judgement.spec.flavours},

@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from simpletuner.annexes.payloads import EVENTS_FILE, read_events
 from simpletuner.config.values import read_json
 from simpletuner.distributed.requests import FOLDER, REQUESTS
 from simpletuner.errors import UserError, result_of
@@ -27,7 +28,6 @@ from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
 from simpletuner.reporting.metrics import METRICS_FILE, Columns, parse_row
 from simpletuner.reporting.pace import clock
-from simpletuner.reporting.payloads import EVENTS_FILE, read_events
 from simpletuner.run.lock import LOCK_FILE, Owner, read_owner
 from simpletuner.training.manifest import result_step
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from simpletuner.annexes.display.progress import shown_events
+from simpletuner.annexes.payloads import EVENTS_FILE, last_id
 from simpletuner.annexes.publishing.uploads import Hub, Uploads, prepared_destinations
 from simpletuner.config.load import build_group, canonical
 from simpletuner.config.publishing import PUBLISHING_CONFIG, PublishConfig, check_publishing, without_hidden
@@ -13,7 +16,6 @@ from simpletuner.config.values import check_unset, read_json
 from simpletuner.distributed.requests import signals_as_interrupt
 from simpletuner.errors import Problem, Problems, Reading, SimpleTunerError, UserError, result_of
 from simpletuner.reporting.log import setup_logging
-from simpletuner.reporting.progress import shown_events
 from simpletuner.run.lock import lock_output
 from simpletuner.training.manifest import find_checkpoints
 
@@ -28,7 +30,8 @@ def publish_again(output_dir: Path, arguments: Arguments) -> None:
     settings, recorded = recorded_settings(output_dir, arguments)
     setup_logging()
     # The lock keeps a run from replacing files that are being uploaded.
-    with lock_output(output_dir), signals_as_interrupt(), shown_events() as events:
+    lock = lock_output(output_dir, partial(last_id, output_dir / EVENTS_FILE))
+    with lock, signals_as_interrupt(), shown_events() as events:
         for problem in arguments.problems:
             events.say(str(problem), warning=True)
         places = prepared_destinations(settings, recorded["tracker_project_name"], output_dir, events)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from simpletuner.annexes.display.progress import shown_events
 from simpletuner.annexes.remote.bucket import list_bucket
 from simpletuner.annexes.remote.hub import list_rows
 from simpletuner.annexes.remote.store import Offer, Store, UnfetchedError
@@ -17,7 +18,6 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
 from simpletuner.data.entries import DataContext
 from simpletuner.errors import Problem, Problems, UserError
-from simpletuner.reporting.progress import shown_events
 
 LISTERS: Mapping[str, Callable[[DatasetConfig, Store, Problems], Offer]] = {
     "csv": list_table,

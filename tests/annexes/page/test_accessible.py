@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from simpletuner.annexes.page.control import run_id
 from simpletuner.reporting.events import StateChanged
-from simpletuner.reporting.metrics import REPORT_FILE
 from tests.annexes.page.page import opened
 from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, tell
@@ -26,8 +23,9 @@ WIDTHS = (400, 1400)
 ASK = """
     async (rules) => {
         const { violations } = await axe.run(document, { resultTypes: ["violations"], ...rules });
-        return violations.filter(({ impact }) => impact !== "minor").map(({ id, nodes }) =>
-            `${id}: ${nodes.slice(0, 5).map((node) => `${node.html.slice(0, 160)} ${node.any[0]?.message ?? ""}`).join(" | ")}`);
+        const told = ({ html, any }) => `${html.slice(0, 160)} ${any[0]?.message ?? ""}`;
+        return violations.filter(({ impact }) => impact !== "minor")
+            .map(({ id, nodes }) => `${id}: ${nodes.slice(0, 5).map(told).join(" | ")}`);
     }
 """
 
@@ -64,6 +62,14 @@ def test_the_form_is_accessible(page: Any, axe: str, tab: str) -> None:
     page.goto(page.url.partition("#")[0] + f"#{tab}")
     expect(page.locator("[data-key=train_batch_size] .bad")).to_contain_text("is not a whole number")
     expect(page.locator("#verdict")).not_to_have_text("")
+    assert complaints(page, axe) == ""
+
+
+def test_the_start_card_is_accessible(page: Any, workspace: Workspace, axe: str) -> None:
+    page.goto(page.url.partition("#")[0] + "#start")
+    page.locator("#drop-files").set_input_files([*workspace.path("datasets/pictures").glob("*.png"), __file__])
+    page.locator("#start-skipped summary").click()
+    expect(page.locator("#start-models .dim")).not_to_have_text("")
     assert complaints(page, axe) == ""
 
 

@@ -7,7 +7,7 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import pytest
@@ -187,7 +187,7 @@ def test_search_in_names_and_captions(page: TestClient, monkeypatch: pytest.Monk
     assert names(show(page, words="3.p")) == ["3.png"]
     assert "0 files." in show(page, words="dog")
     monkeypatch.setattr(library, "PATIENCE", -1.0)
-    assert "0 files among the first 0 of 4: the search stopped there" in show(page, words="cat")
+    assert "0 files; 4 were not looked at" in show(page, words="cat")
 
 
 def test_all_captions_change_after_a_preview(page: TestClient, folder: Path) -> None:
@@ -271,6 +271,19 @@ def test_captions_from_elsewhere_are_not_edited(
     assert (folder / "cats/0.txt").read_text() == "a cat number 0\n"
 
 
+def test_packaged_examples_are_only_shown(page: TestClient) -> None:
+    asked = {"config": "examples/demo", "dataset": "glimmers"}
+    html = page.get("/library", params=asked).text
+    assert "copy it to change it" in html
+    assert "<textarea" not in html
+    assert "96x96 → 96x96" in html
+    body = {**asked, "file": "glimmer-01.png"}
+    assert page.put("/api/library/caption", json={**body, "text": "x"}).status_code == 403
+    assert page.put("/api/library/excluded", json={**body, "out": True}).status_code == 403
+    picture = re.findall(r'src="(/library/thumbnail[^"]+)"', html)[0].replace("&amp;", "&")
+    assert page.get(picture).headers["content-type"] == "image/webp"
+
+
 def test_pairs_are_cropped_as_they_are_trained(page: TestClient, folder: Path) -> None:
     (folder / "masks").mkdir()
     for index in range(3):
@@ -298,6 +311,8 @@ def test_nothing_outside_the_project_is_shown_or_written(page: TestClient, folde
         assert page.get(f"/library/{route}", params={"path": "config/config.json"}).status_code == 404
     write(folder, "", CONFIG, {**CATS, "exclude_files": "../../list.json"})
     assert leave_out(page, "0.png").status_code in (403, 422)
+    write(folder, "", CONFIG, {**CATS, "instance_data_dir": "gone"})
+    assert "is not a folder" in page.get("/library", params={"dataset": "cats"}).text
     write(folder, "", CONFIG, {**CATS, "instance_data_dir": str(outside)})
     assert page.get("/library", params={"dataset": "cats"}).status_code == 422
 
@@ -340,10 +355,12 @@ def test_missing_captions_are_written_by_a_process(
     assert started == [["caption", "--dataset=cats", "--style=short", "--trigger=zkt", file]]
     progress = {"dataset": "cats", "running": True, "message": "Writing captions: 30/100"}
     assert page.get("/api/library/describe").json() == progress
-    assert page.post("/api/library/describe", json=body).status_code == 409
+    assert "output/mine; wait" in page.post("/api/library/describe", json=body).text
+    assert cast(Any, page.app).state.queue.worker.at_work() == str(folder / "output/mine"), "jobs wait for it"
     child.code = 0
     assert page.get("/api/library/describe").json() == {**progress, "running": False}
-    monkeypatch.setattr(Run, "status", lambda run: {"status": "running"})
+    assert cast(Any, page.app).state.queue.worker.at_work() == ""
+    monkeypatch.setattr(Run, "pid", 1)
     assert page.post("/api/library/describe", json=body).status_code == 409
 
 
@@ -377,7 +394,7 @@ def test_a_replacement_in_a_browser(browser: Any, folder: Path) -> None:
     with opened(browser, folder, "#dataset/files/cats") as page:
         page.set_viewport_size({"width": 400, "height": 800})
         dialog = page.get_by_role("dialog", name="cats")
-        dialog.get_by_text("Change captions").click()
+        dialog.get_by_text("Change or write captions").click()
         dialog.get_by_label("Find in all captions").fill("cat")
         dialog.get_by_label("Replace by").fill("fox")
         dialog.get_by_role("button", name="Preview").click()
@@ -388,11 +405,25 @@ def test_a_replacement_in_a_browser(browser: Any, folder: Path) -> None:
         dialog.get_by_role("button", name="Change 3 captions").click()
         dialog.get_by_text("3 captions changed.").wait_for()
         assert (folder / "cats/2.txt").read_text() == "a cat number 2\n"
-        # A conflict shows what the file says now, and what was typed.
+
+
+@pytest.mark.slow
+def test_a_conflict_in_a_browser(browser: Any, folder: Path) -> None:
+    """Both texts are seen, and nothing typed is lost by leaving."""
+    with opened(browser, folder, "#dataset/files/cats") as page:
+        dialog = page.get_by_role("dialog", name="cats")
+        caption = dialog.get_by_label("Caption of 0.png")
+        caption.wait_for()
         (folder / "cats/0.txt").write_text("from outside\n")
-        dialog.get_by_label("Caption of 0.png").fill("from here")
-        dialog.get_by_label("Caption of 1.png").focus()
-        dialog.get_by_text("you had typed: from here").wait_for()
-        assert dialog.get_by_label("Caption of 0.png").input_value() == "from outside"
-        dialog.get_by_role("button", name="Close").click()
+        caption.fill("from here")
+        page.keyboard.press("Escape")
+        dialog.get_by_text("from outside").wait_for()
+        assert page.evaluate("location.hash") == "#dataset/files/cats"
+        assert caption.input_value() == "from here"
+        dialog.get_by_role("button", name="Save mine").click()
+        dialog.get_by_text("Saved. Training uses it").wait_for()
+        assert (folder / "cats/0.txt").read_text() == "from here\n"
+        caption.fill("last words")  # leaving saves them
+        page.keyboard.press("Escape")
         dialog.wait_for(state="hidden")
+        assert (folder / "cats/0.txt").read_text() == "last words\n"

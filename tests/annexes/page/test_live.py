@@ -23,10 +23,10 @@ from simpletuner.annexes.page.live import event_stream
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.runs import CONSOLE_FILE
 from simpletuner.annexes.page.serve import create_app
+from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.reporting.events import EventStream, Notice, StateChanged
 from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile
-from simpletuner.reporting.payloads import EVENTS_FILE, EventLog, Payloads
 from simpletuner.run.lock import LOCK_FILE
 from tests.annexes.page.page import ending_runs, serving
 from tests.annexes.page.test_runs import STEPS, lengthen, own, tell

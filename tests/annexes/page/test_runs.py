@@ -20,6 +20,7 @@ import pytest
 from simpletuner.annexes.page.control import ask, refuse_if_busy
 from simpletuner.annexes.page.project import Refusal
 from simpletuner.annexes.page.runs import CONSOLE_FILE, STARTED_FILE, Run, Tail
+from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads, last_id
 from simpletuner.reporting.events import (
     UPLOADING,
     Event,
@@ -31,7 +32,6 @@ from simpletuner.reporting.events import (
     Uploaded,
 )
 from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile
-from simpletuner.reporting.payloads import EVENTS_FILE, EventLog, Payloads, last_id
 from simpletuner.run.lock import LOCK_FILE, lock_output, this_process
 from tests.processes import PATIENCE
 

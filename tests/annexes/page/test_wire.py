@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import http.client
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -14,6 +15,9 @@ from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from tests.annexes.page.page import serving
 from tests.annexes.page.test_runs import STEPS, own, tell
+from tests.workspace import Workspace
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
 
 
 @pytest.fixture
@@ -61,3 +65,31 @@ def test_an_event_arrives_at_once(output: Path) -> None:
         assert answer.readline() == b"\n"
         assert answer.readline().startswith(b"id: ")  # while the stream stays open
         connection.close()
+
+
+@pytest.mark.slow
+def test_the_first_visit_takes_sixty_kilobytes(
+    browser: Any, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workspace.folder)
+    sizes: dict[str, float] = {}
+    with serving(workspace.folder.resolve()) as (port, _), browser.new_context() as context:
+        page = context.new_page()
+        session = context.new_cdp_session(page)
+        session.send("Network.enable")
+        addresses: dict[str, str] = {}
+        session.on(
+            "Network.responseReceived", lambda each: addresses.update({each["requestId"]: each["response"]["url"]})
+        )
+        session.on(
+            "Network.loadingFinished",
+            lambda each: sizes.update(
+                {addresses[each["requestId"]].partition(f":{port}")[2]: each["encodedDataLength"]}
+            ),
+        )
+        page.goto(f"http://127.0.0.1:{port}/")
+        sync_api.expect(page.locator("#verdict")).to_have_text("fits")
+    # Headers included; the plan and the lists of configs and runs, too.
+    print(sizes)
+    assert {"/", "/static/app.js", "/api/plan", "/api/training/validate"} <= sizes.keys()
+    assert sum(sizes.values()) < 60_000, sizes

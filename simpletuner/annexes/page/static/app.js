@@ -1,11 +1,14 @@
 // The page: tabs, search, the open config, and the check after every change.
-import { api, ask, bindField, changes, isDirty, open, page, problemLine, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
+import { api, ask, bindField, changes, complete, defaultOf, isDirty, open, page, problemLine, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
 import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { showPlan } from "./plan.js";
+import { showRaw, startRaw } from "./raw.js";
 
 const all = (selector) => [...document.querySelectorAll(selector)];
 const tabs = all("[role=tab]"), fields = all("main .field"), byKey = new Map(fields.map((field) => [field.dataset.key, field]));
+for (const field of fields) complete(field, "f");
 const inRun = document.body.classList.contains("in-run"); // the page of a run edits nothing
+const defaults = Object.fromEntries(fields.map((field) => [field.dataset.key, defaultOf(field)]));
 let judged = { problems: [], effective: {}, greyed: {} }, planned = [], number = 0, told = "";
 const timers = {};
 const later = (name, delay, action) => { clearTimeout(timers[name]); timers[name] = setTimeout(action, delay); };
@@ -23,11 +26,22 @@ function openTab() {
     each.tabIndex = each === tab ? 0 : -1;
   }
   document.body.dataset.tab = tab.id.slice(4);
+  fill(page(`#pane-${tab.id.slice(4)}`));
   filter("");
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (target?.matches("section, .field")) target.scrollIntoView();
   else scrollTo(0, 0);
   tab.scrollIntoView({ block: "nearest", inline: "nearest" });
+}
+
+// What only one pane needs is loaded when it is first shown, its scripts in their order. It shows nothing before.
+function fill(pane) {
+  const shell = pane.querySelector(":scope > template"), scripts = [...(shell?.content.querySelectorAll("script") ?? [])];
+  if (!shell) return;
+  for (const script of scripts) script.async = false;
+  pane.ariaBusy = "true";
+  scripts.at(-1).addEventListener("load", () => { pane.ariaBusy = null; });
+  shell.replaceWith(shell.content);
 }
 
 page("[role=tablist]").addEventListener("keydown", (event) => {
@@ -46,7 +60,7 @@ function filter(query) {
   document.body.classList.toggle("searching", searching);
   let found = 0;
   for (const field of fields) {
-    const text = `${field.dataset.key} ${field.dataset.key.replaceAll("_", " ")} ${field.dataset.words} ${field.textContent} ${field.closest(".group")?.dataset.group ?? ""}`.toLowerCase();
+    const text = `${field.dataset.key} ${field.dataset.key.replaceAll("_", " ")} ${field.dataset.words ?? ""} ${field.textContent} ${field.closest(".group")?.dataset.group ?? ""}`.toLowerCase();
     field.hidden = searching && !words.every((word) => text.includes(word));
     found += !field.hidden;
   }
@@ -84,6 +98,7 @@ export async function openConfig(name, from = name) {
 async function refill() {
   remember("config", state.config);
   page("#look").href = `/dataset?config=${encodeURIComponent(state.config)}`;
+  Object.assign(state, { switched: state.opened !== "", opened: state.config });
   document.dispatchEvent(new CustomEvent("config", { detail: state.config }));
   listConfigs();
   showDatasets();
@@ -99,7 +114,7 @@ async function check() {
   if (mine !== number) return;
   if (!status) return; // the page says that the server is away, and checks when it is back
   judged = ok ? data : { ...judged, problems: data.problems };
-  state.effective = judged.effective;
+  state.effective = { ...defaults, ...judged.effective };
   offerFlavours(judged.flavours ?? {});
   showAll();
   later("plan", 600, plan);
@@ -131,9 +146,10 @@ function offerFlavours(flavours) {
 
 function showAll() {
   refreshDatasets();
-  for (const [key, field] of byKey) showField(field, state.values[key], judged.effective[key]);
+  for (const [key, field] of byKey) showField(field, state.values[key], state.effective[key]);
   showProblems();
   showSaved();
+  showRaw();
 }
 
 function showProblems() {
@@ -210,11 +226,12 @@ for (const [key, field] of byKey) {
   bindField(field, (value) => {
     if (value === undefined) delete state.values[key];
     else state.values[key] = value;
-    showField(field, state.values[key], judged.effective[key]);
+    showField(field, state.values[key], state.effective[key]);
     edited();
   });
 }
 startDatasets(edited);
+startRaw((name) => { if (name === "datasets") showDatasets(); edited(); });
 page("#search").addEventListener("input", ({ target }) => { filter(target.value); scrollTo(0, 0); });
 page("#save").addEventListener("click", saveNow);
 

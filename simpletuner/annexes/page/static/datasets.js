@@ -1,5 +1,5 @@
 // The dataset file as cards; what a card does not show is edited as JSON and kept as it is.
-import { api, ask, bindField, element, problemLine, showField, state, tell } from "./form.js";
+import { api, ask, bindField, complete, element, problemLine, showField, state, tell } from "./form.js";
 
 const list = document.querySelector("#datasets"), template = document.querySelector("#dataset");
 const SHORT = new Set(["id", "dataset_type", "type"]); // all that an entry without samples needs
@@ -30,7 +30,7 @@ function refresh(card, entry) {
   card.classList.toggle("off", Boolean(entry.disabled || entry.disable));
   for (const field of card.querySelectorAll(".field")) {
     field.hidden = !matters(field.dataset.key, entry);
-    showField(field, part(entry, field.dataset.key), state.effective?.[field.dataset.key]);
+    showField(field, part(entry, field.dataset.key), state.effective[field.dataset.key]);
   }
   const more = card.querySelector(".grid + .more"), count = more.querySelectorAll(".field:not([hidden])").length;
   more.hidden = count === 0;
@@ -40,9 +40,8 @@ function refresh(card, entry) {
 }
 
 function makeCard(index) {
-  const box = element("div"), number = (numbers += 1);
-  box.innerHTML = template.innerHTML.replaceAll("dataset--", `dataset-${number}-`); // ids are unique on a page
-  const card = box.firstElementChild;
+  const card = template.content.firstElementChild.cloneNode(true), prefix = `dataset-${(numbers += 1)}`;
+  for (const field of card.querySelectorAll(".field")) complete(field, prefix);
   const entry = () => state.datasets.entries[index];
   const edit = () => { refresh(card, entry()); changed(); };
   for (const field of card.querySelectorAll(".field")) {

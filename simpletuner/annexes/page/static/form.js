@@ -1,7 +1,7 @@
 // The settings of the open config: what the file says, what the page has, and what is wrong with it.
 // A field shows a value of `state.values`, or, greyed as its placeholder, what training uses without it.
 
-export const state = { config: "config", etag: null, file: {}, values: {}, datasets: { etag: null, file: [], entries: [] } };
+export const state = { broken: {}, config: "config", opened: "", switched: false, etag: null, file: {}, values: {}, effective: {}, datasets: { etag: null, file: [], entries: [] } };
 export const page = (selector) => document.querySelector(selector);
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 const clone = (value) => JSON.parse(JSON.stringify(value));
@@ -49,8 +49,23 @@ export function remember(key, value) {
   history.replaceState(history.state, "", url);
 }
 
-// One field: its control, its value as JSON, and back.
+// One field: what all have, its control, its value as JSON, and back.
+export function complete(field, prefix) {
+  const [label, input, help] = field.children, { key } = field.dataset, id = `${prefix}-${key}`, name = element("div", { className: "name" });
+  const words = `Use the default of ${label.textContent}`;
+  const reset = element("button", { type: "button", className: "reset", hidden: true, ariaLabel: words, title: "Use the default", textContent: "↺" });
+  Object.assign(label, { htmlFor: id, title: key });
+  Object.assign(input, { id, autocomplete: "off", spellcheck: false, role: input.type === "checkbox" ? "switch" : null });
+  input.setAttribute("aria-describedby", `${id}-help ${id}-told`);
+  help.id = `${id}-help`;
+  name.append(label, reset);
+  const replace = element("button", { type: "button", className: "replace", hidden: true, textContent: "Replace" });
+  field.prepend(name, element("div", { className: "set" }, input, replace));
+  field.append(element("div", { className: "told", id: `${id}-told` }));
+}
+
 const control = (field) => field.querySelector(".set").querySelector("input, select, textarea");
+export const defaultOf = ({ dataset }) => JSON.parse(dataset.default ?? "null");
 const isSecret = (value) => same(value, { secret: "set" });
 const written = (value) => (typeof value === "object" ? JSON.stringify(value) : String(value));
 
@@ -60,14 +75,14 @@ export function showField(field, value, effective) {
   field.querySelector(".reset").hidden = !isSet;
   field.querySelector(".replace").hidden = !secret;
   input.readOnly = secret;
-  const unset = effective ?? JSON.parse(field.dataset.default);
+  const unset = effective === undefined ? defaultOf(field) : effective;
   if (input.type === "checkbox") {
     const word = isSet ? String(value).toLowerCase() : String(unset);
     input.checked = ["true", "1", "yes", "on"].includes(word);
     input.indeterminate = !isSet && unset === null;
     return;
   }
-  const fallback = unset === null ? field.dataset.note : written(unset);
+  const fallback = unset === null ? (field.dataset.note ?? "") : written(unset);
   if (input.tagName === "SELECT") {
     input.options[0].textContent = fallback ? `${fallback} (default)` : "";
     const known = [...input.options].find((option) => option.value === written(value ?? ""));
@@ -151,9 +166,10 @@ export const isDirty = () => Object.keys(changes()).length > 0 || datasetsChange
 
 // Saving. A file that changed meanwhile is compared first, and nothing is lost.
 export async function save() {
-  const values = changes(), entries = state.datasets.entries, name = encodeURIComponent(state.config);
-  const first = !Object.keys(values).length || (await put(`/api/configs/${state.config}`, { values }, state.etag, takeConfig));
-  return first && (!datasetsChanged() || put(`/api/datasets/plan?config=${name}`, { entries }, state.datasets.etag, takeDatasets));
+  const values = changes(), entries = state.datasets.entries, name = encodeURIComponent(state.config), { broken } = state;
+  const whole = (part) => (broken[part] ? { whole: true } : {}); // of a file that cannot be read, nothing is kept
+  const first = !Object.keys(values).length || (await put(`/api/configs/${state.config}`, { values, ...whole("config") }, state.etag, takeConfig));
+  return first && (!datasetsChanged() || put(`/api/datasets/plan?config=${name}`, { entries, ...whole("datasets") }, state.datasets.etag, takeDatasets));
 }
 
 async function put(path, body, etag, take) {
@@ -165,10 +181,10 @@ async function put(path, body, etag, take) {
 }
 
 function takeConfig({ data, etag }) {
-  Object.assign(state, { etag, file: clone(data.values), values: clone(data.values) });
+  Object.assign(state, { etag, file: clone(data.values), values: clone(data.values), broken: { ...state.broken, config: null } });
 }
 function takeDatasets({ data, etag }) {
-  state.datasets = { etag, file: clone(data.entries), entries: clone(data.entries) };
+  Object.assign(state, { datasets: { etag, file: clone(data.entries), entries: clone(data.entries) }, broken: { ...state.broken, datasets: null } });
 }
 
 // The settings and datasets of a config as they are in its files.
@@ -177,13 +193,14 @@ async function load(name) {
   return { config: await api(`/api/configs/${name}`), datasets: await api(datasets) };
 }
 
-// Takes what the files of a config say; nothing if there are none yet.
+// Takes what the files of a config say; nothing if there are none yet, and the text of those that are no JSON.
 export async function open(name) {
-  const { config, datasets } = await load(name);
-  if (!config.ok && config.status !== 404) return config;
+  const { config, datasets } = await load(name), isBroken = ({ data }) => typeof data.text === "string";
+  if (!config.ok && config.status !== 404 && !isBroken(config)) return config;
   state.config = name;
-  takeConfig(config.ok ? config : { data: { values: {} }, etag: null });
-  takeDatasets(datasets.ok ? datasets : { data: { entries: [] }, etag: null });
+  takeConfig(config.ok ? config : { data: { values: {} }, etag: config.etag });
+  takeDatasets(datasets.ok ? datasets : { data: { entries: [] }, etag: datasets.etag });
+  for (const [part, answer] of Object.entries({ config, datasets })) if (isBroken(answer)) state.broken[part] = answer.data;
   return null;
 }
 

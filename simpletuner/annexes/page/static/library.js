@@ -2,15 +2,16 @@
 import { api, element, page, sentences, state } from "./form.js";
 
 const dialog = page("#library"), CLOSED = "#dataset/training_data";
-let shown = "", timer;
+const open = { hash: "", dataset: "" }; // what is shown, while the address may already say something else
+let latest = "", saving, timer;
 const find = (selector) => dialog.querySelector(selector);
-const fileOf = (card) => decodeURIComponent(card.dataset.file);
+const named = () => ({ config: state.config, dataset: open.dataset });
+const unsaved = () => [...dialog.querySelectorAll("textarea")].filter((area) => area.value !== area.defaultValue);
 
 function asked() {
   const [place, query = ""] = location.hash.slice(1).split("?"), [, kind, dataset] = place.split("/");
   return kind === "files" ? { dataset: decodeURIComponent(dataset), query: new URLSearchParams(query) } : null;
 }
-const named = () => ({ config: state.config, dataset: asked().dataset });
 
 function go(changes) {
   const { dataset, query } = asked();
@@ -19,9 +20,13 @@ function go(changes) {
 }
 
 export async function show() {
-  dialog.querySelector("textarea:focus")?.blur(); // saves it
+  find("textarea:focus")?.blur(); // saves it
+  await saving;
+  // Its card says why it was not saved.
+  if (unsaved().length) return void (location.hash = open.hash);
   const wanted = asked();
   if (!wanted) return dialog.close();
+  Object.assign(open, { hash: location.hash, dataset: wanted.dataset });
   if (!dialog.open) dialog.showModal();
   await load(new URLSearchParams({ ...named(), ...Object.fromEntries(wanted.query) }));
 }
@@ -33,45 +38,53 @@ function fill(place, html) {
 }
 
 async function load(query) {
-  const mine = (shown = String(query));
+  const mine = (latest = String(query));
   dialog.setAttribute("aria-busy", "true");
   const response = await fetch(`/library?${query}`).catch(() => null), text = await response?.text();
-  if (mine !== shown) return;
+  if (mine !== latest) return;
   dialog.removeAttribute("aria-busy");
   if (response?.ok) {
-    const focused = document.activeElement?.id, open = find(".change")?.open;
+    const focused = document.activeElement?.id, unfolded = find(".change")?.open;
     fill(dialog, text);
     dialog.scrollTo(0, 0);
-    if (open && find(".change")) find(".change").open = true;
+    if (find(".change")) find(".change").open = Boolean(unfolded);
     if (focused) document.getElementById(focused)?.focus();
     follow();
   } else {
     const problems = response ? sentences({ ok: false, data: JSON.parse(text) }) : ["The server does not answer."];
     const close = element("button", { type: "button", className: "close", textContent: "Close" });
-    dialog.replaceChildren(element("h2", { id: "library-title", textContent: asked()?.dataset }), element("p", { className: "bad", textContent: problems.join(" ") }), close);
+    dialog.replaceChildren(element("h2", { id: "library-title", textContent: open.dataset }), element("p", { className: "bad", textContent: problems.join(" ") }), close);
   }
 }
 
 // One file: what is saved answers with its card.
 async function change(card, path, body, etag) {
-  const said = card.querySelector(".said"), { ok, status, data } = await api(path, { method: "PUT", etag, body: { ...named(), file: fileOf(card), ...body } });
+  const file = decodeURIComponent(card.dataset.file), { ok, status, data } = await api(path, { method: "PUT", etag, body: { ...named(), file, ...body } });
+  const said = card.querySelector(".said"), typed = card.querySelector("textarea"), box = element("div");
   if (!ok && status !== 412) return void (said.textContent = `Not saved: ${sentences({ ok, data }).join(" ")}`);
-  const box = element("div");
   fill(box, data.card);
-  const fresh = box.firstElementChild, typed = card.querySelector("textarea"), now = fresh.querySelector("textarea");
-  if (ok && typed && typed === document.activeElement) {
-    card.dataset.tag = fresh.dataset.tag; // the cursor stays where it is
-    typed.defaultValue = now.value;
-    said.textContent = data.note;
+  const fresh = box.firstElementChild, now = fresh.querySelector("textarea");
+  if (ok && typed !== document.activeElement) {
+    fresh.querySelector(".said").textContent = data.note;
+    // Another answer may have replaced the card meanwhile.
+    find(`[data-file="${card.dataset.file}"]`)?.replaceWith(fresh);
+    if (path.endsWith("excluded")) fresh.querySelector(".exclude").focus();
     return;
   }
-  card.replaceWith(fresh);
-  fresh.querySelector(".said").textContent = ok ? data.note : sentences({ ok, data }).join(" ");
-  if (!ok) fresh.querySelector(".said").append(element("span", { textContent: ` It says now what you see; you had typed: ${typed.value}` }));
-  if (path.endsWith("excluded")) fresh.querySelector(".exclude").focus();
+  card.dataset.tag = fresh.dataset.tag;
+  if (ok) {
+    typed.defaultValue = now.value; // the cursor stays where it is
+    return void (said.textContent = data.note);
+  }
+  const mine = element("button", { type: "button", textContent: "Save mine" }), theirs = element("button", { type: "button", textContent: "Take the file's" });
+  mine.addEventListener("click", () => save(card, typed));
+  theirs.addEventListener("click", () => card.replaceWith(fresh));
+  said.replaceChildren(sentences({ ok, data }).join(" "), element("ins", { textContent: now?.value ?? "" }), mine, " ", theirs);
 }
 
-const save = (card, area) => area.value !== area.defaultValue && change(card, "/api/library/caption", { text: area.value }, card.dataset.tag || undefined);
+function save(card, area) {
+  if (area.value !== area.defaultValue) saving = Promise.all([saving, change(card, "/api/library/caption", { text: area.value }, card.dataset.tag || undefined)]);
+}
 
 // All files: first a preview, then the change itself.
 async function edit(body) {
@@ -96,15 +109,13 @@ async function edit(body) {
 // The process that writes captions, while it runs.
 async function follow() {
   clearTimeout(timer);
-  const { ok, data } = await api("/api/library/describe");
-  if (!ok || !find(".changes") || data.dataset !== asked()?.dataset) return;
-  const ended = !data.running && !find("[value=stop]").hidden;
+  const { ok, data } = await api("/api/library/describe"), stop = find("[value=stop]");
+  if (!ok || !stop || data.dataset !== open.dataset || (!data.running && stop.hidden)) return;
+  if (!data.running) await show(); // what it has written
+  find(".change").open = true;
+  find(".changes").textContent = data.message;
   find("[value=stop]").hidden = !data.running;
-  if (data.message) find(".changes").textContent = data.message;
-  if (data.running) {
-    find(".change").open = true;
-    timer = setTimeout(follow, 2000);
-  } else if (ended) show();
+  if (data.running) timer = setTimeout(follow, 2000);
 }
 
 const ACTS = {
@@ -112,8 +123,9 @@ const ACTS = {
   prefix: () => edit({ trigger: find(".trigger").value }),
   describe: async () => {
     const { ok, data } = await api("/api/library/describe", { method: "POST", body: { ...named(), style: page("#library-style").value, trigger: find(".trigger").value } });
-    if (!ok) return void (find(".changes").textContent = sentences({ ok, data }).join(" "));
-    follow();
+    find(".changes").textContent = sentences({ ok, data }).join(" ");
+    find("[value=stop]").hidden = !ok;
+    if (ok) follow();
   },
   stop: () => api("/api/library/describe/stop", { method: "POST", body: {} }),
 };
@@ -139,4 +151,5 @@ for (const [event, act] of Object.entries({ mouseover: "play", focusin: "play", 
   dialog.addEventListener(event, ({ target }) => target.closest(".frame")?.querySelector("video")?.[act]()?.catch(() => {}));
 }
 dialog.addEventListener("cancel", (event) => { event.preventDefault(); location.hash = CLOSED; });
-addEventListener("beforeunload", (event) => [...dialog.querySelectorAll("textarea")].some((area) => area.value !== area.defaultValue) && event.preventDefault());
+addEventListener("beforeunload", (event) => unsaved().length && event.preventDefault());
+document.addEventListener("back", () => unsaved().forEach((area) => save(area.closest("figure"), area)));

@@ -71,7 +71,7 @@ function draw(plan, known = null) {
   const slow = plan.problems.filter((problem) => problem.key === "device"); // a published model without a GPU
   if (slow.length) tellVerdict("no GPU", "stopped");
   else tellVerdict(short ? lacks : usable === null ? "" : known ? "would fit" : "fits", short ? "stopped" : "finished");
-  const lines = known ? also : slow.map((problem) => problemLine(problem, problem.message));
+  const lines = known ? also : slow.map((problem) => problemLine({ ...problem, fatal: true }, problem.message));
   body.replaceChildren(
     ...(lines.length ? [told(lines)] : []),
     dim(`${name}${memory === null ? "" : `, ${gigabytes(usable)} usable`} (${note})`),

@@ -3,7 +3,7 @@
 /* global drawCharts, gather, interpolator, items, plots, setAxis, view, viewer */
 
 import { maySwitch, openConfig } from "./app.js";
-import { api, element, remember, sentences } from "./form.js";
+import { api, element, remember, sentences, state } from "./form.js";
 
 const pane = document.querySelector(".run-view");
 const problems = pane.querySelector(".run-problems");
@@ -16,8 +16,8 @@ export const parts = {
 const ofAll = { list: "/runs", queue: "/queue" }; // parts that are of no run
 export let run = new URLSearchParams(location.search).get("run");
 let events = null;
-let opened = ""; // the config, and whether to show its run as soon as the list has it
-let follows = false;
+let opened = state.opened; // the config, and whether to show its run as soon as the list has it
+let follows = state.switched;
 let seen = Date.now(); // when the server answered last
 const PATIENCE = 60000; // milliseconds
 const AT_THE_SERVER = "`simpletuner server` opens the page of all runs in this folder.";

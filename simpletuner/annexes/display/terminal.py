@@ -15,9 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from simpletuner.annexes.display.progress import Display, LastingStream
 from simpletuner.reporting import events
 from simpletuner.reporting.pace import Pace, clock, ending, line_of, pace_text, size_text
-from simpletuner.reporting.progress import Display, LastingStream
 
 REFRESHES_PER_SECOND = 4
 SPARKS = "▁▂▃▄▅▆▇█"

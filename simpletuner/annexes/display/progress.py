@@ -113,7 +113,7 @@ def make_display(stream: TextIO | None = None) -> Display:
     lasting = LastingStream(stream)
     if is_screen(stream):
         # Importing rich takes a tenth of a second, which `--dry-run | less` need not spend.
-        from simpletuner.reporting.terminal import LiveDisplay
+        from simpletuner.annexes.display.terminal import LiveDisplay
 
         return LiveDisplay(lasting)
     return PlainDisplay(lasting)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payload, Payloads, read_events
 from simpletuner.redaction import HIDDEN
 from simpletuner.reporting.events import (
     UPLOADING,
@@ -25,7 +26,6 @@ from simpletuner.reporting.events import (
     Uploaded,
 )
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.reporting.payloads import EVENTS_FILE, EventLog, Payload, Payloads, read_events
 
 PICTURE = MediaRecord(4, "bird", "a bird", "validation_images/step_4_bird_0_64x32.png", 64, 32)
 CLIP = MediaRecord(4, "bird", "a bird", "validation_images/step_4_bird_0_64x32@5.mp4", 64, 32)

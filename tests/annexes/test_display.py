@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from simpletuner import STARTED
+from simpletuner.annexes.display.progress import PlainDisplay, Start, make_display, shown_events
+from simpletuner.annexes.display.terminal import LiveDisplay, sparkline
 from simpletuner.reporting.events import (
     CACHING,
     EVALUATION,
@@ -27,8 +29,6 @@ from simpletuner.reporting.events import (
 )
 from simpletuner.reporting.log import setup_logging
 from simpletuner.reporting.pace import Pace, RunningMean, clock, pace_text, size_text
-from simpletuner.reporting.progress import PlainDisplay, Start, make_display, shown_events
-from simpletuner.reporting.terminal import LiveDisplay, sparkline
 
 
 class Clock:

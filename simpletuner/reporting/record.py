@@ -1,0 +1,71 @@
+"""The record of a run, written from its events; `metrics` describes its two files. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from simpletuner.reporting import events
+from simpletuner.reporting.metrics import (
+    EVALUATED,
+    MEDIA_FILE,
+    METRICS_FILE,
+    MediaFile,
+    MediaRecord,
+    MetricsFile,
+    read_media,
+    read_rows,
+)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the record has of the step that a session resumes from.
+
+    Attributes:
+        evaluated: whether it has its evaluation loss.
+        previews: its previews.
+    """
+
+    evaluated: bool
+    previews: list[MediaRecord]
+
+
+class RunRecord:
+    """Subscriber that writes both files.
+
+    Args:
+        step: from which the session resumes; records of later steps are dropped.
+
+    Attributes:
+        recorded: what there is of that step.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._metrics, self._media = (
+            MetricsFile(folder / METRICS_FILE, step),
+            MediaFile(folder / MEDIA_FILE, step),
+        )
+        # Read after both files were opened: that drops the rows which an earlier run left for step 0.
+        here = [row for row in read_rows(folder / METRICS_FILE) if row["step"] == step]
+        previews = [record for record in read_media(folder / MEDIA_FILE) if record.step == step]
+        self.recorded = Recorded(any(name.startswith(EVALUATED) for row in here for name in row), previews)
+        self._step = step
+        self._losses: Mapping[str, float] = {}
+
+    def __call__(self, event: events.Event) -> None:
+        match event:
+            # An evaluation precedes the report of its step, and shares its row.
+            case events.Evaluated() if event.step > self._step:
+                self._losses = event.losses
+            case events.Evaluated():  # on resume, for a step that was recorded without its evaluation
+                self._metrics.append(event.step, event.losses)
+            case events.StepReport():
+                self._metrics.append(event.step, {**event.row, **self._losses})
+                self._step, self._losses = event.step, {}
+            case events.MediaRendered():
+                self._media.append(event.media)
+            case events.StateChanged() if event.state in events.ENDED:
+                self._metrics.close()
+                self._media.close()
