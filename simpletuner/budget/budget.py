@@ -170,10 +170,8 @@ class Budget:
         sizes, rates = self.workload.previews, self.device.rates
         loads = [VaeLoad(1, each.frames, each.width, each.height) for each in sizes]
         flops = sum(self.parts.cost.vae_decode_flops(self.parts.vae, load) for load in loads)
-        if not self.device.is_gpu:
-            return flops / (CPU_CONVOLUTIONS * rates.matmul)
-        speed = FLOAT32_SHARE if self.preview_dtype == "fp32" else 1.0
-        return flops / (GPU_CONVOLUTIONS * speed * rates.matmul)
+        on_gpu = GPU_CONVOLUTIONS * (FLOAT32_SHARE if self.preview_dtype == "fp32" else 1.0)
+        return flops / (rates.matmul * (on_gpu if self.device.is_gpu else CPU_CONVOLUTIONS))
 
     @property
     def _is_guided(self) -> bool:
