@@ -54,23 +54,26 @@ page("[role=tablist]").addEventListener("keydown", (event) => {
   next.focus();
 });
 
-// Search goes over all tabs at once.
+// Search goes over all tabs at once. Words count from their beginning: "oom" is not in "room".
+const plain = (text) => ` ${text.toLowerCase().replace(/[^\p{L}\p{N}.]+/gu, " ")} `;
+
 function filter(query) {
-  const words = query.toLowerCase().split(/\s+/).filter(Boolean), searching = words.length > 0;
+  const wanted = plain(query), words = wanted.split(" ").filter(Boolean), searching = words.length > 0;
   document.body.classList.toggle("searching", searching);
   let found = 0;
-  for (const field of fields) {
-    const text = `${field.dataset.key} ${field.dataset.key.replaceAll("_", " ")} ${field.dataset.words ?? ""} ${field.textContent} ${field.closest(".group")?.dataset.group ?? ""}`.toLowerCase();
-    field.hidden = searching && !words.every((word) => text.includes(word));
-    found += !field.hidden;
+  for (const field of all("main .field")) {
+    const { key, words: meant = "" } = field.dataset, group = field.closest(".group")?.dataset.group ?? "";
+    const text = plain(`${key} ${meant} ${field.textContent} ${group}`);
+    const isFound = !searching || plain(meant).includes(wanted) || words.every((word) => text.includes(` ${word}`));
+    field.classList.toggle("unfound", !isFound);
+    found += isFound;
   }
-  for (const part of all(".group, .pane .card, details.more")) {
-    if (part.closest("#datasets")) continue;
-    part.hidden = searching && !part.querySelector(".field:not([hidden])");
+  for (const part of all(".group, .pane .card, .dataset-card, .grid + .more")) {
+    part.classList.toggle("unfound", searching && !part.querySelector(".field:not(.unfound, [hidden])"));
     if (part.tagName === "DETAILS") part.open = searching || Boolean(part.querySelector(".set-here, .told .bad"));
   }
   for (const pane of all(".pane")) {
-    pane.hidden = searching ? pane.id === "pane-run" : pane.id !== `pane-${document.body.dataset.tab}`;
+    pane.hidden = searching ? ["pane-run", "pane-start"].includes(pane.id) : pane.id !== `pane-${document.body.dataset.tab}`;
   }
   page("#no-match").hidden = !searching || found > 0;
 }
