@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from simpletuner.budget.device import Device, compared
-from simpletuner.budget.estimate import AVERAGE, Sent, Step, StepModel, exchange_seconds, sent_bytes
+from simpletuner.budget.estimate import AVERAGE, FLOAT32_SHARE, Sent, Step, StepModel, exchange_seconds, sent_bytes
 from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
@@ -27,8 +27,11 @@ from simpletuner.plan.entries import Listing, evaluated, list_entries, make_cata
 from simpletuner.reporting.events import CACHING, EVALUATION, SAVING, Rounds
 from simpletuner.reporting.events import PREVIEWS as PREVIEW_ROUNDS
 
-# Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers.
-HOST_BASE = 1.2e9
+# Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers; less where
+# CUDA's libraries are not loaded (metered: 0.5 GB, and 0.1 in the first step).
+HOST_BASE, CPU_BASE = 1.2e9, 0.7e9
+# Rate of a VAE's convolutions, relative to products of matrices: assumed, and measured with the VAEs of the demos.
+GPU_CONVOLUTIONS, CPU_CONVOLUTIONS = 0.3, 0.17
 CAPTIONS, LOADING, PREVIEWS = "encoding captions", "loading the transformer", "rendering previews"
 # Activations of one prompt, relative to the text encoders' weights. Where more do not fit, batches become smaller.
 TEXT_ACTIVATIONS = 0.03
@@ -156,12 +159,28 @@ class Budget:
 
     @property
     def preview_seconds(self) -> float:
-        """Seconds of one prompt's previews at all sizes, without decoding."""
+        """Seconds of one prompt's previews at all sizes."""
         validation = self.config.validation
         steps = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
         alone = self._is_guided and not self.parts.cost.guided_together and not validation.validation_batched_guidance
         passes = [self._step(self._sampled(preview)).forward_seconds for preview in self.workload.previews]
-        return self.outcome.previews * steps * (2 if alone else 1) * sum(passes)
+        decoding = validation.num_validation_images * self._decoding_seconds
+        return self.outcome.previews * (steps * (2 if alone else 1) * sum(passes) + decoding)
+
+    @property
+    def _decoding_seconds(self) -> float:
+        """Seconds of decoding a preview of each size."""
+        sizes, rates = self.workload.previews, self.device.rates
+        loads = [VaeLoad(1, each.frames, each.width, each.height) for each in sizes]
+        flops = sum(self.parts.cost.vae_decode_flops(self.parts.vae, load) for load in loads)
+        if not self.device.is_gpu:
+            return flops / (CPU_CONVOLUTIONS * rates.matmul)
+        speed = FLOAT32_SHARE if self.preview_dtype == "fp32" else 1.0
+        return flops / (GPU_CONVOLUTIONS * speed * rates.matmul)
+
+    @property
+    def _base(self) -> float:
+        return HOST_BASE if self.device.is_gpu else CPU_BASE
 
     @property
     def _is_guided(self) -> bool:
@@ -201,19 +220,19 @@ class Budget:
             # The language head, and a vision tower that no prompt needs, are dropped on the host.
             kept = text * (1 - parts.text_dropped / parts.text_parameters)
             on_device = kept * (STREAMED_TEXT if config.offload.group_offload_text_encoder else 1.0)
-            yield PhasePeak(CAPTIONS, on_device + text * TEXT_ACTIVATIONS, HOST_BASE, text)
+            yield PhasePeak(CAPTIONS, on_device + text * TEXT_ACTIVATIONS, self._base, text)
         if workload.encoded:
             samples = config.caching.vae_batch_size
             batches = [replace(load, samples=min(samples, load.samples)) for load in workload.encoded]
             # bytes of the decoded RGB pixels of a batch
             clip = 3.0 * max(load.samples * load.frames * load.width * load.height for load in batches)
             # Bytes on the host, gathered into a batch and page-locked.
-            host = HOST_BASE + workload.waiting + 2 * clip
+            host = self._base + workload.waiting + 2 * clip
             # `to_pixels` widens them to float32 on the device.
             peak = vae + self._vae_bytes(batches) + clip * BYTES["fp32"]
             yield PhasePeak(f"encoding {parts.spec.media_noun}", peak, host)
         if workload.encodes_features:
-            yield PhasePeak("encoding features", max(map(self._teaching, workload.buckets)), HOST_BASE)
+            yield PhasePeak("encoding features", max(map(self._teaching, workload.buckets)), self._base)
 
     def _training(self) -> Iterator[PhasePeak]:
         """Loading, training, previews and saving."""
@@ -224,9 +243,9 @@ class Budget:
         on_disk = config.offload.group_offload_to_disk_path is not None
         streamed = 0.0 if on_disk else model.streamed_bytes  # the processes of a machine share them
         common = streamed + model.shared_bytes
-        yield PhasePeak(LOADING, frozen, HOST_BASE + common, model.passing_bytes, common=common)
+        yield PhasePeak(LOADING, frozen, self._base + common, model.passing_bytes, common=common)
         on_device, on_host = model.average_memory("device"), model.average_memory("host")
-        waiting = HOST_BASE + streamed + on_host.kept + model.state_on_host_bytes
+        waiting = self._base + streamed + on_host.kept + model.state_on_host_bytes
         idle = trained - model.gradient_bytes  # between two steps
         # Features that are not cached keep their encoder on the device beside the transformer.
         live = not all(kind.is_cached for technique in parts.techniques for kind in technique.features)

@@ -520,6 +520,11 @@ class VaeLoad:
     tile: int = 256
 
     @property
+    def all_pixels(self) -> int:
+        """Pixels of all frames."""
+        return self.samples * self.frames * self.width * self.height
+
+    @property
     def pixels(self) -> int:
         """Pixels of one frame, or of one tile of it."""
         whole = self.width * self.height
@@ -540,6 +545,7 @@ class FamilyCost:
             prompts hold no picture.
         vae_encode, vae_decode: (the VAE's config, its load) -> numbers alive at the peak.
         vae_upsampled: likewise, the numbers that decoding upsamples at once.
+        vae_decode_flops: likewise, the FLOPs of decoding.
         prompt_layer: the layer that reads text embeddings, and so has their width.
         picture_tokens: (width, height) of a source picture -> text tokens that it takes in a prompt that holds it.
         guided_together: guidance runs both prompts in one batch instead of one after the other.
@@ -556,6 +562,7 @@ class FamilyCost:
     vae_decode: Callable[[Mapping[str, object], VaeLoad], float]
     prompt_layer: str
     vae_upsampled: Callable[[Mapping[str, object], VaeLoad], int] = field(default=lambda settings, load: 0)
+    vae_decode_flops: Callable[[Mapping[str, object], VaeLoad], float] = field(default=lambda settings, load: 0.0)
     picture_tokens: Callable[[int, int], int] = field(default=lambda width, height: 0)
     head_parameters: int = 0
     vision_parameters: int = 0

@@ -10,6 +10,7 @@ import pytest
 
 from simpletuner.annexes.fitting.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
 from simpletuner.budget.budget import (
+    GPU_CONVOLUTIONS,
     HOST_BASE,
     LOADING,
     PREVIEWS,
@@ -20,6 +21,7 @@ from simpletuner.budget.budget import (
     with_strips,
 )
 from simpletuner.budget.device import DEVICE_OVERHEAD, FRAGMENTS, Device, rates_of
+from simpletuner.budget.estimate import FLOAT32_SHARE
 from simpletuner.budget.workload import Bucket, Parts, Workload, kernels_on
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
@@ -551,6 +553,20 @@ def test_guidance_is_one_batch_where_previews_have_room_to_spare() -> None:
         assert not with_faster_previews(tight).config.validation.validation_batched_guidance
     sana = with_faster_previews(with_previews(budget(gpu(80), flavour="2b-480p")))
     assert sana.config.validation.validation_batched_guidance is None, "its pipeline always does so"
+
+
+@pytest.mark.parametrize(
+    ("flavour", "share"), [("t2v-lite-sft-5s", GPU_CONVOLUTIONS), ("2b-480p", GPU_CONVOLUTIONS * FLOAT32_SHARE)]
+)
+def test_previews_take_as_long_as_sampling_and_decoding(flavour: str, share: float) -> None:
+    """The VAE of Sana Video decodes in float32."""
+    found = with_previews(budget(gpu(80), flavour=flavour, num_validation_images=2))
+    spec = found.parts.spec
+    free = replace(spec, cost=replace(spec.cost, vae_decode_flops=lambda settings, load: 0.0))
+    sampling = replace(found, parts=replace(found.parts, spec=free)).preview_seconds
+    flops = spec.cost.vae_decode_flops({}, VaeLoad(1, LITE.frames, LITE.width, LITE.height))
+    assert found.preview_seconds - sampling == pytest.approx(2 * flops / (share * found.device.rates.matmul))
+    assert 0 < flops / found.device.rates.matmul < sampling
 
 
 def test_the_vae_stays_and_decodes_beside_training_where_both_fit() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import diffusers
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from simpletuner.config.schema import Decoding
 from simpletuner.models import decoding, loading
@@ -25,7 +27,7 @@ from tests.tiny_sana import build_ltx2_vae, build_wan_vae
 # What builds a tiny VAE, a latent shape of several strips and tiles, the stride, and its pixels.
 TINY = [
     pytest.param(build_image_vae, (2, 16, 3, 21), 8, (2, 3, 24, 168), id="Flux"),
-    pytest.param(build_video_vae, (1, 16, 3, 3, 21), 8, (1, 3, 9, 24, 168), id="HunyuanVideo"),
+    pytest.param(partial(build_video_vae, 16), (1, 16, 3, 3, 21), 8, (1, 3, 9, 24, 168), id="HunyuanVideo"),
     pytest.param(build_wan_vae, (1, 16, 2, 3, 21), 8, (1, 3, 5, 24, 168), id="Wan"),
     pytest.param(build_ltx2_vae, (1, 128, 2, 3, 5), 32, (1, 3, 9, 96, 160), id="LTX-2"),
 ]
@@ -121,6 +123,23 @@ def test_the_plan_knows_the_peak_at_full_size(
     planned = spec.cost.vae_decode({}, load) * dtype.itemsize
     print(f"{name} {how}: measured {peak.most / 1e9:.3f} GB, planned {planned / 1e9:.3f} GB")
     assert 0.8 * planned < peak.most < 1.1 * planned
+
+
+SHALLOW = [(*each[:3], each[3] | {"layers_per_block": 1}) for each in REAL[:2]]  # as those of the demos
+
+
+@pytest.mark.parametrize(("family", "flavour", "name", "settings"), [*(each[:4] for each in REAL), *SHALLOW])
+def test_the_plan_knows_the_work_of_decoding(family: str, flavour: str, name: str, settings: dict[str, Any]) -> None:
+    spec = FAMILIES[family].for_flavour(flavour)
+    size = (256, 256, 17 if spec.media == "video" else 1)
+    with torch.device("meta"), torch.no_grad():
+        vae = getattr(diffusers, name)(**settings).eval()
+        latent = spec.latent_size(*size)
+        channels = vae.config.z_dim if name == "AutoencoderKLWan" else vae.config.latent_channels
+        with FlopCounterMode(display=False) as counter:
+            vae.decode(torch.empty(1, channels, *(latent if spec.media == "video" else latent[1:])))
+    planned = spec.cost.vae_decode_flops(settings, VaeLoad(1, size[2], *size[:2]))
+    assert counter.get_total_flops() == pytest.approx(planned, rel=0.15)
 
 
 @pytest.mark.parametrize(("size", "numbers"), [((768, 512, 17), 2**30 * 1.5), ((1024, 512, 61), 2**31)])

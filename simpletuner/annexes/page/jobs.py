@@ -65,7 +65,9 @@ class RunWorker:
         return replace(job, state=ended, message=last)
 
     def at_work(self) -> str:
-        """The folder of a run that is at work on this machine."""
+        """The folder of a run that is at work on this machine, or for which captions are written."""
+        if (captioning := self.runs.captioning) and captioning.is_running:
+            return str(captioning.log.parent)
         return next((str(run.folder) for run in self.runs.all() if run.pid is not None), "")
 
     def outcome(self, folder: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from simpletuner.models.cost import (
     STOCK,
@@ -127,6 +128,12 @@ def video_vae_upsampled(settings: Mapping[str, object], load: VaeLoad) -> int:
     return 2 * _base_channels(settings) * max(_frames_at_once(load) - 1, 1) * load.pixels
 
 
+def _decode_flops(per_pixel: float, settings: Mapping[str, object], load: VaeLoad) -> float:
+    """FLOPs per pixel and square of the first width, metered with one layer in a block, and with two as published."""
+    layers = (number(settings, "layers_per_block", 2) + 3) / 5
+    return per_pixel * layers * _base_channels(settings) ** 2 * load.all_pixels
+
+
 def picture_tokens(width: int, height: int) -> int:
     """Text tokens of a source picture in Qwen's prompt."""
     return math.ceil(width / PROMPT_PIXELS) * math.ceil(height / PROMPT_PIXELS)
@@ -143,10 +150,11 @@ IMAGE_COST = FamilyCost(
     vision_parameters=QWEN_VISION,
     vae_encode=image_vae_encode,
     vae_decode=image_vae_decode,
+    vae_decode_flops=partial(_decode_flops, 590),
     prompt_layer="text_embeddings.in_layer",
     picture_tokens=picture_tokens,
 )
 VIDEO_COST = replace(
     IMAGE_COST, vae_parameters=HUNYUAN_VAE, vae_encode=video_vae_encode, vae_decode=video_vae_decode,
-    vae_upsampled=video_vae_upsampled,
+    vae_upsampled=video_vae_upsampled, vae_decode_flops=partial(_decode_flops, 1460),
 )  # fmt: skip

@@ -64,6 +64,11 @@ def ltx2_decode(settings: Mapping[str, object], load: VaeLoad) -> float:
     return load.samples * load.frames * ((25 if load.tiled else 20.7) * load.pixels + clip)
 
 
+def wan_decode_flops(settings: Mapping[str, object], load: VaeLoad) -> float:
+    """Metered with 17 and 81 frames."""
+    return float(920 * number(settings, "base_dim", 96) ** 2 * load.all_pixels)
+
+
 COST = FamilyCost(
     package=PACKAGE,
     transformer_class=TRANSFORMER_CLASS,
@@ -73,8 +78,12 @@ COST = FamilyCost(
     text_parameters=GEMMA,
     vae_encode=vae_encode,
     vae_decode=vae_decode,
+    vae_decode_flops=wan_decode_flops,
     prompt_layer="caption_projection.linear_1",
     guided_together=True,
     padded_text=TEXT_LENGTH,
 )
-COST_720 = replace(COST, vae_parameters=LTX2_VAE, vae_encode=ltx2_encode, vae_decode=ltx2_decode)
+COST_720 = replace(
+    COST, vae_parameters=LTX2_VAE, vae_encode=ltx2_encode, vae_decode=ltx2_decode,
+    vae_decode_flops=lambda settings, load: 1.3e6 * load.all_pixels,  # metered likewise
+)  # fmt: skip
