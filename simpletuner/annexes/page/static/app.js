@@ -2,7 +2,6 @@
 import { api, ask, bindField, changes, complete, defaultOf, isDirty, open, page, problemLine, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
 import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { showPlan } from "./plan.js";
-import { showRaw, startRaw } from "./raw.js";
 
 const all = (selector) => [...document.querySelectorAll(selector)];
 const tabs = all("[role=tab]"), fields = all("main .field"), byKey = new Map(fields.map((field) => [field.dataset.key, field]));
@@ -155,6 +154,10 @@ function showAll() {
   showRaw();
 }
 
+async function showRaw() {
+  if (page("#raw").open || state.broken.config || state.broken.datasets) (await import("./raw.js")).show();
+}
+
 function showProblems() {
   const seen = new Set(), problems = [...judged.problems, ...planned].filter(({ key, message }) => {
     const name = `${key}: ${message}`;
@@ -234,7 +237,9 @@ for (const [key, field] of byKey) {
   });
 }
 startDatasets(edited);
-startRaw((name) => { if (name === "datasets") showDatasets(); edited(); });
+document.addEventListener("edited", showDatasets);
+document.addEventListener("edited", edited);
+page("#raw").addEventListener("toggle", showRaw);
 page("#search").addEventListener("input", ({ target }) => { filter(target.value); scrollTo(0, 0); });
 page("#save").addEventListener("click", saveNow);
 
