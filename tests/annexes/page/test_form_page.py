@@ -195,6 +195,7 @@ def test_a_broken_config_is_mended_as_text(page: Any, workspace: Workspace) -> N
 def test_all_keys_are_edited_as_json(page: Any, workspace: Workspace) -> None:
     page.get_by_text("The files as JSON").click()
     text = page.locator("#raw-config")
+    expect(text).not_to_have_value("")
     values = json.loads(text.input_value())
     assert values["my_own_key"] == {"kept": [1, 2]}
     text.fill(json.dumps({**values, "train_batch_size": 3, "my_own_key": 4}))
