@@ -67,6 +67,7 @@ def test_a_run_goes_from_its_start_to_its_last_preview(page: Any, project: Works
     expect(state(page)).to_have_text("running")
     press(page, "Save now")
     expect(page.locator(".console")).to_contain_text("Saved checkpoint-")
+    expect(page.locator(".answers")).to_contain_text("Saved checkpoint-")
 
     pid = Run("", project.path("output")).pid
     assert pid is not None
