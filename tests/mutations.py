@@ -23,7 +23,16 @@ ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("mutations.toml")
 PARTS = ("simpletuner", "tests", "benchmarks")  # what the tests import
 LIMIT_SECONDS = 900  # for the tests of all mutations, too
-PASSED, FAILED = int(pytest.ExitCode.OK), int(pytest.ExitCode.TESTS_FAILED)
+PASSED = int(pytest.ExitCode.OK)
+# What the exit code of the tests says of a mutation; collecting fails where a module cannot be imported.
+OUTCOMES = {
+    int(pytest.ExitCode.TESTS_FAILED): "killed",
+    PASSED: "SURVIVED",
+    int(pytest.ExitCode.INTERRUPTED): "UNCOLLECTED",
+    int(pytest.ExitCode.USAGE_ERROR): "UNCOLLECTED",
+    int(pytest.ExitCode.NO_TESTS_COLLECTED): "UNCOLLECTED",
+    -signal.SIGALRM: "HUNG",
+}
 
 
 @dataclass(frozen=True)
@@ -79,22 +88,39 @@ def run_tests(tree: Path, tests: Sequence[str], log: Path, *options: str) -> int
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def judge(mutations: Sequence[Mutation], tree: Path, log: Path) -> Iterator[tuple[Mutation, str, float]]:
-    """Each mutation with what became of it, and in how many seconds."""
+def judge(
+    mutations: Sequence[Mutation], tree: Path, log: Path, *, sound: bool
+) -> Iterator[tuple[Mutation, str, float]]:
+    """Each mutation with what became of it, and in how many seconds.
+
+    Args:
+        sound: all tests pass without a mutation. Else those of each are run without it first: where they fail, a
+            failure with it would prove nothing.
+    """
     for number, mutation in enumerate(mutations, 1):
-        path, start = mutation.find(tree), time.monotonic()
-        original = path.read_text(encoding="utf-8")
-        path.write_text(original.replace(mutation.old, mutation.new), encoding="utf-8")
-        os.utime(path, (number, number))  # compiled files are told apart by it
-        signs = {FAILED: "killed", PASSED: "SURVIVED", -signal.SIGALRM: "HUNG"}
-        outcome = signs.get(run_tests(tree, mutation.tests, log, "-x"), "BROKEN")
-        path.write_text(original, encoding="utf-8")
-        os.utime(path, (0, 0))
+        start = time.monotonic()
+        unchanged = PASSED if sound else run_tests(tree, mutation.tests, log, "-x")
+        if unchanged == PASSED:
+            outcome = OUTCOMES.get(run_mutated(mutation, tree, log, number), "BROKEN")
+        else:
+            outcome = OUTCOMES.get(unchanged, "BROKEN").replace("killed", "RED") + " without it"
         yield mutation, outcome, time.monotonic() - start
 
 
+def run_mutated(mutation: Mutation, tree: Path, log: Path, number: int) -> int:
+    """Run the tests of a mutation with it; returns pytest's exit code."""
+    path = mutation.find(tree)
+    original = path.read_text(encoding="utf-8")
+    path.write_text(original.replace(mutation.old, mutation.new), encoding="utf-8")
+    os.utime(path, (number, number))  # compiled files are told apart by it
+    code = run_tests(tree, mutation.tests, log, "-x")
+    path.write_text(original, encoding="utf-8")
+    os.utime(path, (0, 0))
+    return code
+
+
 def main() -> int:
-    """Judge the mutations; 1 if one was not killed."""
+    """Judge the mutations; 1 if one was not killed, or could not be judged."""
     parser = argparse.ArgumentParser(prog="mutations", description=__doc__)
     parser.add_argument("--only", action="append", metavar="NAME", help="judge this one alone (may be repeated)")
     only = parser.parse_args().only
@@ -108,10 +134,10 @@ def main() -> int:
             shutil.copytree(ROOT / part, tree / part)
         shutil.copy(ROOT / "pyproject.toml", tree)
         wanted = list(dict.fromkeys(test for each in chosen for test in each.tests))
-        if run_tests(tree, wanted, log) != PASSED:  # then a failure with a mutation would prove nothing
-            print(log.read_text(), file=sys.stderr)
-            return 2
-        for mutation, outcome, seconds in judge(chosen, tree, log):
+        sound = run_tests(tree, wanted, log) == PASSED
+        if not sound:
+            print(f"Without any mutation:\n{log.read_text()[-2000:]}", flush=True)
+        for mutation, outcome, seconds in judge(chosen, tree, log, sound=sound):
             print(f"{outcome:8} {mutation.name} ({seconds:.1f} s)", flush=True)
             alive += outcome != "killed"
             if outcome != "killed":

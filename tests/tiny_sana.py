@@ -65,7 +65,7 @@ def build_gemma(vocabulary: int) -> Gemma2Model:
 
 def build_wan_vae() -> AutoencoderKLWan:
     """The VAE of Wan 2.1 in shape: 16 latent channels with its statistics, an eighth of the size, every 4th frame."""
-    return AutoencoderKLWan(base_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    return AutoencoderKLWan(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
 
 
 def build_ltx2_vae() -> AutoencoderKLLTX2Video:

@@ -102,11 +102,8 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Weights]]:
         ConfigError: with every problem at once.
     """
     problems = request.arguments.problems
-    if not request.prompts and not request.sweeps:
-        problems.append(Problem("--prompt", "is required; it may be given several times."))
     # What is asked for, and the weights to render it with.
-    found = [problems.take(_picture(Path(each).expanduser())) for each in request.images]
-    pictures = tuple(picture for picture in found if picture)
+    pictures = problems.take(_asked_for(request))
     weights, run = problems.take(find_weights(request))
     # What cannot be read has given its problem; the checks below need the rest.
     weights = [each for each in weights if each.lora is None or problems.take(read_shapes("source", each.lora))]
@@ -128,6 +125,16 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Weights]]:
     problems.extend(plan.spec.checks.sizes(config, plan.flavour, plan.sizes, {}))
     problems.raise_if_fatal()
     return replace(plan, warnings=[problem for problem in problems if not problem.fatal]), weights
+
+
+def _asked_for(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
+    """The source pictures, for prompts that must be there."""
+    if not request.prompts and not request.sweeps:
+        yield Problem("--prompt", "is required; it may be given several times.")
+    found = []
+    for each in request.images:
+        found.append((yield from _picture(Path(each).expanduser())))
+    return tuple(filter(None, found))
 
 
 def _settle(

@@ -275,7 +275,7 @@ def open_companions(
 
 
 def _companions_of_run(plan: Plan, destinations: Sequence[Destination], events: EventStream) -> Iterator[Companion]:
-    from simpletuner.annexes.fitting.outcome import Comparison
+    from simpletuner.annexes.outcome import Comparison
     from simpletuner.annexes.publishing.uploads import open_uploads
     from simpletuner.annexes.report.report import RunReport
     from simpletuner.config.publishing import PACKAGES, tracker_names

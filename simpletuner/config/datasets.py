@@ -337,33 +337,50 @@ def _read_entry(entry: Any, file: str, index: int, placeholders: dict[str, str])
     name = entry.get("id") or entry.get("--id")
     where = f"{file}: {name}" if isinstance(name, str | int) and name else number
     found = Problems(check_written(entry))
-    # The keys may stand in an object of that name or beside the others; the inner ones win.
-    if isinstance(inner := entry.get("huggingface"), dict):
-        entry = {**{key: value for key, value in entry.items() if key != "huggingface"}, **inner}
-    keys = found.take(_canonical(entry, DatasetConfig))
+    keys = found.take(_canonical(_flat(entry), DatasetConfig))
     if _is_disabled(keys):
         return DatasetConfig(id=where, disabled=True)  # and drops what was wrong in it
     # Aliases and comments inside of nested objects; `canonical` handles one level.
-    for part, group in PARTS.items():
-        if isinstance(keys.get(part), dict):
-            keys[part] = found.take(within(part, _canonical(keys[part], group)))
+    for part in [part for part in PARTS if isinstance(keys.get(part), dict)]:
+        keys[part] = found.take(within(part, _canonical(keys[part], PARTS[part])))
+    found.extend(_take_foreign(keys))
+    # While the keys are still a dict: a built group is immutable.
+    _place({**placeholders, "id": str(keys.get("id", ""))}, keys)
+    config = found.take(build_group(DatasetConfig, keys))
+    yield from (problem.within(where) for problem in found)
+    yield from _check_id(config.id, number, where)
+    return config if config.id else config.model_copy(update={"id": where})
+
+
+def _take_foreign(keys: dict[str, Any]) -> Iterator[Problem]:
+    """Remove types of other trainers, so that pydantic does not refuse the word a second time."""
     for key in ("type", "dataset_type"):
         if str(keys.get(key)) in DATASET_INSTEAD:
-            # Popped, so that pydantic does not refuse the word a second time.
-            found.append(Problem(key, f"{keys[key]!r} does not exist here: {DATASET_INSTEAD[keys.pop(key)]}."))
-    # While the keys are still a dict: a built group is immutable.
-    values = {**placeholders, "id": str(keys.get("id", ""))}
+            yield Problem(key, f"{keys[key]!r} does not exist here: {DATASET_INSTEAD[keys.pop(key)]}.")
+
+
+def _flat(entry: dict[str, Any]) -> dict[str, Any]:
+    """The keys of type huggingface may stand in an object of that name or beside the others; the inner ones win."""
+    inner = entry.get("huggingface")
+    if not isinstance(inner, dict):
+        return entry
+    return {**{key: value for key, value in entry.items() if key != "huggingface"}, **inner}
+
+
+def _check_id(name: str, number: str, where: str) -> Iterator[Problem]:
+    """Folders are named after it."""
+    # File systems count bytes, not letters.
+    if len(name.encode()) > LONGEST_ID:
+        yield Problem(f"{number}.id", f"is longer than {LONGEST_ID} bytes; folders are named after it.")
+    if UNSAFE_ID.search(name) or name in (".", ".."):
+        yield Problem(f"{where}.id", f"{name!r} cannot name a folder: use letters, digits, _ and -.")
+
+
+def _place(values: Mapping[str, str], keys: dict[str, Any]) -> None:
+    """Replace the placeholders in the paths of an entry, in place."""
     for folder, key in [(keys, key) for key in PATH_KEYS] + [(keys.get("parquet"), "path")]:
         if isinstance(folder, dict) and isinstance(folder.get(key), str):
             folder[key] = resolve_alias(PLACEHOLDER.sub(lambda match: values[match.group(1)], folder[key]))
-    config = found.take(build_group(DatasetConfig, keys))
-    yield from (problem.within(where) for problem in found)
-    # File systems count bytes, not letters.
-    if len(config.id.encode()) > LONGEST_ID:
-        yield Problem(f"{number}.id", f"is longer than {LONGEST_ID} bytes; folders are named after it.")
-    if UNSAFE_ID.search(config.id) or config.id in (".", ".."):
-        yield Problem(f"{where}.id", f"{config.id!r} cannot name a folder: use letters, digits, _ and -.")
-    return config if config.id else config.model_copy(update={"id": where})
 
 
 def _is_disabled(keys: dict[str, Any]) -> bool:

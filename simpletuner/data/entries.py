@@ -196,10 +196,7 @@ def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Proble
     for key in ("conditioning", "conditioning_image_embeds"):
         if getattr(config, key) is not None:
             yield Problem(f"{config.id}.{key}", "is not available yet; leave it out.")
-    for word in config.skip_file_discovery or []:
-        if word not in SKIPPABLE:
-            message = f"{word!r} is not one of: {', '.join(SKIPPABLE)}.{did_you_mean(word, SKIPPABLE)}"
-            yield Problem(f"{config.id}.skip_file_discovery", message)
+    yield from _check_words(config)
     if config.dataset_type in CACHE_KINDS:
         return
     if config.caption_filter_list is not None:
@@ -212,6 +209,13 @@ def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Proble
         yield from (Problem(f"{config.id}.{key}", message) for is_broken, key, message in broken if is_broken)
 
 
+def _check_words(config: DatasetConfig) -> Iterator[Problem]:
+    for word in config.skip_file_discovery or []:
+        if word not in SKIPPABLE:
+            message = f"{word!r} is not one of: {', '.join(SKIPPABLE)}.{did_you_mean(word, SKIPPABLE)}"
+            yield Problem(f"{config.id}.skip_file_discovery", message)
+
+
 def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem]:
     if config.type != "local" and config.dataset_type in CACHE_KINDS:
         yield Problem(f"{config.id}.type", f"{config.type!r} is for pictures and clips; caches are local.")
@@ -221,12 +225,17 @@ def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem
     elif config.dataset_type not in (*FILE_KINDS, *CACHE_KINDS) or (
         config.dataset_type == "video" and context.spec.media != "video"
     ):
-        families = " or ".join(name for name, spec in FAMILIES.items() if spec.media == config.dataset_type)
-        advice = f"; for clips set model_family {families}" if families else " yet"
-        message = f"{config.dataset_type!r} is not available for {context.spec.name}{advice}."
+        kind = config.dataset_type
+        message = f"{kind!r} is not available for {context.spec.name}{_families_for(kind)}."
         yield Problem(f"{config.id}.dataset_type", message)
     elif holds_files(config) and not config.instance_data_dir:
         yield Problem(f"{config.id}.instance_data_dir", "is required: the folder of the pictures or clips.")
+
+
+def _families_for(kind: str) -> str:
+    """Which families take a kind of dataset, to follow "not available"."""
+    families = " or ".join(name for name, spec in FAMILIES.items() if spec.media == kind)
+    return f"; for clips set model_family {families}" if families else " yet"
 
 
 Rules = Iterator[tuple[bool, str, str]]  # whether it is broken, the key, the message

@@ -10,7 +10,7 @@ import json
 import math
 import mmap
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -165,24 +165,36 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
     if trigger:
         message = f"{str(path)!r} was trained with captions that begin with {trigger!r}; begin yours with it, too."
         yield Problem(key, message, fatal=False)
-    # The layers of the file against those that are trained.
-    wanted = set(matching_modules(modules, targets))
+    yield from _check_layers(config, path, shapes, modules, set(matching_modules(modules, targets)))
+
+
+def _check_layers(
+    config: LoraConfig, path: Path, shapes: Mapping[str, tuple[int, ...]], modules: Sequence[str], wanted: Set[str]
+) -> Iterator[Problem]:
+    """The layers of `init_lora` against those that are trained (`wanted`), as far as these are known."""
+    key = "init_lora"
     ranks = {module_of(name, modules): shape[0] for name, shape in shapes.items() if role_of(name) == "A" and shape}
     if not ranks or (modules and not ranks.keys() & set(modules)):
         first = next(iter(shapes), "no key")
         yield Problem(key, f"no key of {str(path)!r} belongs to this model (the first is {first!r}).")
         return
-    held = {module: rank for module, rank in ranks.items() if module in wanted or not wanted}
-    others = sorted({rank for rank in held.values() if rank != config.lora_rank})
+    others = sorted({rank for module, rank in ranks.items() if module in (wanted or ranks)} - {config.lora_rank})
     if others:
         shown = ", ".join(map(str, others))
         yield Problem(key, f"{str(path)!r} has rank {shown}, lora_rank is {config.lora_rank}.")
-    if wanted and (absent := sorted(wanted - ranks.keys())):
-        message = f"holds {len(held)} of {len(wanted)} trained layers; the others start untrained ({shorten(absent)})."
-        yield Problem(key, f"{str(path)!r} {message}", fatal=False)
-    if wanted and (surplus := sorted((ranks.keys() & set(modules)) - wanted)):
+    if wanted:
+        yield from _check_coverage(path, wanted, ranks.keys() & set(modules))
+
+
+def _check_coverage(path: Path, wanted: Set[str], held: Set[str]) -> Iterator[Problem]:
+    """Layers that are trained and not in the file, and the other way round."""
+    if absent := sorted(wanted - held):
+        there = f"holds {len(wanted & held)} of {len(wanted)} trained layers"
+        message = f"{str(path)!r} {there}; the others start untrained ({shorten(absent)})."
+        yield Problem("init_lora", message, fatal=False)
+    if surplus := sorted(held - wanted):
         message = f"{len(surplus)} layers of {str(path)!r} are not trained and are dropped ({shorten(surplus)})."
-        yield Problem(key, f"{message} Name them in peft_lora_target_modules to keep them.", fatal=False)
+        yield Problem("init_lora", f"{message} Name them in peft_lora_target_modules to keep them.", fatal=False)
 
 
 def read_shapes(key: str, path: Path) -> Reading[dict[str, tuple[int, ...]]]:
@@ -301,16 +313,26 @@ def check_lora_file(key: str, path: Path, modules: Mapping[str, tuple[int, int]]
     strange = [name for name in shapes if role_of(name) is None]
     if strange:
         yield Problem(key, f"{str(path)!r} is not a plain LoRA: it holds {shorten(strange, 3)}.")
-    owners = {name: module_of(name, list(modules)) for name in shapes if name not in strange}
+    yield from _check_owners(key, path, {name: shapes[name] for name in shapes if name not in strange}, modules)
+
+
+def _check_owners(
+    key: str, path: Path, shapes: Mapping[str, tuple[int, ...]], modules: Mapping[str, tuple[int, int]]
+) -> Iterator[Problem]:
+    """The tensors of a LoRA against the layers that they are for."""
+    owners = {name: module_of(name, list(modules)) for name in shapes}
     foreign = sorted({owner for owner in owners.values() if modules and owner not in modules})
     if foreign:
         message = f"layers in {str(path)!r} are not in this model ({shorten(foreign, 3)})."
         yield Problem(key, f"{len(foreign)} of {len(set(owners.values()))} {message}")
-    for name in (name for name, owner in owners.items() if owner in modules and role_of(name) in ("A", "B")):
-        features = shapes[name][1] if role_of(name) == "A" else shapes[name][0]
-        out, into = modules[owners[name]]
-        if features != (into if role_of(name) == "A" else out):
-            message = f"is for other layers: {owners[name]} has {out}x{into}, {name} {features}."
+    for name, owner in owners.items():
+        role = role_of(name)
+        if owner not in modules or role not in ("A", "B"):
+            continue
+        out, into = modules[owner]
+        features, side = (shapes[name][1], into) if role == "A" else (shapes[name][0], out)
+        if features != side:
+            message = f"is for other layers: {owner} has {out}x{into}, {name} {features}."
             yield Problem(key, f"{str(path)!r} {message}")
             return
 

@@ -250,6 +250,18 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def duration(seconds: float) -> str:
+    """A duration with at most two digits: estimates are no more precise."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    # Up to 100 of a unit: "90 min" says more than "2 h".
+    for unit, size, end in (("s", 1, 100), ("min", 60, 6000), ("h", 3600, 360_000)):
+        if seconds < end:
+            return f"{seconds / size:.0f} {unit}"
+    days = seconds / 86400
+    return f"{days:.0f} days" if days < 1000 else f"{days / 365.25:.0f} years"
+
+
 def pace_text(seconds: float) -> str:
     """`1.92 s/step`, or `0.038 s/step` for fast ones."""
     return f"{seconds:.{2 if seconds >= 0.1 else 3}f} s/step"

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from simpletuner.annexes.fitting import outcome
-from simpletuner.annexes.fitting.outcome import FEWEST, Comparison
+from simpletuner.annexes import outcome
+from simpletuner.annexes.outcome import FEWEST, Comparison
 from simpletuner.budget.outcomes import Outcome
 from simpletuner.reporting.events import EventStream, StepReport
 from tests.annexes.test_fit import CLIP, PRO, budget, gpu

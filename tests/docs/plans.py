@@ -25,8 +25,8 @@ from av.video.frame import VideoFrame
 from PIL import Image
 
 from simpletuner.cli.app import main
+from tests.docs.languages import DOCS, LANGUAGES, TRANSLATED, with_blocks
 
-DOCS = Path(__file__).parents[2] / "docs"
 SAMPLE = re.compile(r"(?<=^```\n\$ )(simpletuner plan .*)\n((?:.+\n)+?)(?=```$)", re.MULTILINE)
 CHOICES = re.compile(r"(?<=^\| `)(\S+)(?=` \|(?: [^|]+ \|){5}$)(.*)", re.MULTILINE)
 SHARED = re.compile(r"(?<=^\| )((\d+)×(\d+), (\d+) frames.*?) \| [\d,]+ \|(.*\n.*)", re.MULTILINE)
@@ -154,3 +154,7 @@ if __name__ == "__main__":
             for stale in (*SAMPLED, "DISTRIBUTED"):
                 (DOCS / f"{stale}.md").write_text(renewed(stale), encoding="utf-8")
                 sys.stdout.write(f"{stale}\n")
+    for page in TRANSLATED:
+        for translation in (DOCS / language / page.name for language in LANGUAGES):
+            text = with_blocks(translation.read_text(encoding="utf-8"), page.read_text(encoding="utf-8"))
+            translation.write_text(text, encoding="utf-8")

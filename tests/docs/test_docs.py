@@ -31,11 +31,11 @@ from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.checks import check_config, check_flavour
 from simpletuner.validation.prompts import read_library
 from tests.complaints import family_complaints
+from tests.docs.languages import FENCE, LANGUAGES
 from tests.workspace import DATASETS, Workspace
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")])
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 
@@ -43,7 +43,7 @@ REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}
 def blocks(language: str) -> list[Any]:
     """Every fenced block of a language, with a name for the test's output."""
     found = []
-    for page in PAGES:
+    for page in (page for page in PAGES if page.parent.name not in LANGUAGES):
         texts = [text for kind, text in FENCE.findall(page.read_text(encoding="utf-8")) if kind == language]
         found += [pytest.param(text, id=f"{page.name}-{number}") for number, text in enumerate(texts, start=1)]
     return found

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from simpletuner.annexes.report.sheet import still
-from tests.docs.test_docs import FENCE, ROOT
+from tests.docs.languages import FENCE
+from tests.docs.test_docs import ROOT
 
 NOTEBOOK = json.loads((ROOT / "docs" / "notebooks" / "demo.ipynb").read_text(encoding="utf-8"))
 CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]

@@ -26,6 +26,7 @@ from simpletuner.errors import Problem
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, previews_of_a_round
 from simpletuner.redaction import redact_settings
+from simpletuner.reporting.pace import duration
 
 logger = logging.getLogger(__name__)
 # Of longer ledgers, only counts and rejected files are shown.
@@ -309,18 +310,6 @@ def fit_line(budget: Budget) -> str:
     room = "" if device.memory is None else f" of {gigabytes(device.memory)}"
     verdict = "fits" if budget.fits else "does not fit"
     return f"  {verdict}: up to {gigabytes(needs[peak])}{room} on {device.name}, while {peak}"
-
-
-def duration(seconds: float) -> str:
-    """A duration with at most two digits: estimates are no more precise."""
-    if seconds < 10:
-        return f"{seconds:.2g} s"
-    # Up to 100 of a unit: "90 min" says more than "2 h".
-    for unit, size, end in (("s", 1, 100), ("min", 60, 6000), ("h", 3600, 360_000)):
-        if seconds < end:
-            return f"{seconds / size:.0f} {unit}"
-    days = seconds / 86400
-    return f"{days:.0f} days" if days < 1000 else f"{days / 365.25:.0f} years"
 
 
 def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) -> str:

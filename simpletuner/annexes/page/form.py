@@ -49,7 +49,8 @@ GPU_QUERY = ("--query-gpu=index,name,memory.total,memory.free", "--format=csv,no
 
 def page(request: Request) -> Response:
     """The page with every tab; inside a run it shows the run only."""
-    return rendered("page/page.html.jinja", in_run=project_of(request).run is not None, **start_card.card_content())
+    card = start_card.card_content(request.headers.get("accept-language", ""))
+    return rendered("page/page.html.jinja", in_run=project_of(request).run is not None, **card)
 
 
 def tab(request: Request) -> Response:

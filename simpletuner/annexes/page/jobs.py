@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from simpletuner.annexes.page.control import Runs, ask, send
 from simpletuner.annexes.page.live import runs_of
 from simpletuner.annexes.page.project import Refusal, project_of, wanted
-from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_FILE, INTERRUPTED, printed, said_at_the_end
+from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_FILE, INTERRUPTED, PROMPT, printed, said_at_the_end
 from simpletuner.annexes.queue import RUNNING, Job, Queue
 from simpletuner.annexes.report import html
 from simpletuner.errors import Problem, UserError
@@ -22,7 +22,6 @@ from simpletuner.run.lock import owner_of
 JOB_LOG = "job.log"  # of a sweep or sample, in its folder
 FOLDERS = {"sweep": "sweep", "sample": "samples"}  # in the output folder of the run
 LAST_LINE = "Saved "  # begins the last line of a sweep or sample that has done everything
-LOG_LINES = 40
 OPTIONS = {"sweep": ("strengths", "checkpoints"), "sample": ("strength", "checkpoint", "seed", "resolution")}
 
 
@@ -53,19 +52,22 @@ class RunWorker:
     def look(self, job: Job) -> Job:
         """A started job as of now; what its process left behind says how it ended, also to a new server."""
         is_alive = job.is_alive  # before its files: what a process that has ended wrote is complete
-        if job.command == "train":
-            status = self.runs.at(Path(job.folder)).status()
-            if is_alive or status["status"] in ACTIVE:
-                return replace(job, message="")  # the view of the run has it
+        status = self.runs.at(Path(job.folder)).status() if job.command == "train" else {}
+        if is_alive or status.get("status") in ACTIVE:
+            # The view of a run has what it says.
+            return replace(job, message="" if status else said_at_the_end(printed(log_of(job))))
+        if job.owner is None:
+            return replace(job, state="interrupted", message="The server ended while it was starting this.")
+        if status:
             return replace(job, state=status["status"], message=status["message"])
         last = said_at_the_end(printed(log_of(job)))
-        if is_alive:
-            return replace(job, message=last)
         ended = "completed" if last.startswith(LAST_LINE) else "cancelled" if last in INTERRUPTED else "error"
         return replace(job, state=ended, message=last)
 
     def at_work(self) -> str:
-        """The folder of a run that is at work on this machine."""
+        """The folder of a run that is at work on this machine, or for which captions are written."""
+        if (captioning := self.runs.captioning) and captioning.is_running:
+            return str(captioning.log.parent)
         return next((str(run.folder) for run in self.runs.all() if run.pid is not None), "")
 
     def outcome(self, folder: str) -> str:
@@ -144,12 +146,15 @@ def show_queue(request: Request) -> Response:
         jobs = queue.read()
     except (UserError, OSError) as error:
         problem = str(error)
-    titles = {job.id: job.title for job in jobs}
+    titles, newest = (
+        {job.id: job.title for job in jobs},
+        {log_of(job): job.id for job in jobs if job.command != "train"},
+    )
     rows = [
         {
             "job": job, "run": runs.at(Path(job.folder)).id,
             "waits_for": titles.get(job.waits_for) or Path(job.waits_for).name,
-            "log": "" if job.command == "train" else "\n".join(printed(log_of(job)).splitlines()[-LOG_LINES:]),
+            "log": printed(log_of(job)).rpartition(PROMPT)[2] if newest.get(log_of(job)) == job.id else "",
         }
         for job in jobs
     ]  # fmt: skip

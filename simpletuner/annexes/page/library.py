@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,11 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 
 from simpletuner.annexes.captions import editing
 from simpletuner.annexes.captions.library import Library, forget_listings
-from simpletuner.annexes.page.control import Runs, send
+from simpletuner.annexes.page.control import Captioning, Runs, send
 from simpletuner.annexes.page.files import Configuration
+from simpletuner.annexes.page.live import runs_of
 from simpletuner.annexes.page.project import Project, Refusal, chosen_by, problems_json, project_of
-from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_PART, Run, ending, said_at_the_end
+from simpletuner.annexes.page.runs import ACTIVE, Run, printed, said_at_the_end
 from simpletuner.annexes.report.html import THUMBNAIL_SIDE, render, webp
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.sources import EXAMPLES
@@ -31,26 +30,12 @@ from simpletuner.data.media import PICTURE_SUFFIXES
 from simpletuner.distributed.world import usable_cores
 from simpletuner.errors import Problem, Problems, UserError, result_of
 from simpletuner.plan.build import settle_task
-from simpletuner.redaction import redact
 
 PAGE = 60
 FIRST = 5  # changes in a preview
 LOG_FILE = "caption.log"
 FOR_EVER = {"Cache-Control": "private, max-age=31536000, immutable"}  # the address changes with the file
 _decoding = threading.Semaphore(usable_cores())  # a picture may take hundreds of megabytes while it is decoded
-
-
-@dataclass
-class Captioning:
-    """The process that writes missing captions, if there was one since the server started."""
-
-    child: subprocess.Popen[bytes] | None = None
-    log: Path = Path()
-    dataset: str = ""
-
-    @property
-    def is_running(self) -> bool:
-        return self.child is not None and self.child.poll() is None
 
 
 def datasets_in(saved: Configuration) -> tuple[list[DatasetConfig], DataContext]:
@@ -158,7 +143,7 @@ def after_change(request: Request, body: Mapping[str, Any]) -> Response:
 
 def when_used(request: Request, library: Library) -> str:
     """From when on training uses a change."""
-    runs: Runs = request.app.state.runs
+    runs = runs_of(request)
     busy = [run.name for run in runs.all() if run.status()["status"] in ACTIVE and library.root in roots_of(runs, run)]
     if busy:
         return f"Saved. {', '.join(busy)} trains with what it read at its start until it is started again."
@@ -218,31 +203,31 @@ def edit_in(library: Library, body: Mapping[str, Any]) -> editing.Edit:
 
 def start_captioning(request: Request, body: dict[str, Any]) -> Response:
     """Caption the files that have no caption, in a process: `{"config", "dataset", "style", "trigger"}`."""
-    library, runs, captioning = editable(request, body), request.app.state.runs, request.app.state.captioning
-    if captioning.is_running or any(run.status()["status"] in ACTIVE for run in runs.all()):
-        raise Refusal(409, "A run or a captioner is using the GPU; wait until it ends.")
+    library, runs = editable(request, body), runs_of(request)
+    if busy := request.app.state.queue.worker.at_work():
+        raise Refusal(409, f"Captions need the GPU, which is in use for {busy}; wait until that ends.")
     project, name = project_of(request), str(body.get("config") or "config")
     folder = project.inside(library.context.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     options = [f"--{key}={body[key]}" for key in ("dataset", "style", "trigger") if body.get(key)]
     arguments = ["caption", *options, chosen_by(name, project.config_file(name))]
-    captioning.child = runs.spawn(folder / LOG_FILE, arguments)
-    captioning.log, captioning.dataset = folder / LOG_FILE, library.entry.id
+    log = folder / LOG_FILE
+    runs.captioning = Captioning(runs.spawn(log, arguments), log, library.entry.id)
     return JSONResponse({}, 202)
 
 
 def captioning_state(request: Request) -> Response:
     """Whether captions are being written, and the last words of the process."""
-    captioning = request.app.state.captioning
+    if (captioning := runs_of(request).captioning) is None:
+        return JSONResponse({"dataset": "", "running": False, "message": ""})
     forget_listings()
-    console = redact(b"".join(ending(captioning.log, CONSOLE_PART)).decode(errors="replace"))
-    about = {"dataset": captioning.dataset, "running": captioning.is_running}
-    return JSONResponse({**about, "message": said_at_the_end(console) if captioning.child else ""})
+    message = said_at_the_end(printed(captioning.log))
+    return JSONResponse({"dataset": captioning.dataset, "running": captioning.is_running, "message": message})
 
 
 def stop_captioning(request: Request, body: dict[str, Any]) -> Response:
     """End the process that writes captions; those that it wrote stay."""
-    if (captioning := request.app.state.captioning).is_running:
+    if (captioning := runs_of(request).captioning) and captioning.is_running:
         send(captioning.child.pid, signal.SIGINT)
     return JSONResponse({}, 202)
 

@@ -136,7 +136,6 @@ def create_app(project: Project, mode: Mode = "unified", over: threading.Event |
     )
     app.state.runs, app.state.over = Runs(project), over or threading.Event()
     app.state.queue = Queue(project.folder, jobs.RunWorker(app.state.runs))
-    app.state.captioning = library.Captioning()
     return app
 
 

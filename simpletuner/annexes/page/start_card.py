@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -19,14 +21,25 @@ from simpletuner.config.sources import example_names
 from simpletuner.errors import Problem, did_you_mean
 
 MOST_SKIPPED = 20  # named
+# Texts of the card by language and English text.
+LANGUAGES = Path(__file__).parent / "static" / "languages.json"
 _writing = threading.Lock()
 
 
-def card_content() -> dict[str, Any]:
-    """What the card shows before any file is there."""
+def card_content(accepted: str) -> dict[str, Any]:
+    """What the card shows before any file is there, in the first language that a browser accepts and that is there."""
+    tables = json.loads(LANGUAGES.read_text(encoding="utf-8"))
+    wanted = (each.partition(";")[0].partition("-")[0].strip().lower() for each in accepted.split(","))
+    language = next((each for each in wanted if each in {*tables, "en"}), "en")
+    words = tables.get(language, {})
+
+    def say(text: str, **values: object) -> str:
+        return words.get(text, text).format(**values)
+
     limits = {"suffixes": sorted({*USED, ZIP}), "files": MOST_FILES, "bytes": LARGEST_FILE}
     examples = sorted(example_names(), key=lambda name: not name.startswith("demo"))
-    return {"limits": limits, "trigger": TRIGGER, "examples": {name: about_example(name) for name in examples}}
+    told = {"language": language, "words": words, "say": say, "limits": limits, "trigger": TRIGGER}
+    return {**told, "examples": {name: about_example(name) for name in examples}}
 
 
 def look(request: Request, body: dict[str, Any]) -> Response:
@@ -48,6 +61,7 @@ def look(request: Request, body: dict[str, Any]) -> Response:
         "described": material.describe(),
         "files": len(material.files.files),
         "uncaptioned": len(material.uncaptioned),
+        "held_out": start.held_out,
         "skipped": ignored[:MOST_SKIPPED],
         "more_skipped": len(ignored[MOST_SKIPPED:]),
         "purposes": {purpose: Recipe.of(purpose).title for purpose in material.purposes},

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 from textwrap import wrap
@@ -102,7 +102,7 @@ class Sheet:
         width = (CELL + MARGIN) * len(self.steps) + MARGIN
         letters = int((width - MARGIN) / font.getlength("n"))
         labels = {each.row: wrap(f"{each.short_name}: {each.prompt or '(empty prompt)'}", letters) for each in records}
-        tops = list(itertools.accumulate((height + line * len(label) for label in labels.values()), initial=line))
+        tops = list(accumulate((height + line * len(label) for label in labels.values()), initial=line))
         sheet = Image.new("RGB", (width, tops[-1]), "white")
         draw = ImageDraw.Draw(sheet)
         left = {step: MARGIN + column * (CELL + MARGIN) for column, step in enumerate(self.steps)}
@@ -115,8 +115,8 @@ class Sheet:
             for number, text in enumerate(label):
                 draw.text((MARGIN, top + line * number), text, "black", font)
         for record in records:
-            cell = ImageOps.contain(still(self.folder / record.path), (CELL, height))
-            sheet.paste(cell, (left[record.step], cells[record.row]))
+            fitted = ImageOps.contain(still(self.folder / record.path), (CELL, height))
+            sheet.paste(fitted, (left[record.step], cells[record.row]))
         return sheet
 
 

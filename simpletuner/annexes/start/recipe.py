@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from simpletuner.annexes.fitting.ready import weigh_plan
-from simpletuner.annexes.fitting.show import duration
 from simpletuner.annexes.start.material import Material
 from simpletuner.atomic import build_folder, write_json
 from simpletuner.budget.device import find_device
@@ -25,6 +24,7 @@ from simpletuner.config.sources import EXAMPLES, EXAMPLES_ALIAS, Arguments
 from simpletuner.errors import ConfigError, Problems, UserError
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import TASKS
+from simpletuner.reporting.pace import duration
 
 TRIGGER = "zkt"  # no word, and a single token in no language
 # Of so many files an eighth is held out, up to four: with fewer files each of them is worth more in training. Each is

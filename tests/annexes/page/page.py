@@ -58,4 +58,4 @@ def opened(browser: Any, folder: Path, anchor: str = "") -> Iterator[Any]:
         page.on("request", lambda request: None if f":{port}/" in request.url else complaints.append(request.url))
         page.goto(f"http://127.0.0.1:{port}/{anchor}")
         yield page
-    assert complaints == []
+    assert complaints == [], complaints

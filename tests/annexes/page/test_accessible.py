@@ -65,6 +65,14 @@ def test_the_form_is_accessible(page: Any, axe: str, tab: str) -> None:
     assert complaints(page, axe) == ""
 
 
+def test_the_start_card_is_accessible(page: Any, workspace: Workspace, axe: str) -> None:
+    page.goto(page.url.partition("#")[0] + "#start")
+    page.locator("#drop-files").set_input_files([*workspace.path("datasets/pictures").glob("*.png"), __file__])
+    page.locator("#start-skipped summary").click()
+    expect(page.locator("#start-models .dim")).not_to_have_text("")
+    assert complaints(page, axe) == ""
+
+
 def test_another_card_and_a_remedy_are_accessible(page: Any, workspace: Workspace, axe: str) -> None:
     workspace.write_config(my_own_key=None, train_batch_size=2, pretrained_model_name_or_path=None)
     page.reload()

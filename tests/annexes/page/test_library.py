@@ -7,7 +7,7 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import pytest
@@ -355,10 +355,12 @@ def test_missing_captions_are_written_by_a_process(
     assert started == [["caption", "--dataset=cats", "--style=short", "--trigger=zkt", file]]
     progress = {"dataset": "cats", "running": True, "message": "Writing captions: 30/100"}
     assert page.get("/api/library/describe").json() == progress
-    assert page.post("/api/library/describe", json=body).status_code == 409
+    assert "output/mine; wait" in page.post("/api/library/describe", json=body).text
+    assert cast(Any, page.app).state.queue.worker.at_work() == str(folder / "output/mine"), "jobs wait for it"
     child.code = 0
     assert page.get("/api/library/describe").json() == {**progress, "running": False}
-    monkeypatch.setattr(Run, "status", lambda run: {"status": "running"})
+    assert cast(Any, page.app).state.queue.worker.at_work() == ""
+    monkeypatch.setattr(Run, "pid", 1)
     assert page.post("/api/library/describe", json=body).status_code == 409
 
 

@@ -151,6 +151,16 @@ def test_how_a_job_ended_is_seen_by_a_new_server_too(
     assert queue_of(page).read() == []
 
 
+@pytest.mark.parametrize("command", ["sweep", "train"])
+def test_a_job_without_a_process_is_no_success_of_an_earlier_one(
+    page: TestClient, finished: Path, command: Any
+) -> None:
+    (finished / "sweep").mkdir()
+    (finished / "sweep" / JOB_LOG).write_text("$ simpletuner sweep\nSaved everything\n")
+    queue_of(page).add(command, str(finished), state="running")
+    assert "interrupted" in wait(page, lambda text: "running" not in text)
+
+
 def test_runs_wait_for_one_that_was_started_by_hand(page: TestClient, finished: Path, project: Workspace) -> None:
     project.path("config/second").mkdir()
     values = json.loads(project.path("config/config.json").read_text()) | {"output_dir": "second"}

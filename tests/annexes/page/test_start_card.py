@@ -172,7 +172,7 @@ def link() -> ZipInfo:
         (zipped((link(), b"/etc/passwd")), "a.png is a link"),
         (zipped(("/".join("abcdefghi") + "/b.png", picture(2))), "is in more than 8 folders"),
         (zipped(*((f"{number}.txt", b"") for number in range(40))), "it holds more than 30 files"),
-        (zipped(("a.bmp", bytes(2**20))), "MB would become 1.05 MB, as pictures and clips never do"),
+        (zipped(("a.bmp", bytes(2**20))), "kB would become 1.0 MB, as pictures and clips never do"),
         (zipped(("a.png", picture(1)))[:-30], "is damaged, or not a zip"),
         (b"not a zip", "is damaged, or not a zip"),
     ],
@@ -215,7 +215,7 @@ def test_a_full_disk_leaves_nothing(page: TestClient, cats: Path, monkeypatch: p
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
     told = put(page, "b.png", picture(2))
     assert told.status_code == 507
-    assert "do not fit on the disk, which has 1e-05 MB free" in told.json()["problems"][0]["message"]
+    assert "do not fit on the disk, which has 10 B free" in told.json()["problems"][0]["message"]
     assert files(cats) == ["a.png"]
 
 
@@ -298,10 +298,10 @@ def test_guard_of_uploads(
 def test_large_files_are_refused_in_words(page: TestClient, cats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receive, "LARGEST_FILE", 10)
     answer = put(page, "a.png", picture(1))
-    assert (answer.status_code, answer.json()["problems"][0]["message"]) == (422, "a.png is larger than 1e-05 MB.")
+    assert (answer.status_code, answer.json()["problems"][0]["message"]) == (422, "a.png is larger than 10 B.")
     monkeypatch.setattr(receive, "LARGEST_FILE", 1000)
     answer = put(page, "a.zip", zipped(("a.png", bytes(2000))))
-    assert "its files take 0.002 MB; at most 0.001 MB are taken" in answer.text
+    assert "its files take 2.0 kB; at most 1.0 kB are taken" in answer.text
     assert files(cats) == []
 
 

@@ -20,10 +20,10 @@ from tests.annexes.web import picture
 pytestmark = pytest.mark.slow
 expect = pytest.importorskip("playwright.sync_api", reason="needs Playwright").expect
 PLAN = {
-    "ok": True, "problems": [], "device": {"name": "a GPU with 24 GiB", "usable": 25e9, "memory": 26e9},
+    "ok": True, "problems": [], "device": {"name": "a GPU with 24 GiB", "usable": 25e9, "memory": 26e9, "note": ""},
     "memory": [{"phase": "training", "device": 20e9, "host": 1e9}], "length": {"steps": 1000, "steps_done": 0},
     "seconds": {"step": 2.4, "training": 2400, "previews": 60}, "model": {"download": 2e9}, "datasets": [], "disk": [],
-    "buckets": [], "offload_auto": [],
+    "buckets": [], "offload_auto": [], "assumed": [],
 }  # fmt: skip
 DROP = """
 (files) => {
@@ -53,7 +53,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     async def plan(*given: object) -> tuple[str, str]:
         return json.dumps(PLAN), ""
 
-    monkeypatch.setattr(Runs, "_spawn", spawn)
+    monkeypatch.setattr(Runs, "spawn", spawn)
     monkeypatch.setattr(plans, "run_while_wanted", plan)
     return commands
 
@@ -83,6 +83,7 @@ def test_six_interactions_after_the_drop(browser: Any, folder: Path, started: li
     dropped += [("notes.pdf", b"?"), ("my cat.zip", zipped(("cat/20.png", picture(20)), ("cat/21.mp4", b"?")))]
     with opened(browser, folder) as page:
         expect(page.get_by_role("tab", name="Start")).to_have_attribute("aria-selected", "true")
+        expect(page.locator("#drop")).to_be_visible()
         page.evaluate(DROP, [(name, base64.b64encode(content).decode()) for name, content in dropped])
         expect(page.locator("#start-told")).to_have_text("datasets/my-files: pictures: 13; with a caption: 0")
         expect(page.locator("#start-skipped li")).to_have_count(2)

@@ -34,11 +34,14 @@ function openTab() {
   tab.scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 
-// What only one pane needs is loaded when it is first shown, its scripts in their order.
+// What only one pane needs is loaded when it is first shown, its scripts in their order. It shows nothing before.
 function fill(pane) {
-  const shell = pane.querySelector(":scope > template");
-  for (const script of shell?.content.querySelectorAll("script") ?? []) script.async = false;
-  shell?.replaceWith(shell.content);
+  const shell = pane.querySelector(":scope > template"), scripts = [...(shell?.content.querySelectorAll("script") ?? [])];
+  if (!shell) return;
+  for (const script of scripts) script.async = false;
+  pane.ariaBusy = "true";
+  scripts.at(-1).addEventListener("load", () => { pane.ariaBusy = null; });
+  shell.replaceWith(shell.content);
 }
 
 page("[role=tablist]").addEventListener("keydown", (event) => {

@@ -9,6 +9,8 @@ const usable = new Set(suffixes.split(" ")), drop = page("#drop"), form = page("
 const AT_ONCE = 3; // files on their way
 let place = null; // what the server calls the folder of dropped files
 let folder = "", seen = null, number = 0;
+const words = JSON.parse(page("#start-words").textContent); // in the language of the browser, by the English ones
+const say = (text, values = {}) => (words[text] ?? text).replace(/{(\w+)}/g, (_, name) => values[name]);
 const tell = (text) => { page("#start-told").textContent = text; };
 const refuse = (answer) => { page("#start-refused").textContent = sentences(answer).join(" "); };
 
@@ -36,9 +38,9 @@ async function dropped(entries) {
 
 // Why a file is not sent.
 function fault({ name, file }) {
-  if (/(^|\/)\./.test(name)) return "is hidden: its name starts with a dot";
-  if (!usable.has(name.slice(name.lastIndexOf(".")).toLowerCase())) return "is not a picture, a clip, a caption (.txt) or a zip";
-  return file.size > largest ? `is larger than ${gigabytes(largest)}` : "";
+  if (/(^|\/)\./.test(name)) return say("is hidden: its name starts with a dot");
+  if (!usable.has(name.slice(name.lastIndexOf(".")).toLowerCase())) return say("is not a picture, a clip, a caption (.txt) or a zip");
+  return file.size > largest ? say("is larger than {size}", { size: gigabytes(largest) }) : "";
 }
 
 function send(name, file, tick) {
@@ -49,7 +51,7 @@ function send(name, file, tick) {
     request.responseType = "json";
     request.upload.onprogress = ({ loaded }) => tick(Math.min(loaded, file.size));
     request.onloadend = () => {
-      const reason = request.response?.problems?.[0].message ?? "did not arrive: the connection broke; drop it again";
+      const reason = request.response?.problems?.[0].message ?? say("did not arrive: the connection broke; drop it again");
       resolve(request.status === 201 ? request.response : { saved: [], skipped: [{ file: name, reason }] });
     };
     request.send(file);
@@ -58,7 +60,7 @@ function send(name, file, tick) {
 
 async function take(found) {
   if (!found.length) return;
-  if (found.length > most) return tell(`These are more than ${Number(most).toLocaleString("en")} files. Copy the folder into the project, then use it from there.`);
+  if (found.length > most) return tell(say("These are more than {most} files. Copy the folder into the project, then use it from there.", { most: Number(most).toLocaleString("en") }));
   // The folder that was dropped, or the zip, gives the name.
   const top = found[0].name.split("/")[0], isFolder = found.every(({ name }) => name.startsWith(`${top}/`));
   const named = isFolder ? found.map(({ name, file }) => ({ name: name.slice(top.length + 1), file })) : found;
@@ -76,7 +78,7 @@ async function take(found) {
   const work = async () => {
     for (let each = queue.shift(); each; each = queue.shift()) {
       const { name, file } = each;
-      tell(`Sending ${name}, ${all - queue.length} of ${all}`);
+      tell(say("Sending {name}, {number} of {all}", { name, number: all - queue.length, all }));
       const answer = await send(name, file, (bytes) => {
         sent.set(name, bytes);
         progress.value = [...sent.values()].reduce((sum, size) => sum + size, 0);
@@ -89,13 +91,13 @@ async function take(found) {
   progress.hidden = true;
   showSkipped(skipped);
   if (saved) await look(place.folder);
-  else tell("None of these files can be used.");
+  else tell(say("None of these files can be used."));
 }
 
 function showSkipped(skipped, more = 0) {
   const box = page("#start-skipped"), count = skipped.length + more;
   box.hidden = !count;
-  box.querySelector("summary").textContent = `${count} ${count === 1 ? "file was" : "files were"} skipped`;
+  box.querySelector("summary").textContent = say(count === 1 ? "1 file was skipped" : "{count} files were skipped", { count });
   box.querySelector("ul").replaceChildren(...skipped.slice(0, 200).map(({ file, reason }) => element("li", {}, element("span", { className: "key", textContent: file }), `: ${reason}`)));
 }
 
@@ -125,7 +127,7 @@ page("#drop-here").addEventListener("click", async () => {
 const chosen = (name) => form.elements[name]?.value ?? "";
 
 function choices(box, name, labels, value) {
-  const rows = Object.entries(labels).map(([each, label]) => element("label", { className: "choice" }, element("input", { type: "radio", name, value: each, checked: each === value }), ` ${label}`, element("span", { className: "dim" })));
+  const rows = Object.entries(labels).map(([each, label]) => element("label", { className: "choice" }, element("input", { type: "radio", name, value: each, checked: each === value }), ` ${say(label)}`, element("span", { className: "dim" })));
   box.replaceChildren(...rows);
 }
 
@@ -137,7 +139,7 @@ async function look(path, answers = {}) {
   if (!answer.ok) return tell(sentences(answer).join(" "));
   const isNew = path !== folder;
   [folder, seen] = [path, answer.data];
-  tell(`${seen.folder}: ${seen.described}`);
+  tell(`${seen.folder}: ${seen.described}${seen.held_out ? say("; held out of training, to compare checkpoints on them: {count}", { count: seen.held_out }) : ""}`);
   if (seen.skipped.length && !place) showSkipped(seen.skipped, seen.more_skipped);
   choices(page("#start-purposes"), "purpose", seen.purposes, seen.purpose);
   const models = Object.keys(seen.drafts), model = models.includes(chosen("model")) ? chosen("model") : models[0];
@@ -152,8 +154,8 @@ function showCaptions() {
   page("#start-trigger").hidden = purpose === "edit";
   page("#start-captions").hidden = !uncaptioned;
   page("#start-captions p").textContent = some
-    ? `${uncaptioned} of ${files} files have no caption. Write the config, then captions on the tab Dataset or with: simpletuner caption env=${seen.name}`
-    : "No file has a caption, so each is trained with the words above. A caption for each is better: write the config, then captions on the tab Dataset or with simpletuner caption.";
+    ? say("{uncaptioned} of {files} files have no caption. Write the config, then captions on the tab Dataset or with: simpletuner caption env={name}", seen)
+    : say("No file has a caption, so each is trained with the words above. A caption for each is better: write the config, then captions on the tab Dataset or with simpletuner caption.");
   if (uncaptioned && some) box.checked = true;
   box.disabled = some;
   form.querySelector("[value=start]").disabled = Boolean(uncaptioned) && box.checked;
@@ -164,7 +166,7 @@ async function judge(mine) {
   let isOpen = true;
   for (const [model, draft] of Object.entries(seen.drafts)) {
     const input = form.querySelector(`[name=model][value="${model}"]`), note = input.parentElement.lastChild;
-    note.textContent = "computing";
+    note.textContent = say("computing");
     const { data } = await api("/api/plan", { method: "POST", body: draft });
     if (mine !== number) return;
     const [fits, text] = verdict(data);
@@ -177,11 +179,11 @@ async function judge(mine) {
 function verdict({ device, model, problems, seconds }) {
   const isTold = (key) => problems.some((problem) => problem.key === key);
   const fatal = problems.find((problem) => problem.fatal && problem.key !== "memory" && !/caption/.test(problem.message));
-  if (fatal || !device) return [false, fatal ? `${fatal.key}: ${fatal.message}` : "the plan needs captions"];
-  const loaded = model.download ? `, ${gigabytes(model.download)} to download` : "";
-  const time = `about ${duration(seconds.training)} without previews${loaded}`;
-  if (isTold("device")) return [false, `no GPU can be used here; on the CPU ${time}`];
-  return isTold("memory") ? [false, `does not fit ${device.name}`] : [true, `fits, ${time}`];
+  if (fatal || !device) return [false, fatal ? `${fatal.key}: ${fatal.message}` : say("the plan needs captions")];
+  const loaded = model.download ? say(", {size} to download", { size: gigabytes(model.download) }) : "";
+  const time = say("about {time} without previews", { time: duration(seconds.training) }) + loaded;
+  if (isTold("device")) return [false, say("no GPU can be used here; on the CPU {time}", { time })];
+  return isTold("memory") ? [false, say("does not fit {device}", { device: device.name })] : [true, say("fits, {time}", { time })];
 }
 
 form.addEventListener("change", ({ target }) => {
@@ -202,7 +204,7 @@ form.addEventListener("submit", async (event) => {
   await openConfig(config);
   const started = isStart && (await api("/api/training/start", { method: "POST", body: { config } }));
   if (started) refuse(started);
-  if (started && !started.ok) return tell(`config/${config} is written, and cannot start yet.`);
+  if (started && !started.ok) return tell(say("config/{config} is written, and cannot start yet.", { config }));
   form.hidden = true;
   [place, folder] = [null, ""];
   tell("");

@@ -1,0 +1,42 @@
+"""The start card in the language of the browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from simpletuner.annexes.page.start_card import LANGUAGES, card_content
+from simpletuner.annexes.start.recipe import EXAMPLES
+
+TABLES = json.loads(LANGUAGES.read_text(encoding="utf-8"))
+FOLDER = LANGUAGES.parents[1]
+
+
+def said() -> set[str]:
+    """Every text that the card asks for: in its template, its script, and the recipes."""
+    sources = [FOLDER / "start.html.jinja", LANGUAGES.parent / "start.js"]
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
+    calls = "".join(re.findall(r"\bsay\(((?:[^()\"]|\"[^\"]*\")*)", text))
+    recipes = (json.loads(path.read_text(encoding="utf-8")) for path in Path(EXAMPLES).glob("recipes/*.json"))
+    return {*re.findall(r'"([^"]+)"', calls), *(recipe["title"] for recipe in recipes)}
+
+
+@pytest.mark.parametrize("language", TABLES)
+def test_every_text_is_there_with_its_values(language: str) -> None:
+    table = TABLES[language]
+    assert table.keys() == said()
+    for text, translated in table.items():
+        assert sorted(re.findall(r"{\w+}", translated)) == sorted(re.findall(r"{\w+}", text)), text
+
+
+@pytest.mark.parametrize(
+    ("accepted", "language"),
+    [("", "en"), ("de", "en"), ("es-MX,es;q=0.9,en;q=0.8", "es"), ("de-AT, zh-TW;q=.5", "zh"), ("en-GB,hi", "en")],
+)
+def test_the_first_language_of_the_browser(accepted: str, language: str) -> None:
+    content = card_content(accepted)
+    assert content["language"] == language
+    assert content["say"]("Model") == TABLES.get(language, {}).get("Model", "Model")
