@@ -161,17 +161,8 @@ class Budget:
         steps = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
         alone = self._is_guided and not self.parts.cost.guided_together and not validation.validation_batched_guidance
         passes = [self._step(self._sampled(preview)).forward_seconds for preview in self.workload.previews]
-        decoding = validation.num_validation_images * self._decoding_seconds
+        decoding = validation.num_validation_images * decoding_seconds(self)
         return self.outcome.previews * (steps * (2 if alone else 1) * sum(passes) + decoding)
-
-    @property
-    def _decoding_seconds(self) -> float:
-        """Seconds of decoding a preview of each size."""
-        sizes, rates = self.workload.previews, self.device.rates
-        loads = [VaeLoad(1, each.frames, each.width, each.height) for each in sizes]
-        flops = sum(self.parts.cost.vae_decode_flops(self.parts.vae, load) for load in loads)
-        on_gpu = GPU_CONVOLUTIONS * (FLOAT32_SHARE if self.preview_dtype == "fp32" else 1.0)
-        return flops / (rates.matmul * (on_gpu if self.device.is_gpu else CPU_CONVOLUTIONS))
 
     @property
     def _is_guided(self) -> bool:
@@ -368,6 +359,17 @@ def _faster_previews(budget: Budget) -> Iterator[str]:
     # In float32, decoding changes settings of the process.
     if not moves and config.launch.num_processes == 1 and budget.preview_dtype != "fp32":
         yield from BACKGROUND_KEYS
+
+
+def decoding_seconds(budget: Budget) -> float:
+    """Seconds of decoding a preview of each size."""
+    parts, device = budget.parts, budget.device
+    loads = [VaeLoad(1, each.frames, each.width, each.height) for each in budget.workload.previews]
+    flops = sum(parts.cost.vae_decode_flops(parts.vae, load) for load in loads)
+    if not device.is_gpu:
+        return flops / (CPU_CONVOLUTIONS * device.rates.matmul)
+    speed = FLOAT32_SHARE if budget.preview_dtype == "fp32" else 1.0
+    return flops / (GPU_CONVOLUTIONS * speed * device.rates.matmul)
 
 
 def make_budget(plan: Plan, device: Device) -> Budget:
