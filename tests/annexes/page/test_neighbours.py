@@ -13,9 +13,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from simpletuner.annexes.page.project import Project
-from simpletuner.annexes.page.runs import STARTED_FILE
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE
+from simpletuner.annexes.runs import STARTED_FILE
 from simpletuner.reporting.events import StateChanged
 from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.run.lock import LOCK_FILE

@@ -15,8 +15,8 @@ from PIL import Image
 
 from simpletuner.annexes.page.control import run_id
 from simpletuner.annexes.page.guard import Access
-from simpletuner.annexes.page.runs import Run
 from simpletuner.annexes.page.serve import listen, page_of_run
+from simpletuner.annexes.runs import Run
 from simpletuner.reporting.events import EventStream, MediaRendered, StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaFile, MediaRecord
 from simpletuner.validation.clip_writer import write_mp4

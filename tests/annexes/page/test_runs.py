@@ -20,8 +20,8 @@ import pytest
 from simpletuner.annexes.page.control import ask, refuse_if_busy
 from simpletuner.annexes.page.live import drawn
 from simpletuner.annexes.page.project import Refusal
-from simpletuner.annexes.page.runs import CONSOLE_FILE, STARTED_FILE, Run, Tail
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads, last_id
+from simpletuner.annexes.runs import CONSOLE_FILE, STARTED_FILE, Run, Tail
 from simpletuner.distributed.requests import take_requests
 from simpletuner.reporting.events import (
     UPLOADING,
