@@ -35,7 +35,7 @@ from benchmarks.models import (
     random_weight,
 )
 from benchmarks.timing import Ratio, arguments, show
-from simpletuner.budget.budget import HOST_BASE
+from simpletuner.budget.device import HOST_BASE
 from simpletuner.budget.workload import Parts
 from simpletuner.config.schema import RunConfig
 from simpletuner.diffusion.flow import make_noisy

@@ -49,8 +49,8 @@ class Problem:
         return {"key": self.where, "message": self.message, "fatal": self.fatal, **remedy}
 
     def within(self, place: str) -> Problem:
-        """The problem of a part that has keys of its own, such as a dataset."""
-        return replace(self, where=f"{place}.{self.where}")
+        """The problem of a part that has keys of its own, such as a dataset; a remedy sets keys of the whole."""
+        return replace(self, where=f"{place}.{self.where}", remedy={})
 
 
 @dataclass(frozen=True)

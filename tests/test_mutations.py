@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from tests.mutations import ROOT, read_list
+from pathlib import Path
+
+import pytest
+
+from tests import mutations
+from tests.mutations import ROOT, Mutation, judge, read_list
 
 
 def test_every_mutation_has_its_text_and_its_tests() -> None:
-    mutations = read_list()
-    assert len(mutations) == len({each.name for each in mutations}) >= 60
-    for mutation in mutations:
+    found = read_list()
+    assert len(found) == len({each.name for each in found}) >= 60
+    for mutation in found:
         changed = mutation.find().read_text(encoding="utf-8").replace(mutation.old, mutation.new)
         compile(changed, mutation.name, "exec")  # else its tests would fail for another reason than theirs
         for test in mutation.tests:
             file, *names = test.split("::")
             content = (ROOT / "tests" / file).read_text(encoding="utf-8")
             assert not names or f"def {names[-1]}(" in content, mutation.name
+
+
+def test_the_others_are_judged_beside_one_that_cannot_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "code.py").write_text("x = 1\n")
+    listed = [Mutation(name, "room", "x = 1", "x = 2", ("test.py",)) for name in "abcde"]
+    codes = iter([4, 1, 0, 2, 0, 1, 0, 0])  # with an exit code of 0 the next one is that of the change
+    monkeypatch.setattr(mutations, "run_tests", lambda *given: next(codes))
+    outcomes = [outcome for _, outcome, _ in judge(listed, tmp_path, tmp_path / "log", sound=False)]
+    assert outcomes == ["UNCOLLECTED without it", "RED without it", "UNCOLLECTED", "killed", "SURVIVED"]
+    assert (tmp_path / "room" / "code.py").read_text() == "x = 1\n"

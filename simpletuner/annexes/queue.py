@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal, Protocol
 from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import changing, hold, write_atomically
-from simpletuner.errors import UserError
+from simpletuner.errors import UserError, full_text
 from simpletuner.run.lock import Owner, read_owner, this_process
 
 QUEUE_FILE = "queue.json"
@@ -224,8 +224,8 @@ class Queue:
                 if self.file.is_file() and self._is_server():
                     self.step()
                 self.problem = ""
-            except (UserError, OSError) as error:
-                self.problem = str(error)
+            except Exception as error:  # noqa: BLE001 - whatever the files of a run hold, its neighbours wait for this
+                self.problem = full_text(error)
         if self._lock is not None:
             self._lock.close()
 

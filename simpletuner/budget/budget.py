@@ -27,9 +27,6 @@ from simpletuner.plan.entries import Listing, evaluated, list_entries, make_cata
 from simpletuner.reporting.events import CACHING, EVALUATION, SAVING, Rounds
 from simpletuner.reporting.events import PREVIEWS as PREVIEW_ROUNDS
 
-# Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers; less where
-# CUDA's libraries are not loaded (metered: 0.5 GB, and 0.1 in the first step).
-HOST_BASE, CPU_BASE = 1.2e9, 0.7e9
 # Rate of a VAE's convolutions, relative to products of matrices: assumed, and measured with the VAEs of the demos.
 GPU_CONVOLUTIONS, CPU_CONVOLUTIONS = 0.3, 0.17
 CAPTIONS, LOADING, PREVIEWS = "encoding captions", "loading the transformer", "rendering previews"
@@ -164,23 +161,8 @@ class Budget:
         steps = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
         alone = self._is_guided and not self.parts.cost.guided_together and not validation.validation_batched_guidance
         passes = [self._step(self._sampled(preview)).forward_seconds for preview in self.workload.previews]
-        decoding = validation.num_validation_images * self._decoding_seconds
+        decoding = validation.num_validation_images * decoding_seconds(self)
         return self.outcome.previews * (steps * (2 if alone else 1) * sum(passes) + decoding)
-
-    @property
-    def _decoding_seconds(self) -> float:
-        """Seconds of decoding a preview of each size."""
-        sizes, rates = self.workload.previews, self.device.rates
-        loads = [VaeLoad(1, each.frames, each.width, each.height) for each in sizes]
-        flops = sum(self.parts.cost.vae_decode_flops(self.parts.vae, load) for load in loads)
-        if not self.device.is_gpu:
-            return flops / (CPU_CONVOLUTIONS * rates.matmul)
-        speed = FLOAT32_SHARE if self.preview_dtype == "fp32" else 1.0
-        return flops / (GPU_CONVOLUTIONS * speed * rates.matmul)
-
-    @property
-    def _base(self) -> float:
-        return HOST_BASE if self.device.is_gpu else CPU_BASE
 
     @property
     def _is_guided(self) -> bool:
@@ -220,19 +202,19 @@ class Budget:
             # The language head, and a vision tower that no prompt needs, are dropped on the host.
             kept = text * (1 - parts.text_dropped / parts.text_parameters)
             on_device = kept * (STREAMED_TEXT if config.offload.group_offload_text_encoder else 1.0)
-            yield PhasePeak(CAPTIONS, on_device + text * TEXT_ACTIVATIONS, self._base, text)
+            yield PhasePeak(CAPTIONS, on_device + text * TEXT_ACTIVATIONS, self.device.process_memory, text)
         if workload.encoded:
             samples = config.caching.vae_batch_size
             batches = [replace(load, samples=min(samples, load.samples)) for load in workload.encoded]
             # bytes of the decoded RGB pixels of a batch
             clip = 3.0 * max(load.samples * load.frames * load.width * load.height for load in batches)
             # Bytes on the host, gathered into a batch and page-locked.
-            host = self._base + workload.waiting + 2 * clip
+            host = self.device.process_memory + workload.waiting + 2 * clip
             # `to_pixels` widens them to float32 on the device.
             peak = vae + self._vae_bytes(batches) + clip * BYTES["fp32"]
             yield PhasePeak(f"encoding {parts.spec.media_noun}", peak, host)
         if workload.encodes_features:
-            yield PhasePeak("encoding features", max(map(self._teaching, workload.buckets)), self._base)
+            yield PhasePeak("encoding features", max(map(self._teaching, workload.buckets)), self.device.process_memory)
 
     def _training(self) -> Iterator[PhasePeak]:
         """Loading, training, previews and saving."""
@@ -243,9 +225,9 @@ class Budget:
         on_disk = config.offload.group_offload_to_disk_path is not None
         streamed = 0.0 if on_disk else model.streamed_bytes  # the processes of a machine share them
         common = streamed + model.shared_bytes
-        yield PhasePeak(LOADING, frozen, self._base + common, model.passing_bytes, common=common)
+        yield PhasePeak(LOADING, frozen, self.device.process_memory + common, model.passing_bytes, common=common)
         on_device, on_host = model.average_memory("device"), model.average_memory("host")
-        waiting = self._base + streamed + on_host.kept + model.state_on_host_bytes
+        waiting = self.device.process_memory + streamed + on_host.kept + model.state_on_host_bytes
         idle = trained - model.gradient_bytes  # between two steps
         # Features that are not cached keep their encoder on the device beside the transformer.
         live = not all(kind.is_cached for technique in parts.techniques for kind in technique.features)
@@ -377,6 +359,17 @@ def _faster_previews(budget: Budget) -> Iterator[str]:
     # In float32, decoding changes settings of the process.
     if not moves and config.launch.num_processes == 1 and budget.preview_dtype != "fp32":
         yield from BACKGROUND_KEYS
+
+
+def decoding_seconds(budget: Budget) -> float:
+    """Seconds of decoding a preview of each size."""
+    parts, device = budget.parts, budget.device
+    loads = [VaeLoad(1, each.frames, each.width, each.height) for each in budget.workload.previews]
+    flops = sum(parts.cost.vae_decode_flops(parts.vae, load) for load in loads)
+    if not device.is_gpu:
+        return flops / (CPU_CONVOLUTIONS * device.rates.matmul)
+    speed = FLOAT32_SHARE if budget.preview_dtype == "fp32" else 1.0
+    return flops / (GPU_CONVOLUTIONS * speed * device.rates.matmul)
 
 
 def make_budget(plan: Plan, device: Device) -> Budget:

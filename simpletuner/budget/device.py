@@ -68,6 +68,9 @@ SLICE = re.compile(r"MIG (?P<sevenths>\d)g\.(?P<gigabytes>\d+)gb")
 SLICE_SHARE = 0.97  # usable share of the memory in the name of a MIG slice
 # Device memory lost to the driver and libraries (bytes), and to fragmentation (share).
 DEVICE_OVERHEAD, FRAGMENTS = 0.6e9, 0.03
+# Host memory of the process before any weight is loaded: the interpreter, torch, diffusers and transformers; less where
+# CUDA's libraries are not loaded (metered: 0.5 GB, and 0.1 in the first step).
+HOST_BASE, CPU_BASE = 1.2e9, 0.7e9
 # Bytes in use on an idle device are the driver's, and part of that; they differ a little from machine to machine.
 IDLE = 0.5e9
 # NCCL's buffers on a device (bytes), not measured: 16 channels with four connections, of a ring and a tree, with 4, 4.7
@@ -118,6 +121,11 @@ class Device:
     users: str = ""
     idle: str = ""
     buffers: float = 0.0
+
+    @property
+    def process_memory(self) -> float:
+        """Bytes of host memory that a process takes before it loads a weight."""
+        return HOST_BASE if self.is_gpu else CPU_BASE
 
     @property
     def usable(self) -> float | None:

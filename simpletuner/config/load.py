@@ -139,10 +139,8 @@ def canonical(
         # Before any message can quote the value, that for an unknown key included.
         hide_secrets({key: raw})
         if key not in names:
-            unknown = Problem(written, f"{unknown_key(key, names)}{source}")
-            found = foreign_key_problem(written, key, raw, source, instead) or unknown
-            # A remedy is about config.json, which may have a key of the same name as a dataset.
-            yield replace(found, remedy={written: None}) if instead is INSTEAD else found
+            unknown = Problem(written, f"{unknown_key(key, names)}{source}", remedy={written: None})
+            yield foreign_key_problem(written, key, raw, source, instead) or unknown
             continue
         name, option = names[key].name, names[key]
         # A plan without these variables can still be made; `check_unset` warns.

@@ -118,4 +118,4 @@ def foreign_key_problem(
     neutral = (NEUTRAL[key],) if NEUTRAL.get(key, "").isdecimal() else (*OFF, NEUTRAL.get(key))  # 0 is a strength, too
     off = value is None or str(value).strip().lower().removesuffix(".0") in neutral
     note = " It is off and is ignored." if off else ""
-    return Problem(written, f"is not a key here: {table[key]}.{note}{source}", fatal=not off)
+    return Problem(written, f"is not a key here: {table[key]}.{note}{source}", not off, {written: None})

@@ -11,7 +11,6 @@ import pytest
 from simpletuner.annexes.fitting.fit import HEADROOM, STREAMED, check_fit, choose, smallest_change
 from simpletuner.budget.budget import (
     GPU_CONVOLUTIONS,
-    HOST_BASE,
     LOADING,
     PREVIEWS,
     Budget,
@@ -20,7 +19,7 @@ from simpletuner.budget.budget import (
     with_faster_previews,
     with_strips,
 )
-from simpletuner.budget.device import DEVICE_OVERHEAD, FRAGMENTS, Device, rates_of
+from simpletuner.budget.device import DEVICE_OVERHEAD, FRAGMENTS, HOST_BASE, Device, rates_of
 from simpletuner.budget.estimate import FLOAT32_SHARE
 from simpletuner.budget.workload import Bucket, Parts, Workload, kernels_on
 from simpletuner.config.load import Layer, resolve

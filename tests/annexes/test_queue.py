@@ -199,3 +199,19 @@ def test_of_two_servers_one_serves_and_the_other_takes_over(
     end_too.set()
     threads[1].join(PATIENCE)
     assert (tmp_path / SERVER_FILE).is_file()
+
+
+def test_the_queue_outlives_what_nobody_foresaw(
+    queue: Queue, worker: Pretender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAUSE", 0.01)
+    over, thread = threading.Event(), threading.Thread(target=lambda: queue.serve(over))
+    queue.add("train", "a")
+    with monkeypatch.context() as odd:
+        odd.setattr(worker, "at_work", lambda: [][1])
+        thread.start()
+        wait(lambda: queue.problem == "list index out of range")
+    wait(lambda: states(queue) == {"a": "running"})
+    over.set()
+    thread.join(PATIENCE)
+    assert queue.problem == ""

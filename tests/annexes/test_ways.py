@@ -10,7 +10,8 @@ import pytest
 
 from simpletuner.annexes.fitting.fit import check_fit, check_ways, choose, find_ways, smallest_change
 from simpletuner.annexes.fitting.ready import check_devices
-from simpletuner.budget.budget import HOST_BASE, Budget
+from simpletuner.budget.budget import Budget
+from simpletuner.budget.device import HOST_BASE
 from simpletuner.budget.estimate import sent_bytes
 from simpletuner.budget.workload import Bucket
 from simpletuner.techniques.spec import TechniqueCost

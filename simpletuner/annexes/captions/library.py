@@ -173,8 +173,8 @@ class Library:
     def _planned(self, names: Sequence[str]) -> Iterator[tuple[LedgerEntry, Sequence[str]]]:
         """What training makes of some files, as if there were no others and none had been left out."""
         entries = [
-            # Which files are held out depends on all of them.
-            each.model_copy(update={"hold_out": 0})
+            # Which files are held out or chosen depends on all of them.
+            each.model_copy(update={"hold_out": 0, "max_num_samples": None})
             for each in self.entries
             if each.id == self.entry.id or each.is_conditioning or each.is_text_embeds
         ]

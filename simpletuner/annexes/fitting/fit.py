@@ -84,10 +84,13 @@ def check_fit(budget: Budget) -> Iterator[Problem]:
         advice += " To run anyway, set i_know_what_i_am_doing."
     others = len(lacking) - 1
     more = f" ({others} more phase{'s lack' if others > 1 else ' lacks'} room)" if others else ""
-    # Other clips, or latents encoded before training, are no settings.
+    yield Problem("memory", f"{lacking[0]}{more}. {advice}", fatal, _settings_of(changes))
+
+
+def _settings_of(changes: Sequence[Change]) -> dict[str, Any]:
+    """All of them as settings; empty if one is none: other clips, or latents encoded before training."""
     are_settings = all(change.values for change in changes)
-    remedy = {key: value for change in changes if are_settings for key, value in change.values.items()}
-    yield Problem("memory", f"{lacking[0]}{more}. {advice}", fatal, remedy)
+    return {key: value for change in changes if are_settings for key, value in change.values.items()}
 
 
 def smallest_change(budget: Budget) -> list[Change]:

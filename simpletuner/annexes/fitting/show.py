@@ -204,7 +204,8 @@ def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
         yield f"  with {extra} a micro-step on average"
     disk = ", ".join(f"{writing.what} up to {gigabytes(writing.total)}" for writing in find_writings(plan, budget))
     yield f"  disk: {disk}"
-    yield from (f"  {text}" for text in _assumed(plan, budget))
+    if budget.parts.assumed:
+        yield f"  {', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {plan.flavour.name}"
     for decision in budget.decisions:
         yield f"  offload auto: {decision}"
 
@@ -238,11 +239,6 @@ def _bucket_lines(budget: Budget) -> Iterator[str]:
         yield f"  {bucket.label:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
     if len(buckets) > SHOWN_BUCKETS:
         yield f"  and {len(buckets) - SHOWN_BUCKETS} smaller buckets"
-
-
-def _assumed(plan: Plan, budget: Budget) -> Iterator[str]:
-    if budget.parts.assumed:
-        yield f"{', '.join(budget.parts.assumed)}: not on this machine, sizes assumed from {plan.flavour.name}"
 
 
 def _density_lines(budget: Budget) -> Iterator[str]:
@@ -343,7 +339,7 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
             "finished": plan.is_finished,
         },
         "device": {"name": device.name, "memory": device.memory, "usable": device.usable, "note": device.note},
-        "assumed": [*_assumed(plan, budget), *map(str.strip, _density_lines(budget))],
+        "assumed": [line.strip() for line in [*budget_lines(plan, budget)][1:] if "assumed" in line],
         "memory": [{"phase": phase.name, "device": phase.device, "host": phase.host} for phase in budget.phases],
         "buckets": [
             {

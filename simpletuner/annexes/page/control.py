@@ -20,8 +20,8 @@ from typing import Any
 from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.plans import PROGRAM
 from simpletuner.annexes.page.project import CONFIG_NAME, EXAMPLE, Project, Refusal, chosen_by
-from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
 from simpletuner.annexes.payloads import EVENTS_FILE, last_id
+from simpletuner.annexes.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
 from simpletuner.atomic import write_json
 from simpletuner.config.load import canonical
 from simpletuner.config.schema import all_options

@@ -191,6 +191,8 @@ def put_config(request: Request, body: dict[str, Any]) -> Response:
     """Save settings; what is wrong with them is answered, and does not keep a draft from being saved."""
     project, name = project_of(request), request.path_params["name"]
     path, change = writable(project, project.config_file(name)), partial(with_values, wanted(body, "values", dict))
+    if body.get("whole") is not True:
+        settings_in(path)  # or it raises: what it keeps must be readable
     return replace_file(request, path, body, change, lambda: config_json(Configuration.saved(project, name)))
 
 

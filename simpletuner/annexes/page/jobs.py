@@ -13,9 +13,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from simpletuner.annexes.page.control import Runs, ask, send
 from simpletuner.annexes.page.live import runs_of
 from simpletuner.annexes.page.project import Refusal, project_of, wanted
-from simpletuner.annexes.page.runs import ACTIVE, CONSOLE_FILE, INTERRUPTED, PROMPT, printed, said_at_the_end
 from simpletuner.annexes.queue import RUNNING, Job, Queue
 from simpletuner.annexes.report import html
+from simpletuner.annexes.runs import ACTIVE, CONSOLE_FILE, INTERRUPTED, PROMPT, printed, said_at_the_end
 from simpletuner.errors import Problem, UserError
 from simpletuner.run.lock import owner_of
 

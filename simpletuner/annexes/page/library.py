@@ -18,8 +18,8 @@ from simpletuner.annexes.page.control import Captioning, Runs, send
 from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.live import runs_of
 from simpletuner.annexes.page.project import Project, Refusal, chosen_by, problems_json, project_of
-from simpletuner.annexes.page.runs import ACTIVE, Run, printed, said_at_the_end
 from simpletuner.annexes.report.html import THUMBNAIL_SIDE, render, webp
+from simpletuner.annexes.runs import ACTIVE, Run, printed, said_at_the_end
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.sources import EXAMPLES
 from simpletuner.data.clips import CLIP_SUFFIXES, frames_of, is_clip, probe_clip

@@ -20,10 +20,10 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Redire
 
 from simpletuner.annexes.page.control import Runs, ask, cancel
 from simpletuner.annexes.page.project import SANDBOX_WITH_CLIPS, Refusal, project_of, wanted
-from simpletuner.annexes.page.runs import Run, Tail, record_in
 from simpletuner.annexes.payloads import EVENTS_FILE, last_id, offset_after
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import hours_of, thin_extremes
+from simpletuner.annexes.runs import Run, Tail, record_in
 from simpletuner.atomic import writing_to
 from simpletuner.errors import UserError, WriteError
 from simpletuner.redaction import redact

@@ -12,10 +12,10 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from simpletuner.annexes.page.jobs import FOLDERS
 from simpletuner.annexes.page.live import address, chosen, drawing, runs_of
 from simpletuner.annexes.page.project import Refusal
-from simpletuner.annexes.page.runs import Run
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import PreviewGrid, build_grid, pages_of, steps_of
 from simpletuner.annexes.report.sheet import Sheet, samples_in
+from simpletuner.annexes.runs import Run
 from simpletuner.headers import read_header
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaRecord, read_media
@@ -24,7 +24,7 @@ from simpletuner.training.manifest import PIPELINE_FOLDER, find_checkpoints, res
 COMFYUI = "diffusion_model."  # begins the names of tensors that ComfyUI looks for
 
 
-def part_of(part: str, run: Run, **values: Any) -> Response:
+def run_part(part: str, run: Run, **values: Any) -> Response:
     """A part of a run's view, as HTML."""
     return HTMLResponse(html.render("page/results.html.jinja", part=part, run=run, **values))
 
@@ -34,7 +34,7 @@ def show_curves(request: Request) -> Response:
     run, name = chosen(request), request.query_params.get("beside")
     others = [runs_of(request).find(name)] if name else []
     with drawing:
-        return part_of("curves", run, **html.curves(run.metrics, beside={each.name: each.metrics for each in others}))
+        return run_part("curves", run, **html.curves(run.metrics, beside={each.name: each.metrics for each in others}))
 
 
 def grid_of(run: Run, records: Sequence[MediaRecord], below: str = ".") -> PreviewGrid:
@@ -49,7 +49,7 @@ def show_previews(request: Request) -> Response:
     records = read_media(run.folder / MEDIA_FILE)
     pages = {str(number): each for number, each in enumerate(pages_of(records))}
     growing = [{**each, "source": address(run, each["path"])} for each in story.growing.values()]
-    return part_of(
+    return run_part(
         "previews", run, grid=grid_of(run, pages[page][1] if page in pages else records), pages=pages, page=page,
         growing=growing if state == "running" else [], steps=steps_of([records]),
     )  # fmt: skip
@@ -59,7 +59,7 @@ def show_pair(request: Request) -> Response:
     """The previews of two steps: `?before=0&after=300`."""
     run, asked = chosen(request), {request.query_params.get(key) for key in ("before", "after")}
     records = [each for each in read_media(run.folder / MEDIA_FILE) if str(each.step) in asked]
-    return part_of("pair", run, grid=grid_of(run, records))
+    return run_part("pair", run, grid=grid_of(run, records))
 
 
 def show_results(request: Request) -> Response:
@@ -67,7 +67,7 @@ def show_results(request: Request) -> Response:
     run = chosen(request)
     folder, step = run.folder, result_step(run.folder, "lora")
     sheet = Sheet.read(folder / FOLDERS["sweep"], run.name, run.metrics)
-    return part_of(
+    return run_part(
         "results", run, sheet=sheet, swept=grid_of(run, sheet.records, FOLDERS["sweep"]),
         sampled=grid_of(run, samples_in(folder / FOLDERS["sample"]), FOLDERS["sample"]),
         name=file_name(run), step=step, size=(folder / LORA_FILE).stat().st_size / 1e6 if step is not None else 0,

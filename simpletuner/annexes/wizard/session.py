@@ -239,8 +239,12 @@ def _show(draft: Draft, talk: Talk) -> tuple[bool, Mapping[str, Any]]:
     told = [*draft.judgement.problems, *problems]
     _warn(told, talk)
     talk.say()
-    remedies = [problem.remedy for problem in problems if problem.where == "memory"]
-    return any(problem.fatal and problem.where != "device" for problem in told), next(iter(remedies), {})
+    return any(problem.fatal and problem.where != "device" for problem in told), _remedy(problems)
+
+
+def _remedy(problems: list[Problem]) -> Mapping[str, Any]:
+    """The settings with which the run would fit; empty if it does, or if settings are not enough."""
+    return next((problem.remedy for problem in problems if problem.where == "memory"), {})
 
 
 def _warn(problems: list[Problem], talk: Talk) -> None:

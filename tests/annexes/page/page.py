@@ -14,8 +14,8 @@ from uvicorn import Server
 
 from simpletuner.annexes.page.guard import Access
 from simpletuner.annexes.page.project import Project
-from simpletuner.annexes.page.runs import Run
 from simpletuner.annexes.page.serve import listen, make_server
+from simpletuner.annexes.runs import Run
 from tests.processes import PATIENCE
 
 

@@ -91,6 +91,19 @@ def test_search_and_dialogs_are_accessible(page: Any, axe: str) -> None:
     assert complaints(page, axe) == ""
 
 
+def test_files_and_captions_are_accessible(page: Any, workspace: Workspace, axe: str) -> None:
+    workspace.path("datasets/pictures/p1.txt").unlink()
+    page.goto(page.url.partition("#")[0] + "#dataset/files/pictures")
+    dialog = page.get_by_role("dialog", name="pictures")
+    dialog.get_by_text("Change or write captions").click()
+    dialog.get_by_label("Find in all captions").fill("picture")
+    dialog.get_by_role("button", name="Preview").click()
+    dialog.get_by_role("button", name="Leave out p0.png").click()
+    expect(dialog.get_by_role("button", name="Take back p0.png")).to_be_visible()
+    expect(dialog.locator(".changes")).to_contain_text("captions would change")
+    assert complaints(page, axe) == ""
+
+
 def test_runs_are_accessible(page: Any, workspace: Workspace, axe: str) -> None:
     output = workspace.path("output").resolve()
     output.mkdir()

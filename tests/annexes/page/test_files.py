@@ -219,3 +219,29 @@ def test_full_disk_is_one_sentence(page: TestClient, folder: Path) -> None:
     answer = page.post("/callback", json={"type": "notification"})
     assert answer.status_code == 507
     assert "no space left" in answer.json()["problems"][0]["message"]
+
+
+def test_a_damaged_file_is_mended_unless_its_text_may_hold_secrets(page: TestClient, folder: Path) -> None:
+    path, file = "/api/configs/config", folder / "config" / "config.json"
+    for hidden in ('{"hub_token": "abc"', '{"seed": 1, "x": "hf_0123456789abcdefghijklmnopqrstuvwx"'):
+        file.write_text(hidden)
+        assert page.get(path).json()["text"] is None
+    file.write_text('{"seed": ')
+    damaged = page.get(path)
+    assert (damaged.status_code, damaged.json()["text"]) == (422, '{"seed": ')
+    assert "is not valid JSON" in damaged.json()["problems"][0]["message"]
+    etag = {"If-Match": damaged.headers["etag"]}
+    assert page.put(path, json={"values": {"seed": 2}}, headers=etag).status_code == 422
+    assert file.read_text() == '{"seed": '
+    assert page.put(path, json={"values": {"seed": 2}, "whole": True}).status_code == 422  # without its ETag
+    assert file.read_text() == '{"seed": '
+    assert page.put(path, json={"values": {"seed": 2}, "whole": True}, headers=etag).status_code == 200
+    assert saved(folder) == {"seed": 2}
+
+
+def test_a_remedy_of_a_dataset_is_none_of_the_config(page: TestClient) -> None:
+    entries = [{"id": "a", "type": "local", "seed": 1}]
+    body = {"values": {"model_family": "sanavideo", "model_type": "lora", "odd": 1}, "datasets": entries}
+    told = page.post("/api/training/validate", json=body).json()["problems"]
+    assert [each["remedy"] for each in told if "remedy" in each] == [{"odd": None}]
+    assert any("seed" in each["key"] for each in told)

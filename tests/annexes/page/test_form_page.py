@@ -195,6 +195,7 @@ def test_a_broken_config_is_mended_as_text(page: Any, workspace: Workspace) -> N
 def test_all_keys_are_edited_as_json(page: Any, workspace: Workspace) -> None:
     page.get_by_text("The files as JSON").click()
     text = page.locator("#raw-config")
+    expect(text).not_to_have_value("")
     values = json.loads(text.input_value())
     assert values["my_own_key"] == {"kept": [1, 2]}
     text.fill(json.dumps({**values, "train_batch_size": 3, "my_own_key": 4}))
@@ -353,6 +354,13 @@ def test_search_and_keys_reach_every_option(page: Any) -> None:
     page.keyboard.type("huber")
     expect(page.locator("#f-huber_c")).to_be_visible()
     expect(page.locator("#f-learning_rate")).to_be_hidden()
+    for words, key in {"oom": "offload", "too strong": "learning_rate", "flicker": "crepa_enabled"}.items():
+        page.locator("#search").fill(words)
+        expect(page.locator(f"#f-{key}")).to_be_visible()
+        expect(page.locator("#f-resolution")).to_be_visible(visible=words == "oom")
+        expect(page.locator("#f-webhook_config")).to_be_hidden()
+    page.locator("#search").fill("trigger word")
+    expect(page.locator(".dataset-card").first.locator("[data-key=instance_prompt]")).to_be_visible()
     page.locator("#search").fill("no such option")
     expect(page.get_by_text("No option matches.")).to_be_visible()
     page.locator("#search").fill("")
@@ -361,6 +369,22 @@ def test_search_and_keys_reach_every_option(page: Any) -> None:
     expect(page.get_by_role("tab", name="Hardware")).to_have_attribute("aria-selected", "true")
     page.set_viewport_size({"width": 400, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_tread_is_none_a_quarter_or_a_half(page: Any, workspace: Workspace) -> None:
+    page.get_by_role("tab", name="Training").click()
+    routes = page.get_by_label("TREAD Routes", exact=True)
+    expect(routes.locator("option")).to_contain_text(["none (default)", "quarter: a quarter", "half: half of them"])
+    routes.select_option(index=2)
+    save(page)
+    route = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}
+    assert saved(workspace)["tread_config"] == {"routes": [route]}
+    workspace.write_config(tread_config={"routes": [{**route, "end_layer_idx": -3}]})
+    page.reload()
+    expect(routes.locator("option:checked")).to_contain_text('"end_layer_idx":-3')
+    page.get_by_role("button", name="Use the default of TREAD Routes").click()
+    save(page)
+    assert "tread_config" not in saved(workspace)
 
 
 def test_remote_files_are_fetched_with_a_button(browser: Any, workspace: Workspace) -> None:

@@ -17,8 +17,8 @@ from starlette.testclient import TestClient
 from simpletuner.annexes.captions import library
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.project import Project
-from simpletuner.annexes.page.runs import Run
 from simpletuner.annexes.page.serve import create_app
+from simpletuner.annexes.runs import Run
 from tests.annexes.page.page import opened
 from tests.clips import write_clip
 
@@ -175,11 +175,12 @@ def test_captions_in_other_encodings(content: bytes, shown: str, page: TestClien
 
 
 def test_what_edits_make_of_a_caption_is_shown(page: TestClient, folder: Path) -> None:
-    write(folder, "", CONFIG, {**CATS, "instance_prompt": "zkt", "prepend_instance_prompt": True})
+    write(folder, "", CONFIG, {**CATS, "instance_prompt": "zkt", "prepend_instance_prompt": True, "max_num_samples": 2})
     (folder / "cats/1.txt").write_text("one\ntwo\n")
     html = show(page)
     assert "Trained as: zkt a cat number 0" in html
     assert "2 captions, of which each use draws one." in html
+    assert ("Of its files, 2 are chosen" in html, html.count("not used")) == (True, 1)
 
 
 def test_search_in_names_and_captions(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

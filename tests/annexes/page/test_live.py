@@ -21,9 +21,9 @@ from starlette.testclient import TestClient
 
 from simpletuner.annexes.page.live import event_stream
 from simpletuner.annexes.page.project import Project
-from simpletuner.annexes.page.runs import CONSOLE_FILE
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads
+from simpletuner.annexes.runs import CONSOLE_FILE
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.reporting.events import EventStream, Notice, StateChanged
 from simpletuner.reporting.metrics import METRICS_FILE, MetricsFile

@@ -13,12 +13,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from simpletuner.annexes.page.project import Project
-from simpletuner.annexes.page.runs import STARTED_FILE
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.payloads import EVENTS_FILE
+from simpletuner.annexes.runs import STARTED_FILE
 from simpletuner.reporting.events import StateChanged
 from simpletuner.reporting.metrics import METRICS_FILE
 from simpletuner.run.lock import LOCK_FILE
+from tests.annexes.page.page import opened
 from tests.annexes.page.test_runs import STEPS, own, tell
 
 Damage = Callable[[Path], object]
@@ -105,6 +106,24 @@ def test_a_broken_run_says_why_and_hides_no_other(tmp_path: Path, kind: str) -> 
         assert found["bad"]["status"] == "broken"
         assert reason in found["bad"]["message"]
         assert "broken" in head.text
+
+
+@pytest.mark.slow
+def test_a_broken_neighbour_is_shown_as_broken_beside_a_good_run(browser: Any, tmp_path: Path) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
+    folder = tmp_path.resolve()
+    project_with_a_run(folder)
+    (folder / "output" / "bad").mkdir()
+    tell(folder / "output" / "bad", *STEPS, StateChanged("finished", 3, 9))
+    with opened(browser, folder, "#run") as page:
+        listed = page.locator(".run-list a", has_text="bad")
+        sync_api.expect(listed).to_contain_text("completed")
+        KINDS["an event without a session"][0](folder / "output" / "bad")
+        page.reload()
+        sync_api.expect(listed).to_contain_text("broken")
+        sync_api.expect(page.locator(".run-list a", has_text="good")).to_contain_text("completed")
+        listed.click()
+        sync_api.expect(page.locator(".message")).to_contain_text("has a line that cannot be used")
 
 
 def test_a_folder_with_a_name_that_is_no_text_is_a_run_as_well(tmp_path: Path) -> None:

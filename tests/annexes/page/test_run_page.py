@@ -15,8 +15,8 @@ from PIL import Image
 
 from simpletuner.annexes.page.control import run_id
 from simpletuner.annexes.page.guard import Access
-from simpletuner.annexes.page.runs import Run
 from simpletuner.annexes.page.serve import listen, page_of_run
+from simpletuner.annexes.runs import Run
 from simpletuner.reporting.events import EventStream, MediaRendered, StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaFile, MediaRecord
 from simpletuner.validation.clip_writer import write_mp4
@@ -67,6 +67,7 @@ def test_a_run_goes_from_its_start_to_its_last_preview(page: Any, project: Works
     expect(state(page)).to_have_text("running")
     press(page, "Save now")
     expect(page.locator(".console")).to_contain_text("Saved checkpoint-")
+    expect(page.locator(".answers")).to_contain_text("Saved checkpoint-")
 
     pid = Run("", project.path("output")).pid
     assert pid is not None

@@ -18,11 +18,14 @@ from typing import Any
 import pytest
 
 from simpletuner.annexes.page.control import ask, refuse_if_busy
+from simpletuner.annexes.page.live import drawn
 from simpletuner.annexes.page.project import Refusal
-from simpletuner.annexes.page.runs import CONSOLE_FILE, STARTED_FILE, Run, Tail
 from simpletuner.annexes.payloads import EVENTS_FILE, EventLog, Payloads, last_id
+from simpletuner.annexes.runs import CONSOLE_FILE, STARTED_FILE, Run, Tail
+from simpletuner.distributed.requests import take_requests
 from simpletuner.reporting.events import (
     UPLOADING,
+    CheckpointSaved,
     Event,
     EventStream,
     Notice,
@@ -341,3 +344,25 @@ def test_a_file_that_is_deleted_while_it_is_looked_at_is_missing(
     """A new run deletes the events of the one before; the streams to browsers go on."""
     monkeypatch.setattr(Path, "is_file", lambda path: True)
     assert Tail(tmp_path / "absent.jsonl", "id").lines() == []
+
+
+def test_a_request_is_asked_and_then_answered(tmp_path: Path) -> None:
+    run = Run("", tmp_path)
+    own(tmp_path)
+    tell(tmp_path, *STEPS)
+    assert run.status()["asked"] == []
+    ask(run, "save")
+    assert run.status()["asked"] == ["save"]
+    assert "Save now: asked" in drawn(run, "head")
+    take_requests(tmp_path)
+    tell(
+        tmp_path,
+        *STEPS,
+        CheckpointSaved(tmp_path / "checkpoint-3", 3, 1.0),
+        Notice("The run will stop at the end of epoch 2."),
+    )
+    assert run.status()["asked"] == []
+    answered = drawn(run, "head")
+    assert "Saved checkpoint-3" in answered
+    assert ": asked" not in answered
+    assert "The run will stop at the end of epoch 2." in answered

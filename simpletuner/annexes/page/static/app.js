@@ -2,7 +2,6 @@
 import { api, ask, bindField, changes, complete, defaultOf, isDirty, open, page, problemLine, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
 import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { showPlan } from "./plan.js";
-import { showRaw, startRaw } from "./raw.js";
 
 const all = (selector) => [...document.querySelectorAll(selector)];
 const tabs = all("[role=tab]"), fields = all("main .field"), byKey = new Map(fields.map((field) => [field.dataset.key, field]));
@@ -54,23 +53,26 @@ page("[role=tablist]").addEventListener("keydown", (event) => {
   next.focus();
 });
 
-// Search goes over all tabs at once.
+// Search goes over all tabs at once. Words count from their beginning: "oom" is not in "room".
+const plain = (text) => ` ${text.toLowerCase().replace(/[^\p{L}\p{N}.]+/gu, " ")} `;
+
 function filter(query) {
-  const words = query.toLowerCase().split(/\s+/).filter(Boolean), searching = words.length > 0;
+  const wanted = plain(query), words = wanted.split(" ").filter(Boolean), searching = words.length > 0;
   document.body.classList.toggle("searching", searching);
   let found = 0;
-  for (const field of fields) {
-    const text = `${field.dataset.key} ${field.dataset.key.replaceAll("_", " ")} ${field.dataset.words ?? ""} ${field.textContent} ${field.closest(".group")?.dataset.group ?? ""}`.toLowerCase();
-    field.hidden = searching && !words.every((word) => text.includes(word));
-    found += !field.hidden;
+  for (const field of all("main .field")) {
+    const { key, words: meant = "" } = field.dataset, group = field.closest(".group")?.dataset.group ?? "";
+    const text = plain(`${key} ${meant} ${field.textContent} ${group}`);
+    const isFound = !searching || plain(meant).includes(wanted) || words.every((word) => text.includes(` ${word}`));
+    field.classList.toggle("unfound", !isFound);
+    found += isFound;
   }
-  for (const part of all(".group, .pane .card, details.more")) {
-    if (part.closest("#datasets")) continue;
-    part.hidden = searching && !part.querySelector(".field:not([hidden])");
+  for (const part of all(".group, .pane .card, .dataset-card, .grid + .more")) {
+    part.classList.toggle("unfound", searching && !part.querySelector(".field:not(.unfound, [hidden])"));
     if (part.tagName === "DETAILS") part.open = searching || Boolean(part.querySelector(".set-here, .told .bad"));
   }
   for (const pane of all(".pane")) {
-    pane.hidden = searching ? pane.id === "pane-run" : pane.id !== `pane-${document.body.dataset.tab}`;
+    pane.hidden = searching ? ["pane-run", "pane-start"].includes(pane.id) : pane.id !== `pane-${document.body.dataset.tab}`;
   }
   page("#no-match").hidden = !searching || found > 0;
 }
@@ -152,6 +154,10 @@ function showAll() {
   showRaw();
 }
 
+async function showRaw() {
+  if (page("#raw").open || state.broken.config || state.broken.datasets) (await import("./raw.js")).show();
+}
+
 function showProblems() {
   const seen = new Set(), problems = [...judged.problems, ...planned].filter(({ key, message }) => {
     const name = `${key}: ${message}`;
@@ -231,7 +237,9 @@ for (const [key, field] of byKey) {
   });
 }
 startDatasets(edited);
-startRaw((name) => { if (name === "datasets") showDatasets(); edited(); });
+document.addEventListener("edited", showDatasets);
+document.addEventListener("edited", edited);
+page("#raw").addEventListener("toggle", showRaw);
 page("#search").addEventListener("input", ({ target }) => { filter(target.value); scrollTo(0, 0); });
 page("#save").addEventListener("click", saveNow);
 

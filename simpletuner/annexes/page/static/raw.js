@@ -7,7 +7,7 @@ const kinds = { config: [isObject, "one JSON object: { }"], datasets: [(value) =
 const told = (name, ...lines) => areas[name].nextElementSibling.replaceChildren(...lines);
 
 // What the page has now; not while somebody types.
-export function showRaw() {
+export function show() {
   for (const [name, value] of Object.entries({ config: state.values, datasets: state.datasets.entries })) {
     const broken = state.broken[name];
     if (areas[name] !== document.activeElement) areas[name].value = broken?.text ?? JSON.stringify(value, null, 2);
@@ -17,21 +17,19 @@ export function showRaw() {
   }
 }
 
-export function startRaw(whenChanged) {
-  for (const [name, area] of Object.entries(areas)) {
-    area.addEventListener("input", () => {
-      const [fits, kind] = kinds[name];
-      try {
-        const value = JSON.parse(area.value);
-        if (!fits(value)) throw new Error(`It must be ${kind}`);
-        if (name === "config") state.values = value;
-        else state.datasets.entries = value;
-        told(name);
-        whenChanged(name);
-      } catch (error) {
-        told(name, element("p", { className: "bad", textContent: `Not taken: ${error.message}` }));
-      }
-    });
-    area.addEventListener("blur", showRaw);
-  }
+for (const [name, area] of Object.entries(areas)) {
+  area.addEventListener("input", () => {
+    const [fits, kind] = kinds[name];
+    try {
+      const value = JSON.parse(area.value);
+      if (!fits(value)) throw new Error(`It must be ${kind}`);
+      if (name === "config") state.values = value;
+      else state.datasets.entries = value;
+      told(name);
+      document.dispatchEvent(new Event("edited"));
+    } catch (error) {
+      told(name, element("p", { className: "bad", textContent: `Not taken: ${error.message}` }));
+    }
+  });
+  area.addEventListener("blur", show);
 }

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Literal
 
 from simpletuner.annexes.payloads import EVENTS_FILE, read_events
 from simpletuner.config.values import read_json
-from simpletuner.distributed.requests import FOLDER, REQUESTS
+from simpletuner.distributed.requests import FOLDER, REQUESTS, Request
 from simpletuner.errors import UserError, result_of
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
@@ -45,9 +45,7 @@ BUTTONS = ("start", "continue", "new", "stop", "cancel", "save", "preview", "sto
 ACTIVE = ("starting", "running")
 IN_LOOP = ("running", "stopping")
 ENDED: Mapping[str, Status] = {"completed": "completed", "failed": "error", "cancelled": "cancelled"}
-# Stages that answer a request of a running session, and how its other answer begins.
-ANSWERED_BY = {"checkpoint_save": "save", "validation": "preview"}
-STOPS_LATER = "The run will stop at the end of"
+STOPS_LATER = "The run will stop at the end of"  # begins the answer to that request
 # Seconds without a sign of life after which a run on another machine, which cannot be asked, counts as ended.
 SILENCE = 900.0
 
@@ -175,9 +173,8 @@ class Story:
         status: of the last `training.status` with progress; empty before the first.
         progress: of the steps, with the metrics that were last told.
         stages: by key, the newest of each.
-        notices: the texts of warnings.
+        notices: the texts of warnings, and of the answer to a button.
         growing: unfinished previews by prompt, weights and index.
-        answers: by request, what last came of one: the newest checkpoint, or previews.
     """
 
     job_id: str = ""
@@ -188,7 +185,6 @@ class Story:
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     growing: dict[tuple[str, str, int], dict[str, Any]] = field(default_factory=dict)
-    answers: dict[str, str] = field(default_factory=dict)
 
     def begin(self, job_id: str = "", progress: Mapping[str, Any] | None = None) -> None:
         """Forget everything."""
@@ -196,7 +192,7 @@ class Story:
 
     def copy(self) -> Story:
         """The story so far, for a thread that uses it while another one adds to it."""
-        return replace(self, stages=dict(self.stages), growing=dict(self.growing), answers=dict(self.answers))
+        return replace(self, stages=dict(self.stages), growing=dict(self.growing))
 
     def follow(self, tail: Tail) -> None:
         """Take in the new events of a log."""
@@ -227,17 +223,18 @@ class Story:
                 }  # fmt: skip
                 if stage["status"] != "running":
                     self.growing.clear()  # also of previews that were cut short
-                    if request := ANSWERED_BY.get(stage["key"]):
-                        self.answers[request] = self.stages[stage["key"]]["message"]
             case "validation.image":
                 self.growing[shot_of(event)] = growing_preview(event)
             case "training.validation":
                 self.growing.pop(shot_of(event), None)
         # How a run ended is in its message; other events only repeat it.
-        if event["type"] == "notification" and event["severity"] == "warning":
+        if event["type"] == "notification" and is_told(str(event["message"]), event["severity"]):
             self.notices = [*self.notices, str(event["message"])][-NOTICES:]
-        if event["type"] == "notification" and str(event["message"]).startswith(STOPS_LATER):
-            self.answers["stop_at_epoch_end"] = str(event["message"])
+
+
+def is_told(message: str, severity: str) -> bool:
+    """Whether the page tells of a notification: a warning, or the answer to a button."""
+    return severity == "warning" or message.startswith(STOPS_LATER)
 
 
 def is_step(line: bytes) -> bool:
@@ -410,7 +407,6 @@ class Run:
             "message": "",
             "can": dict.fromkeys(BUTTONS, False) | {"cancel": self.pid is not None},
             "asked": [],
-            "answers": {},
         }
         try:
             known = self._status(blank)
@@ -427,7 +423,7 @@ class Run:
         # The record first, then what the events say: a silent session has only the former.
         progress = blank["progress"] | {"current": step, "metrics": last} | story.progress
         in_loop = (state, story.status) == ("running", "running")
-        asked = [name for name in REQUESTS if in_loop and (self.folder / FOLDER / name).exists()]
+        asked = list(filter(self._is_asked, REQUESTS)) if in_loop else []
         stop = is_active and story.status != "stopping" and "stop" not in asked
         return blank | {
             "status": state,
@@ -437,12 +433,14 @@ class Run:
             "config": blank["config"] | {"name": self.config},
             "message": "Stops after this step and its previews." if "stop" in asked else redact(message),
             "asked": asked,
-            "answers": story.answers if is_active else {},
             "can": blank["can"]
             | dict.fromkeys(("save", "preview", "stop_at_epoch_end"), in_loop)
             | {"stop": stop}
             | ({} if is_active else self._beginnings(step)),
         }
+
+    def _is_asked(self, request: Request) -> bool:
+        return (self.folder / FOLDER / request).exists()
 
     def _beginnings(self, step: int) -> dict[str, bool]:
         """Which sessions can begin when none is at work."""
