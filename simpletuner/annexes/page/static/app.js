@@ -261,6 +261,7 @@ export async function newConfig(copied = "") {
   if (!(await maySwitch())) return;
   const { data } = await api("/api/configs/examples"), from = page("#new-from"), name = page("#new-name");
   from.replaceChildren(from.options[0], ...data.map((each) => element("option", { textContent: each.name, selected: each.name === copied })));
+  name.value = copied.replace("examples/", "");
   for (let refused = ""; ; ) {
     page("#new .bad").textContent = refused;
     if ((await ask(page("#new"))) !== "create") return;
