@@ -26,7 +26,7 @@ class CacheStore:
 
     Several threads or processes may read and write at once, even the same key: an entry appears complete under its
     name, and all writers of a key write the same content. A killed writer leaves at most a temporary file, which is
-    never read and which `inspect.find_garbage` finds.
+    never read and which `cache gc` finds.
 
     Args:
         folder: created with the first entry.

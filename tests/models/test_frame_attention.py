@@ -49,7 +49,7 @@ def test_encoder_and_decoder_give_the_same(frames: int) -> None:
 @torch.no_grad()
 def test_a_frame_does_not_see_later_ones_but_sees_all_earlier_ones() -> None:
     torch.manual_seed(0)
-    vae = build_video_vae().eval()
+    vae = build_video_vae(16).eval()
     attend_by_frame(vae)
     attn: Any = vae.encoder.mid_block.attentions[0]
     tokens = torch.randn(1, 3 * 4, 16)
@@ -63,7 +63,7 @@ def test_a_frame_does_not_see_later_ones_but_sees_all_earlier_ones() -> None:
 @torch.no_grad()
 def test_nothing_is_as_large_as_tokens_by_tokens() -> None:
     torch.manual_seed(0)
-    vae = build_video_vae().eval()
+    vae = build_video_vae(16).eval()
     hidden_states = torch.randn(1, 16, 9, 16, 16)
     tokens = 9 * 16 * 16
     with LargestTensor() as stock:

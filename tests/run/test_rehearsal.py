@@ -106,7 +106,7 @@ def test_too_small_a_device_is_told_before_step_1(
         raise error
 
     monkeypatch.setattr(steps, "micro_loss", full)
-    with pytest.raises(UserError, match=r"the largest micro-step .* does not fit CPU; the plan expected .* MB of"):
+    with pytest.raises(UserError, match=r"the largest micro-step .* does not fit CPU; the plan expected .* of"):
         run(workspace, rehearsed=True)
     assert not workspace.path(LORA).exists()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from unicodedata import category
 
 from markdown_it import MarkdownIt
 from markupsafe import Markup
@@ -67,4 +67,6 @@ def to_html(file: Path) -> tuple[str, Markup]:
 
 def anchor_of(heading: str) -> str:
     """The anchor of a heading, as GitHub makes it: lower case, signs dropped, spaces as dashes."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+    # Marks are part of the letters of Hindi, which `\w` does not know.
+    kept = (sign for sign in heading.lower() if sign in "-_ " or category(sign)[0] in "LMN")
+    return "".join(kept).replace(" ", "-")

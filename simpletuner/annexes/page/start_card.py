@@ -15,10 +15,11 @@ from simpletuner.annexes.page import files
 from simpletuner.annexes.page.project import CONFIG_NAME, Project, Refusal, project_of
 from simpletuner.annexes.start.material import Material
 from simpletuner.annexes.start.receive import LARGEST_FILE, MOST_FILES, USED, ZIP
-from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, about_example, run_name
+from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, run_name
 from simpletuner.atomic import free_path
 from simpletuner.config.sources import example_names
 from simpletuner.errors import Problem, did_you_mean
+from simpletuner.models.registry import about_example
 
 MOST_SKIPPED = 20  # named
 # Texts of the card by language and English text.

@@ -20,10 +20,9 @@ from simpletuner.annexes.start.material import Material
 from simpletuner.atomic import build_folder, write_json
 from simpletuner.budget.device import find_device
 from simpletuner.config.render import render_config
-from simpletuner.config.sources import EXAMPLES, EXAMPLES_ALIAS, Arguments
+from simpletuner.config.sources import EXAMPLES, Arguments
 from simpletuner.errors import ConfigError, Problems, UserError
 from simpletuner.models.registry import FAMILIES
-from simpletuner.models.spec import TASKS
 from simpletuner.reporting.pace import duration
 
 TRIGGER = "zkt"  # no word, and a single token in no language
@@ -199,18 +198,3 @@ def run_name(folder: Path) -> str:
 
 def _example(name: str, file: str = "config.json") -> Any:
     return json.loads((EXAMPLES / name / file).read_text(encoding="utf-8"))
-
-
-def about_example(name: str) -> str:
-    """What an example trains, from its config."""
-    config = _example(name)
-    spec = FAMILIES[config["model_family"]]
-    flavour = spec.flavour(config.get("model_flavour"))
-    kind = "LoRA" if config["model_type"] == "lora" else "full fine-tune"
-    about = f"{kind} for {spec.title}, {flavour.name} ({TASKS[flavour.task]})"
-    if "-official-" in name:
-        about += ", with the settings of the official trainer"
-    if "num_processes" in config:
-        about += f", on {config['num_processes']} GPUs"
-    is_tiny = str(config.get("pretrained_model_name_or_path", "")).startswith(EXAMPLES_ALIAS)
-    return f"{about}; tiny model, no download, no GPU, minutes" if is_tiny else about
