@@ -48,9 +48,7 @@ def build_datasets(
     """
     entries = [context.fill(config) for config in configs]
     # In a second pass, since an entry may name the cache folder of another.
-    latent_dirs = [problems.take(latent_dir_of(entry, entries)) for entry in entries]
-    named = zip(entries, latent_dirs, strict=True)
-    entries = [entry.model_copy(update={"cache_dir_vae": latent_dir}) for entry, latent_dir in named]
+    entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries)}) for entry in entries]
     problems.extend(check_dataset_file(configs, entries, context))
     links = problems.take(link_partners(entries, context))
     builder = _Builder(entries, context, problems, _collect_remote(entries, context, problems), {**folders})
