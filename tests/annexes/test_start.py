@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from simpletuner.annexes.page.project import CONFIG_NAME
 from simpletuner.annexes.start.material import Material
 from simpletuner.annexes.start.recipe import Recipe, Start
 from simpletuner.cli.app import main
@@ -22,10 +23,12 @@ from tests.clips import write_clip
 Capture = pytest.CaptureFixture[str]
 
 
-def put_pictures(folder: Path, count: int, *, captions: int | None = None) -> Path:
+def put_pictures(
+    folder: Path, count: int, *, captions: int | None = None, size: tuple[int, int] = (1024, 1024)
+) -> Path:
     folder.mkdir(parents=True)
     for number in range(count):
-        Image.new("RGB", (1024, 1024), (number, 0, 0)).save(folder / f"{number}.png")
+        Image.new("RGB", size, (number, 0, 0)).save(folder / f"{number}.png")
         if captions is None or number < captions:
             (folder / f"{number}.txt").write_text("it stands there")
     return folder
@@ -113,6 +116,51 @@ def test_three_answers_at_most(commands: list[list[str]], monkeypatch: pytest.Mo
     assert trained["video"]["num_frames"] == config["validation_num_video_frames"] == 29
 
 
+def test_small_pictures_are_trained_at_a_size_of_their_own(commands: list[list[str]], capsys: Capture) -> None:
+    put_pictures(Path("cat"), 3, captions=0, size=(700, 900))
+    assert main(["start", "cat", "--yes", "--dry-run"]) == 0
+    assert "cat: pictures: 3, 700x900; with a caption: 0" in capsys.readouterr().out
+    assert written("cat", "multidatabackend.json")[0]["resolution"] == 640
+    assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
+    told = capsys.readouterr().out
+    assert "bucket 640x640 (1.0): 3" in told
+    assert "enlarged" not in told
+
+
+@pytest.mark.parametrize(
+    ("sizes", "square", "trained"),
+    [
+        ([(2000, 1500)], True, 1024),
+        ([(1024, 1024)] * 19 + [(300, 300)], True, 1024),  # one file of twenty is enlarged
+        ([(1024, 1024)] * 9 + [(900, 700)] * 2, True, 640),
+        ([(512, 288)], False, 384),
+        ([(90, 90)], True, 256),
+        ([], True, 1024),
+    ],
+)
+def test_few_files_are_enlarged(sizes: list[tuple[int, int]], square: bool, trained: int) -> None:
+    material = Material(Path(), Scan())
+    material.__dict__["sizes"] = sizes
+    assert material.resolution(1024, square=square) == trained
+
+
+def test_settings_reach_the_datasets_too_however_they_are_spelled(commands: list[list[str]], capsys: Capture) -> None:
+    put_pictures(Path("cat"), 1)
+    assert main(["start", "cat", "--yes", "--max-train-steps", "500", "--resolution=512"]) == 0
+    config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
+    assert (config["max_train_steps"], config["resolution"]) == (500, 512)
+    assert "resolution" not in trained, "which would override it"
+    assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
+    assert "bucket 512x512 (1.0): 1" in capsys.readouterr().out
+
+
+def test_a_name_keeps_the_letters_of_every_script(commands: list[list[str]]) -> None:
+    put_pictures(Path("मेरी बिल्ली (2)"), 1)
+    assert main(["start", "मेरी बिल्ली (2)", "--yes"]) == 0
+    assert commands[0] == ["train", "env=मेरी-बिल्ली-2"]
+    assert CONFIG_NAME.fullmatch("मेरी-बिल्ली-2"), "so that the page opens it"
+
+
 def test_pairs_are_edits_and_nothing_is_asked(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     put_pictures(Path("pairs/Before"), 2, captions=0)
     put_pictures(Path("pairs/after"), 2)
@@ -142,6 +190,8 @@ def test_captions_come_before_training(commands: list[list[str]]) -> None:
         (["half"], "1 of 2 files have no caption (1.png is the first). --caption writes them"),
         (["cat", "--purpose", "styel"], "--purpose 'styel' is not one of: subject, style. Did you mean 'style'?"),
         (["cat", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image."),
+        (["cat", "learning_rat=1"], "learning_rat: is not a known key. Did you mean 'learning_rate'?"),
+        (["cat", "env=other"], "env: has no effect: start writes a config of its own."),
         (["cat", "--name", "a/b"], "--name 'a/b' is not the name of a folder."),
         (
             ["cat", "--name", "old"],
@@ -169,7 +219,8 @@ def test_a_failed_command_ends_it_and_says_how_to_go_on(
     put_pictures(Path("cat"), 1)
     monkeypatch.setattr(subprocess, "call", lambda command: 130)
     assert main(["start", "cat", "--yes"]) == 130
-    assert "Stopped. To go on: simpletuner train env=cat" in capsys.readouterr().err
+    rest = "simpletuner train env=cat && simpletuner sweep output/cat --strengths 0.75,1.0"
+    assert f"Stopped. To go on: {rest}\n" in capsys.readouterr().err
 
 
 def test_a_run_is_longer_with_more_files_within_bounds() -> None:
