@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from simpletuner.cli.sample import sweep_folder
+
 STRENGTHS = "0.75,1.0"  # that the sweep compares; a LoRA of few files is often best below 1
 
 
@@ -61,17 +63,17 @@ def start(
     print("Columns of the sheet are checkpoints, rows are strengths; docs/CHOOSING.md says what to look for.")
 
 
-def _best(output: Path) -> Path | None:
-    """The LoRA with the lowest evaluation loss, among the checkpoints and the result."""
+def _best(output: Path) -> str:
+    """The LoRA and the strength with the lowest evaluation loss, by the sweep; empty if none was measured."""
+    from simpletuner.annexes.report.sheet import Sheet
     from simpletuner.models.lora_keys import LORA_FILE
-    from simpletuner.reporting.metrics import METRICS_FILE, Columns, evaluation_points, read_rows
+    from simpletuner.reporting.metrics import METRICS_FILE, Columns, read_rows
 
-    if not (points := evaluation_points(Columns.of(read_rows(output / METRICS_FILE)))):
-        return None
-    step, _ = min(points, key=lambda point: point[1])
-    # The last step may have no checkpoint beside the result.
-    checkpoint = output / f"checkpoint-{step}" / LORA_FILE
-    return checkpoint if checkpoint.is_file() and step != points[-1][0] else output / LORA_FILE
+    sheet = Sheet.read(sweep_folder(output), output.name, Columns.of(read_rows(output / METRICS_FILE)))
+    if sheet.best is None:
+        return ""
+    strengths = sorted(sheet.losses, key=sheet.losses.__getitem__)[:1]
+    return " at strength ".join([f"{output}/checkpoint-{sheet.best}/{LORA_FILE}", *strengths])
 
 
 def _run(commands: Sequence[Sequence[str]]) -> None:

@@ -74,13 +74,17 @@ def test_a_folder_of_pictures_is_trained_and_compared(commands: list[list[str]],
 def test_of_many_files_some_are_held_out_to_compare_checkpoints(commands: list[list[str]], capsys: Capture) -> None:
     put_pictures(Path("cat"), 17, captions=0)
     (folder := Path("output/cat/checkpoint-300")).mkdir(parents=True)
-    (folder / "pytorch_lora_weights.safetensors").touch()
     rows = [{"step": step, "loss/val/cat": loss} for step, loss in ((150, 0.5), (300, 0.4), (1100, 0.6))]
     (folder.parent / "training_metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (swept := Path("samples/sweep-cat")).mkdir(parents=True)
+    (swept / "cell.png").touch()
+    cell = {"short_name": "validation", "prompt": "", "path": "cell.png", "width": 64, "height": 64}
+    (swept / "sheet.json").write_text(json.dumps([{**cell, "step": step} for step in (150, 300)]))
+    (swept / "losses.json").write_text(json.dumps({"0.75": 0.38, "1": 0.4}))
     assert main(["start", "cat", "--yes"]) == 0
     told = capsys.readouterr().out
     assert "Held out: 2 of 17 files, to compare checkpoints on them (hold_out in" in told
-    assert f"memorised: {folder}/pytorch_lora_weights.safetensors" in told
+    assert f"memorised: {folder}/pytorch_lora_weights.safetensors at strength 0.75\n" in told
     config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
     # 75 steps for each of the 15 others.
     assert (config["max_train_steps"], trained["hold_out"]) == (1100, 2)
