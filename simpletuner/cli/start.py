@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -83,8 +84,14 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
         typer.Exit: one failed, and has said why; what is done stays.
     """
     shown = [f"simpletuner {shlex.join(command)}" for command in commands]
-    for number, command in enumerate(commands):
-        print(f"$ {shown[number]}", flush=True)
-        if code := subprocess.call([sys.executable, "-m", "simpletuner", *command]):
-            print(f"Stopped. To go on: {' && '.join(shown[number:])}", file=sys.stderr)
-            raise typer.Exit(code)
+    # Ctrl-C in a terminal reaches the command, too, which saves a checkpoint first: it is waited for, not killed.
+    # A function, since a child would inherit SIG_IGN.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        for number, command in enumerate(commands):
+            print(f"$ {shown[number]}", flush=True)
+            if code := subprocess.call([sys.executable, "-m", "simpletuner", *command]):
+                print(f"Stopped. To go on: {' && '.join(shown[number:])}", file=sys.stderr)
+                raise typer.Exit(code if code > 0 else 128 - code)  # negative: of the signal that killed it
+    finally:
+        signal.signal(signal.SIGINT, before)

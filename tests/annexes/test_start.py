@@ -227,6 +227,20 @@ def test_a_failed_command_ends_it_and_says_how_to_go_on(
     assert f"Stopped. To go on: {rest}\n" in capsys.readouterr().err
 
 
+def test_ctrl_c_waits_for_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """A terminal sends it to both; killed too early, training would lose what it saves."""
+    monkeypatch.chdir(tmp_path)
+    put_pictures(Path("cat"), 1)
+    stub = tmp_path / "python"
+    # Longer than the quarter of a second that subprocess waits after a KeyboardInterrupt.
+    stub.write_text("#!/bin/sh\nkill -INT $PPID; sleep 0.5; echo > saved; exit 130\n")
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    assert main(["start", "cat", "--yes"]) == 130
+    assert Path("saved").exists()
+    assert "To go on: simpletuner train env=cat && " in capsys.readouterr().err
+
+
 def test_a_run_is_longer_with_more_files_within_bounds() -> None:
     recipe = Recipe.of("subject")
     assert [recipe.steps(files) for files in (1, 20, 1000)] == [600, 1500, 3000]
