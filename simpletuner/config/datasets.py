@@ -294,6 +294,7 @@ def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
         yield Problem("default", f"two text_embeds entries are the default: {', '.join(defaults)}.")
     known = {
         "text_embeds": [dataset.id for dataset in texts],
+        "image_embeds": [dataset.id for dataset in datasets if dataset.dataset_type == "image_embeds"],
         "conditioning_data": [dataset.id for dataset in datasets if dataset.is_conditioning],
         "source_dataset_id": [*counts],  # any entry
     }

@@ -298,7 +298,7 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[P
 def may_change(config: RunConfig, values: Mapping[str, object]) -> bool:
     """Whether a full fine-tune may update its weights with these keys instead."""
     changed = config.with_values(values, CHOSEN)
-    conflicts = all_options()["optimizer_release_gradients"].conflicts(changed.flat())
+    conflicts = all_options()["optimizer_release_gradients"].conflicts(changed.flat)
     problems = (*conflicts, *check_optimizer(changed.optimizer, changed.precision.mixed_precision))
     return (
         config.model.model_type == "full"

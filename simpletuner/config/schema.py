@@ -774,7 +774,8 @@ class RunConfig:
                 updates[attribute] = getattr(self, attribute).model_copy(update=own)
         return replace(self, **cast(Any, updates), origins={**self.origins, **dict.fromkeys(values, origin)})
 
-    def flat(self) -> dict[str, Any]:
+    @functools.cached_property  # half of the rules of a plan ask for it
+    def flat(self) -> Mapping[str, Any]:
         """Every key and its value, for snapshots and the plan."""
         groups = [*(getattr(self, attribute) for attribute in GROUPS), *self.family.groups.values()]
         return {name: value for group in groups for name, value in group.model_dump(by_alias=True).items()}
