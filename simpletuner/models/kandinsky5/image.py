@@ -227,14 +227,14 @@ class Kandinsky5Adapter(FamilyAdapter):
 
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         transformer: Any = super().load_transformer(dtype, empty=empty)
-        # Of the timestep embedding diffusers keeps the frequencies in a plain attribute, which `to` does not move: every
-        # forward pass would copy them from the host and synchronise with the GPU.
+        # diffusers keeps the frequencies of the timestep embedding in a plain attribute, which `to` does not move:
+        # every forward pass would copy them from the host and synchronise with the GPU.
         embeddings = transformer.time_embeddings
         frequencies = embeddings.freqs
         del embeddings.freqs
         embeddings.register_buffer("freqs", frequencies, persistent=False)
         self.padding = attention.install(transformer)
-        return transformer  # type: ignore[no-any-return]
+        return transformer
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         """Text blocks, then visual blocks. With NABLA the tokens of a tile are consecutive and stay together."""
@@ -290,6 +290,7 @@ class Kandinsky5Adapter(FamilyAdapter):
         states = torch.cat([channels_last(noisy.noisy_latents), *self.condition_channels(noisy)], dim=-1)
         text, pooled, mask = collate_text(noisy.batch.embeds, self.dtype)
         (_, frames, height, width, _), device = states.shape, states.device
+        grid = frames, height // PATCH, width // PATCH
         sparse_params = self.sparsity(noisy)
         with self.padding.hidden(mask):
             sample: Tensor = transformer(
@@ -297,9 +298,7 @@ class Kandinsky5Adapter(FamilyAdapter):
                 encoder_hidden_states=text,
                 pooled_projections=pooled,
                 timestep=noisy.timesteps,  # in float32: in bfloat16 they would be off by up to 2
-                visual_rope_pos=[
-                    torch.arange(side, device=device) for side in (frames, height // PATCH, width // PATCH)
-                ],
+                visual_rope_pos=[torch.arange(side, device=device) for side in grid],
                 text_rope_pos=torch.arange(text.shape[1], device=device),
                 scale_factor=self.rope_scale,
                 sparse_params=sparse_params,
