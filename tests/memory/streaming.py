@@ -20,7 +20,7 @@ from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.streamer import Lane, RememberedPlaces, Streamer
 from simpletuner.memory.precision import quantise, use_quantised_products
-from simpletuner.models.kandinsky5 import attention, fast
+from simpletuner.models.kandinsky5.blocks import mask_padding, use_fast_blocks
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.spec import ALL_LINEAR
 from simpletuner.speed.compile import compile_blocks
@@ -85,7 +85,7 @@ class Trained:
             if not any(part in name for part in Kandinsky5Transformer3DModel._keep_in_fp32_modules):
                 parameter.data = parameter.data.to(dtype)
         self.dtype = dtype
-        self.padding = attention.install(self.model)
+        self.padding = mask_padding(self.model)
         self.model.requires_grad_(False)
         if prepare is not None:
             prepare(self.model)
@@ -99,7 +99,7 @@ class Trained:
         self.adapter = Kandinsky5ImageAdapter.__new__(Kandinsky5ImageAdapter)
         self.adapter.dtype, self.adapter.padding, self.adapter.takes_picture = self.dtype, self.padding, False
         self.layout = self.adapter.block_layout(self.model)
-        self.fast = fast.install(self.model, self.padding) if recomputing else None
+        self.fast = use_fast_blocks(self.model, self.padding) if recomputing else None
         enable_checkpointing(
             self.model,
             self.layout,

@@ -31,8 +31,8 @@ from simpletuner.models.adapter import (
     raster_order,
 )
 from simpletuner.models.blocks import FastBlocks
-from simpletuner.models.kandinsky5 import attention, fast
-from simpletuner.models.kandinsky5.attention import TextPadding
+from simpletuner.models.kandinsky5 import blocks
+from simpletuner.models.kandinsky5.blocks import TextPadding
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE, KandinskyOptions, RopeScale, is_sparse
 from simpletuner.models.kandinsky5.spec import IMAGE_SIZES, KANDINSKY5_IMAGE, TEMPLATES
 from simpletuner.models.loading import stock_pipeline
@@ -233,7 +233,7 @@ class Kandinsky5Adapter(FamilyAdapter):
         frequencies = embeddings.freqs
         del embeddings.freqs
         embeddings.register_buffer("freqs", frequencies, persistent=False)
-        self.padding = attention.install(transformer)
+        self.padding = blocks.mask_padding(transformer)
         return transformer
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
@@ -250,10 +250,10 @@ class Kandinsky5Adapter(FamilyAdapter):
         )
 
     def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks:
-        return fast.install(transformer, self.padding)
+        return blocks.use_fast_blocks(transformer, self.padding)
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
-        return fast.store_in_bf16(transformer)
+        return blocks.store_in_bf16(transformer)
 
     @staticmethod
     def usage_snippet(usage: Usage) -> str:
