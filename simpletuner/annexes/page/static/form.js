@@ -213,7 +213,7 @@ export async function open(name, isNew = false) {
 
 // Why a new config cannot have this name; empty if it can.
 export async function refuseName(name) {
-  if (!/^\w[\w.-]*$/.test(name)) return "Give it a name of letters, digits and . _ -";
+  if (!/^[\p{L}\p{N}_][\p{L}\p{M}\p{N}_.-]*$/u.test(name)) return "Give it a name of letters, digits and . _ -";
   return (await allConfigs()).some((each) => each.name === name) ? `There is a config ${name} already.` : "";
 }
 
