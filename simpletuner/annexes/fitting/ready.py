@@ -18,6 +18,7 @@ from simpletuner.budget.budget import (
     free_batch,
     make_budget,
     remaining_seconds,
+    steps_per_epoch,
     with_faster_previews,
     with_strips,
 )
@@ -136,7 +137,7 @@ def _sparing(plan: Plan, budget: Budget) -> dict[str, object]:
 def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
     """The plan and its budget with what `offload: auto` chooses."""
     budget = choose(budget)
-    if batch := free_batch(budget):
+    if batch := free_batch(budget, steps_per_epoch(plan)):
         # It changes results, so that it is only proposed.
         advice = f"train_batch_size {batch} would be as fast a step: the GPU waits for the host"
         budget = replace(budget, decisions=[*budget.decisions, advice])
