@@ -184,8 +184,8 @@ def test_settings_are_hidden_by_name_and_by_content() -> None:
 def test_reporting_imports_without_torch() -> None:
     rooms = {
         "config": "publishing",
-        "reporting": "environment events metrics pace record",
-        "annexes": "figures payloads display.log display.progress display.terminal",
+        "reporting": "events metrics pace record",
+        "annexes": "figures payloads display.log display.progress display.terminal report.environment",
     }
     modules = [f"simpletuner.{room}.{name}" for room, names in rooms.items() for name in names.split()]
     code = (
