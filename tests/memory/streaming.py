@@ -126,7 +126,7 @@ class Trained:
         config = OffloadConfig(enable_group_offload=True, **settings)
         blocks = attach.streamed_blocks(self.layout.blocks, config.group_offload_resident_blocks)
         attach.place_model(self.model, blocks, device)
-        streamer = attach.attach_offload(self.model, blocks, config, device, keeps_saved=self.keeps_saved, slots=slots)
+        streamer = attach.Offload(config, device).attach(self.model, blocks, keeps_saved=self.keeps_saved, slots=slots)
         assert streamer is not None
         if self.fast is not None:
             self.fast.outside_checkpoint = RememberedPlaces(streamer)
