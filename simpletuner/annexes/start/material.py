@@ -19,6 +19,8 @@ from simpletuner.errors import UserError
 PICTURES = ("kandinsky5-image-lora",)
 EDITS = ("kandinsky5-image-edit-lora",)
 CLIPS = ("kandinsky5-video-lite-lora", "sanavideo-lora", "kandinsky5-video-pro-lora")
+# What can be learned, and the example of the model that usually learns it.
+PURPOSES = {"subject": PICTURES[0], "style": PICTURES[0], "motion": CLIPS[0], "edit": EDITS[0]}
 # Names of two folders with the pictures of edits.
 PAIRS = (("before", "after"), ("source", "target"), ("input", "output"))
 LOOKED_AT = 200  # files, for their sizes and lengths; a folder may hold thousands

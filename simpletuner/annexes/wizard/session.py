@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from simpletuner.annexes.start.material import PURPOSES
+from simpletuner.annexes.start.recipe import TRIGGER, Recipe, read_example
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_atomically, write_json
@@ -27,6 +29,7 @@ WELCOME = """\
 Answer the questions, or press Enter for the value in [brackets].
 ? explains a question, - leaves a setting out, back returns to the previous question. Nothing is written until you agree
 at the end. Ctrl-C keeps your answers for the next time."""
+NO_RECIPE, USUAL_FILES = "none", 20  # files that the length of a recipe's run is for: the wizard asks for no folder
 # A property of the machine, not of the run: used for the estimate and not written.
 DEVICE_MEMORY = "plan_device_memory_gb"
 
@@ -129,12 +132,26 @@ def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
         draft.loaded = frozenset(kept["loaded"])
         return draft, keys.index(kept["question"]) if kept["question"] in keys else 0
     if not file.exists() or not talk.confirm(f"{file} exists. Start from it?", default=True):
-        return Draft(file), 0
+        return _new_draft(file, talk), 0
     problems = Problems()
     draft = Draft(file, problems.take(load_values(file)))
     for problem in (each for each in problems if not each.fatal):
         talk.refuse(str(problem))
     return _usable(draft, talk), 0
+
+
+def _new_draft(file: Path, talk: Talk) -> Draft:
+    """A draft without settings, or with those of a recipe of `simpletuner start`, which the questions then propose."""
+    draft, recipes = Draft(file), {purpose: Recipe.of(purpose) for purpose in PURPOSES}
+    choices = {NO_RECIPE: "the usual defaults", **{purpose: recipe.title for purpose, recipe in recipes.items()}}
+    purpose = talk.pick("A recipe, whose values the questions propose?", choices)
+    if purpose == NO_RECIPE:
+        return draft
+    example = read_example(PURPOSES[purpose])
+    draft.change({"model_family": example["model_family"], **recipes[purpose].values(USUAL_FILES, TRIGGER)})
+    if example["model_flavour"] != draft.spec.flavours[0].name:  # an edit needs a flavour of its own
+        draft.change({"model_flavour": example["model_flavour"]})
+    return draft
 
 
 def _usable(draft: Draft, talk: Talk) -> Draft:
