@@ -192,7 +192,7 @@ def read_caches(encoding: Encoding) -> tuple[Plan, Catalogue, BatchReader]:
 
 def recipe(plan: Plan, subject: Subject, size: Size, index: int, weights: Weights, strength: float) -> dict[str, Any]:
     """Everything that decides a picture, in words and numbers."""
-    validation, values = plan.config.validation, plan.config.flat()
+    validation, values = plan.config.validation, plan.config.flat
     seed = plan.seed if validation.validation_seed is None else validation.validation_seed
     frames = validation.validation_num_video_frames if plan.frame_rate else 1
     return {

@@ -19,7 +19,7 @@ from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.start.material import Material
 from simpletuner.atomic import build_folder, write_json
 from simpletuner.budget.device import find_device
-from simpletuner.config.render import render_config
+from simpletuner.config.schema import render_config
 from simpletuner.config.sources import EXAMPLES, Arguments
 from simpletuner.errors import ConfigError, Problems, UserError
 from simpletuner.models.registry import FAMILIES

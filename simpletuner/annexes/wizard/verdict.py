@@ -16,7 +16,7 @@ from simpletuner.annexes.remote.collect import collect_cached
 from simpletuner.annexes.wizard.session import example_datasets
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
-from simpletuner.config.render import render_config
+from simpletuner.config.schema import render_config
 from simpletuner.config.sources import Arguments
 from simpletuner.config.values import Size
 from simpletuner.errors import ConfigError, Problem, Problems
