@@ -64,7 +64,7 @@ def test_a_damaged_entry_is_named(filled: Workspace, capsys: Capture) -> None:
 
 
 def test_gc_lists_and_removes_only_when_told(filled: Workspace, capsys: Capture) -> None:
-    assert said(filled, capsys, "gc").splitlines()[-1].startswith("0 entries")
+    assert said(filled, capsys, "gc").splitlines()[-1].startswith("Nothing to remove")
     filled.path("datasets/pictures/p5.png").unlink()
     filled.path("datasets/pictures/p5.txt").unlink()
     before = entries(filled)
