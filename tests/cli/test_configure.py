@@ -20,6 +20,8 @@ from simpletuner.config.schema import GROUPS, all_options
 from simpletuner.config.sections import SECTIONS
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import Task
+from simpletuner.plan.draft import Draft
+from tests.clips import write_clip
 from tests.processes import PATIENCE
 from tests.workspace import Workspace
 
@@ -118,6 +120,15 @@ def test_a_recipe_of_start_is_proposed(configure: Configure, recipe: str, values
     assert configure(recipe=recipe)[0] == 0
     assert written().items() >= values.items()
     assert "zkt" in written().get("validation_prompt", "zkt")
+
+
+def test_the_dataset_file_that_is_shown_fits_the_clips(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    configure(model_family="sanavideo", file="y")
+    assert '"num_frames": 81,' in capsys.readouterr().out, "the length of a preview"
+    FILE.unlink()
+    write_clip(Path("datasets/videos/a.mp4"), seconds=2.0, size=(64, 48))
+    configure(model_family="sanavideo", file="y")
+    assert '"num_frames": 29,' in capsys.readouterr().out
 
 
 def test_questions_come_in_order(configure: Configure) -> None:
@@ -328,9 +339,10 @@ def test_adamw_bf16_is_refused_without_bf16(configure: Configure, capsys: pytest
     assert written()["optimizer"] == "adamw"
 
 
-def test_without_a_login_wandb_is_not_offered(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_without_a_login_wandb_says_what_it_needs(configure: Configure, capsys: pytest.CaptureFixture) -> None:
     configure()
-    assert "wandb" not in capsys.readouterr().out
+    assert "wandb.ai; log in first: wandb login" in capsys.readouterr().out
+    assert written()["report_to"] == "none"
     assert "tracker_run_name" not in written()
 
 
@@ -339,7 +351,7 @@ def test_with_a_login_wandb_is_offered(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     configure(report_to="wandb", tracker_run_name="first")
-    assert "wandb.ai" in capsys.readouterr().out
+    assert "wandb.ai\n" in capsys.readouterr().out
     assert (written()["report_to"], written()["tracker_run_name"]) == ("wandb", "first")
 
 
@@ -711,7 +723,7 @@ def test_what_is_written_trains(configure: Configure, t2i_checkpoint: Path) -> N
 
 def _put_data(task: Task) -> None:
     """The dataset file that the next steps show, at a size for tests, and its pictures."""
-    entries = example_datasets(FAMILIES["kandinsky5-image"], task)
+    entries = example_datasets(Draft(FILE, {"model_family": "kandinsky5-image", "model_flavour": f"{task}-lite-sft"}))
     workspace = Workspace(Path())
     for entry in entries:
         if "instance_data_dir" in entry:

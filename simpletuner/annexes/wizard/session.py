@@ -7,11 +7,12 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from simpletuner.annexes.start.material import PURPOSES
+from simpletuner.annexes.start.material import PURPOSES, Material
 from simpletuner.annexes.start.recipe import TRIGGER, Recipe, read_example
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
@@ -19,8 +20,9 @@ from simpletuner.atomic import write_atomically, write_json
 from simpletuner.config.load import canonical, read_json_layer
 from simpletuner.config.schema import main_name, render_config
 from simpletuner.config.values import read_json
+from simpletuner.data.clips import CLIP_SUFFIXES
+from simpletuner.data.discovery import Scan, scan
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, UserError, result_of
-from simpletuner.models.spec import FamilySpec, Task
 from simpletuner.plan.draft import Draft
 from simpletuner.redaction import redact
 
@@ -143,7 +145,7 @@ def _new_draft(file: Path, talk: Talk) -> Draft:
     """A draft without settings, or with those of a recipe of `simpletuner start`, which the questions then propose."""
     draft, recipes = Draft(file), {purpose: Recipe.of(purpose) for purpose in PURPOSES}
     choices = {NO_RECIPE: "the usual defaults", **{purpose: recipe.title for purpose, recipe in recipes.items()}}
-    purpose = talk.pick("A recipe, whose values the questions propose?", choices)
+    purpose = talk.pick("Start from a recipe? The questions propose its values.", choices)
     if purpose == NO_RECIPE:
         return draft
     example = read_example(PURPOSES[purpose])
@@ -334,14 +336,16 @@ def show_next_steps(draft: Draft, talk: Talk) -> None:
         talk.tell(f"  1. Check your dataset file {path}; the wizard does not change it.")
     else:
         talk.tell(f"  1. Write the dataset file {path}, which says where your {draft.spec.media_noun} are, such as:")
-        talk.tell(show_datasets(draft.spec, draft.judgement.flavour.task, indent=5), "dim")
+        text = json.dumps(example_datasets(draft), indent=2)
+        talk.tell(textwrap.indent(text, " " * 5), "dim")
     talk.tell(f"  2. Check:  {train_command(draft.file)} --dry-run")
     talk.tell(f"  3. Train:  {train_command(draft.file)}")
 
 
-def example_datasets(spec: FamilySpec, task: Task) -> list[dict[str, Any]]:
+def example_datasets(draft: Draft) -> list[dict[str, Any]]:
     """A dataset file to start from: a folder of pictures or clips, captions in text files of the same name."""
-    samples: dict[str, Any] = {
+    spec, samples = draft.spec, dict[str, Any]()
+    samples |= {
         "id": f"my-{spec.media_noun}",
         "type": "local",
         "dataset_type": spec.media,
@@ -350,8 +354,11 @@ def example_datasets(spec: FamilySpec, task: Task) -> list[dict[str, Any]]:
         "resolution": spec.defaults["resolution"],
         "repeats": 10,
     }
+    if spec.media == "video":
+        frames = _frames(draft, Path(samples["instance_data_dir"]))
+        samples["video"] = {"num_frames": frames, "min_frames": frames}
     texts = {"id": "text-embeds", "type": "local", "dataset_type": "text_embeds", "default": True}
-    if task != "i2i":
+    if draft.judgement.flavour.task != "i2i":
         return [samples, texts]
     sources = {
         "id": "my-sources",
@@ -363,9 +370,11 @@ def example_datasets(spec: FamilySpec, task: Task) -> list[dict[str, Any]]:
     return [samples | {"conditioning_data": "my-sources"}, sources, texts]
 
 
-def show_datasets(spec: FamilySpec, task: Task, indent: int) -> str:
-    text = json.dumps(example_datasets(spec, task), indent=2)
-    return "\n".join(" " * indent + line for line in text.splitlines())
+def _frames(draft: Draft, folder: Path) -> int:
+    """How many frames to train: as many as a preview has, or fewer if the clips that are there are shorter."""
+    spec, longest = draft.spec, draft.config.validation.validation_num_video_frames or 1
+    clips = scan(folder, CLIP_SUFFIXES) if folder.is_dir() else Scan()
+    return Material(folder, clips, holds_clips=True).frames(spec.frame_rate or 1, spec.frame_stride, longest)
 
 
 def train_command(file: Path) -> str:
