@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, fitting_frames, probe_clip
+from simpletuner.data.dataset import NOTICEABLE_ENLARGEMENT
 from simpletuner.data.discovery import Scan, pair_key, scan
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import probe
@@ -117,7 +118,9 @@ class Material:
         """
         edges = sorted(min(size) if square else math.isqrt(math.prod(size)) for size in self.sizes) or [largest]
         edge = edges[len(edges) * SMALL_ONES // 100]
-        return largest if edge >= largest else max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP)
+        # A little larger is better than a size that the model was not trained at.
+        is_enough = edge * NOTICEABLE_ENLARGEMENT >= largest
+        return largest if is_enough else max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP)
 
     def frames(self, rate: float, stride: int, longest: int) -> int:
         """How many frames to train, so that few clips are too short."""

@@ -34,8 +34,8 @@ def ask(
     talk.tell(f"{folder}: {material.describe()}")
     purposes = {purpose: Recipe.of(purpose).title for purpose in material.purposes}
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"], "--purpose")
-    trigger = given["trigger"]
-    if trigger is None and purpose != "edit":
+    trigger = (given["trigger"] or "").strip()
+    if not trigger and purpose != "edit":
         what = f", and what it is, as in: {TRIGGER}, a grey cat" if purpose == "subject" else ""
         trigger = talk.read_line(f"A word for it that the model does not know{what} [{TRIGGER}]: ") or TRIGGER
     captioned = captions or not material.uncaptioned
@@ -43,7 +43,7 @@ def ask(
     values = {key: value if (read := _as_json(value)) is None else read for key, value in settings.items()}
 
     def start(example: str) -> Start:
-        return Start(name, material, purpose, trigger or "", example, captioned, values)
+        return Start(name, material, purpose, trigger, example, captioned, values)
 
     return start(_choose_model(talk, material.models, given["model"], start))
 
