@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, fitting_frames, probe_clip
-from simpletuner.data.dataset import NOTICEABLE_ENLARGEMENT
 from simpletuner.data.discovery import Scan, pair_key, scan
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import probe
@@ -26,6 +25,7 @@ PURPOSES = {"subject": PICTURES[0], "style": PICTURES[0], "motion": CLIPS[0], "e
 PAIRS = (("before", "after"), ("source", "target"), ("input", "output"))
 LOOKED_AT = 200  # files, for their sizes and lengths; a folder may hold thousands
 SMALL_ONES = 10  # of a hundred files, so many may be smaller or shorter than what is trained
+UNSEEN_ENLARGEMENT = 1.1
 SIZE_STEP, SMALLEST_SIZE = 64, 256  # of the resolution; below, a model draws little that can be recognised
 
 
@@ -119,7 +119,7 @@ class Material:
         edges = sorted(min(size) if square else math.isqrt(math.prod(size)) for size in self.sizes) or [largest]
         edge = edges[len(edges) * SMALL_ONES // 100]
         # A little larger is better than a size that the model was not trained at.
-        is_enough = edge * NOTICEABLE_ENLARGEMENT >= largest
+        is_enough = edge * UNSEEN_ENLARGEMENT >= largest
         return largest if is_enough else max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP)
 
     def frames(self, rate: float, stride: int, longest: int) -> int:
