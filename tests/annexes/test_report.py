@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.publishing.card import Result
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import (
@@ -39,7 +40,7 @@ from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.errors import Problems, result_of
 from simpletuner.reporting.environment import describe_environment
-from simpletuner.reporting.metrics import Columns, MediaRecord
+from simpletuner.reporting.metrics import MediaRecord
 
 VOID = {"br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"}
 NASTY = "</script><script>alert(1)</script> & \"quotes\" 'too' <img src=x onerror=alert(2)> चमक"
@@ -342,7 +343,7 @@ def test_settings_know_what_changed_and_hide_secrets() -> None:
 def test_the_files_of_the_page_are_shipped() -> None:
     pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     shipped = pyproject["tool"]["setuptools"]["package-data"]["simpletuner"]
-    assert {"annexes/*/*.css", "annexes/*/*.jinja", "annexes/*/*.js"} <= set(shipped)
+    assert {"config/*.toml", "annexes/*/*.css", "annexes/*/*.jinja", "annexes/*/*.js"} <= set(shipped)
 
 
 def test_the_environment_needs_no_torch() -> None:

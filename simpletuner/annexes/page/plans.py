@@ -29,7 +29,7 @@ def validate(request: Request, body: dict[str, Any]) -> Response:
     not errors: those must be changed."""
     judgement, outside, of_datasets = Configuration.sent(project_of(request), body).judge()
     defaults = {key: option.default for key, option in all_options().items()}
-    effective = {key: value for key, value in judgement.config.flat().items() if value != defaults[key]}
+    effective = {key: value for key, value in judgement.config.flat.items() if value != defaults[key]}
     wrong = {problem.where for problem in judgement.problems if problem.fatal}
     content = {
         "problems": problems_json([*outside, *judgement.problems, *of_datasets]),
@@ -109,7 +109,9 @@ async def run_while_wanted(request: Request, command: Sequence[str], folder: Pat
 def document_in(output: str, messages: str, folder: str) -> dict[str, Any]:
     """The document that the command printed, without the names of its temporary files."""
     try:
-        document: dict[str, Any] = json.loads(output.replace(f" ({folder}/config.json)", "").replace(f"{folder}/", ""))
+        document: dict[str, Any] = json.loads(
+            output.replace(f" ({folder}/config.json)", "").replace(f"{folder}/", "").replace(" (command line)", "")
+        )
         document["problems"] = [{**each, "message": redact(each["message"])} for each in document["problems"]]
         return document
     except json.JSONDecodeError:

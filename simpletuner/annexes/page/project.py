@@ -37,7 +37,7 @@ SANDBOX_WITH_CLIPS = {"Content-Security-Policy": f"{POLICY}; sandbox allow-scrip
 LARGEST_BODY = 2 * 2**20
 BODY_SECONDS = 20.0  # a request has to be complete by then
 UPLOADS = "/api/uploads/"  # begins the addresses of files, which are neither JSON nor small
-CONFIG_NAME = re.compile(r"\w[\w.-]*")
+CONFIG_NAME = re.compile(r"\w([\w.-]|[^\x00-\xa0\s])*")  # \w lacks the vowel signs of Devanagari
 WEIGHTS = ("_name_or_path", "init_lora")  # ends of keys
 
 
@@ -114,6 +114,21 @@ class Project:
             return self.inside(Path("config") / name / "config.json")
         first = self.inside("config.json")  # training prefers it, too
         return first if first.is_file() else self.inside("config/config.json")
+
+    def new_config(self, name: str) -> Path:
+        """The file of a config that is about to be written.
+
+        Raises:
+            Refusal: 422 if a new config cannot have this name, 409 if there is a folder of this name.
+        """
+        if name == "config":
+            raise Refusal(422, "'config' is the name of config/config.json; choose another.")
+        if not CONFIG_NAME.fullmatch(name):
+            raise Refusal(422, f"{name!r} cannot name a config: use letters, digits and . _ -")
+        file = self.config_file(name)
+        if file.parent.exists():
+            raise Refusal(409, f"There is a config {name!r} already.")
+        return file
 
     def config_names(self) -> list[str]:
         """The names of the configs that exist, also of those that may not be opened."""

@@ -16,12 +16,13 @@ from simpletuner.errors import UserError, did_you_mean
 
 
 def ask(
-    folder: Path, talk: Talk, given: Mapping[str, str | None], settings: Sequence[tuple[str, object]], *, captions: bool
+    folder: Path, talk: Talk, given: Mapping[str, str | None], settings: Mapping[str, object], *, captions: bool
 ) -> Start:
     """Ask what the files and the command line leave open.
 
     Args:
         given: `purpose`, `trigger`, `model` and `name` from the command line.
+        settings: keys of the config from there.
         captions: captions will be written for files that have none.
 
     Raises:
@@ -35,11 +36,11 @@ def ask(
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"], "--purpose")
     trigger = given["trigger"]
     if trigger is None and purpose != "edit":
-        what = f"A word for it that the model does not know, and what it is, as in: {TRIGGER}, a grey cat"
-        trigger = talk.read_line(f"{what} [{TRIGGER}]: ") or TRIGGER
+        what = f", and what it is, as in: {TRIGGER}, a grey cat" if purpose == "subject" else ""
+        trigger = talk.read_line(f"A word for it that the model does not know{what} [{TRIGGER}]: ") or TRIGGER
     captioned = captions or not material.uncaptioned
     # As JSON has them: 500 and not "500".
-    values = {key: value if (read := _as_json(value)) is None else read for key, value in settings}
+    values = {key: value if (read := _as_json(value)) is None else read for key, value in settings.items()}
 
     def start(example: str) -> Start:
         return Start(name, material, purpose, trigger or "", example, captioned, values)

@@ -23,6 +23,7 @@ from simpletuner.models.adapter import (
     BlockLayout,
     CheckpointSetup,
     EncoderQuantiser,
+    FamilyAdapter,
     LatentEncoder,
     PreviewPipeline,
     PreviewRequest,
@@ -30,20 +31,12 @@ from simpletuner.models.adapter import (
     raster_order,
 )
 from simpletuner.models.blocks import FastBlocks
-from simpletuner.models.kandinsky5 import attention, fast
-from simpletuner.models.kandinsky5.attention import TextPadding
+from simpletuner.models.kandinsky5 import blocks
+from simpletuner.models.kandinsky5.blocks import TextPadding
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE, KandinskyOptions, RopeScale, is_sparse
 from simpletuner.models.kandinsky5.spec import IMAGE_SIZES, KANDINSKY5_IMAGE, TEMPLATES
-from simpletuner.models.loading import (
-    VaeEncoder,
-    bare_pipeline,
-    load_denoiser,
-    load_scheduler,
-    load_vae,
-    stock_pipeline,
-    with_solver,
-)
-from simpletuner.models.spec import FamilySpec, Task
+from simpletuner.models.loading import stock_pipeline
+from simpletuner.models.spec import Task
 from simpletuner.models.usage import EULER, Usage, snippet, solver_code, text
 
 if TYPE_CHECKING:
@@ -53,7 +46,7 @@ if TYPE_CHECKING:
 VIDEO_TASKS = ("t2v", "i2v")
 
 
-class StockPipeline:
+class StockPipeline(PreviewPipeline):
     """diffusers' own pipeline of the flavour, called with cached embeddings."""
 
     def __init__(
@@ -161,63 +154,9 @@ def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tens
     return text, pooled, upload(mask, text.device)
 
 
-def predict_velocity(
-    transformer: nn.Module,
-    padding: TextPadding,
-    hidden_states: Tensor,
-    timesteps: Tensor,
-    embeds: Sequence[TextEmbeds],
-    *,
-    rope_scale: tuple[float, float, float],
-    dtype: torch.dtype,
-    sparse_params: dict[str, Any] | None = None,
-) -> Tensor:
-    """Run the transformer as the pipelines do.
-
-    Args:
-        hidden_states: all input channels, `B F H W C`, float32; cast to `dtype` only here.
-        timesteps: 1000 sigma, float32, `B`; in bfloat16 they would be off by up to 2.
-        rope_scale: divisors of the positions in time, height and width.
-        sparse_params: for checkpoints with block-sparse attention, see `nabla.sparse_params`.
-
-    Returns:
-        the predicted velocity, float32, `B C F H W`.
-    """
-    text, pooled, mask = collate_text(embeds, dtype)
-    _, frames, height, width, _ = hidden_states.shape
-    device = hidden_states.device
-    with padding.hidden(mask):
-        sample: Tensor = transformer(
-            hidden_states=hidden_states.to(dtype),
-            encoder_hidden_states=text,
-            pooled_projections=pooled,
-            timestep=timesteps,
-            visual_rope_pos=[torch.arange(side, device=device) for side in (frames, height // PATCH, width // PATCH)],
-            text_rope_pos=torch.arange(text.shape[1], device=device),
-            scale_factor=rope_scale,
-            sparse_params=sparse_params,
-            return_dict=False,
-        )
-    return sample.float().permute(0, 4, 1, 2, 3)
-
-
 # Positions of arguments of a visual block, after the tokens, the text and the time embedding.
 ROPE, SPARSE_PARAMS = 3, 4
 TEXT_BLOCKS, VISUAL_BLOCKS = "text_transformer_blocks", "visual_transformer_blocks"
-
-
-def block_layout(transformer: nn.Module) -> BlockLayout:
-    """Text blocks, then visual blocks. With NABLA the tokens of a tile are consecutive and stay together."""
-    model: Any = transformer
-    tiled = is_sparse(model.config)
-    return BlockLayout(
-        groups={name: model.get_submodule(name) for name in (TEXT_BLOCKS, VISUAL_BLOCKS)},
-        visual=VISUAL_BLOCKS,
-        width=model.config["model_dim"],
-        order=tile_order if tiled else raster_order,
-        routing=TokenRouting(TILE if tiled else 1, {ROPE: cut_rope, SPARSE_PARAMS: cut_window}),
-        rope=ROPE,
-    )
 
 
 def tile_order(frames: int, rows: int, columns: int) -> Tensor:
@@ -242,7 +181,7 @@ def cut_window(params: dict[str, Any] | None, kept: Tensor) -> dict[str, Any] | 
     return {**params, "sta_mask": window[:, None]}
 
 
-class SampledLatents(VaeEncoder):
+class SampledLatents(LatentEncoder):
     """Latents of pictures or clips: a sample from the VAE's posterior times the scaling factor."""
 
     @torch.no_grad()
@@ -259,26 +198,24 @@ class SampledLatents(VaeEncoder):
         return self.pixels(z.to(self.device, self.dtype) / self.vae.config.scaling_factor)
 
 
-class Kandinsky5Adapter:
+class Kandinsky5Adapter(FamilyAdapter):
     """One Kandinsky 5 checkpoint.
 
     Attributes:
-        encoder_class: wraps its VAE.
         takes_picture: the task starts from a picture (i2i, i2v).
-        dtype: dtype that the transformer was loaded in.
+        padding: the text mask of the loaded transformer.
+        rope_scale: divisors of the positions in time, height and width.
     """
 
-    spec: FamilySpec
+    transformer_class = Kandinsky5Transformer3DModel
+    padding: TextPadding
     rope_scale: RopeScale = (1.0, 1.0, 1.0)  # of pictures: their pipelines never scale positions
-    encoder_class: Callable[[Any, torch.device, torch.dtype], LatentEncoder]
 
     def __init__(self, setup: CheckpointSetup) -> None:
-        self.source, self.text, self.caching, self.solver = setup.source, setup.text, setup.caching, setup.solver
+        super().__init__(setup)
         self.options = setup.options.of(KandinskyOptions)
-        self.task = setup.flavour.task
+        self.pipeline_class = getattr(diffusers, pipeline_name(self.task))
         self.takes_picture = self.task in ("i2i", "i2v")
-        self.dtype = torch.float32
-        self._padding: attention.TextPadding | None = None
 
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
@@ -289,20 +226,34 @@ class Kandinsky5Adapter:
         return Kandinsky5TextEncoder(self, device, dtype, quantise)
 
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
-        part = self.source["transformer"]
-        transformer: nn.Module = load_denoiser(Kandinsky5Transformer3DModel, part, dtype, empty=empty)
-        move_with_the_model(transformer)
-        self.dtype, self._padding = dtype, attention.install(transformer)
+        transformer: Any = super().load_transformer(dtype, empty=empty)
+        # diffusers keeps the frequencies of the timestep embedding in a plain attribute, which `to` does not move:
+        # every forward pass would copy them from the host and synchronise with the GPU.
+        embeddings = transformer.time_embeddings
+        frequencies = embeddings.freqs
+        del embeddings.freqs
+        embeddings.register_buffer("freqs", frequencies, persistent=False)
+        self.padding = blocks.mask_padding(transformer)
         return transformer
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        return block_layout(transformer)
+        """Text blocks, then visual blocks. With NABLA the tokens of a tile are consecutive and stay together."""
+        model: Any = transformer
+        tiled = is_sparse(model.config)
+        return BlockLayout(
+            groups={name: model.get_submodule(name) for name in (TEXT_BLOCKS, VISUAL_BLOCKS)},
+            visual=VISUAL_BLOCKS,
+            width=model.config["model_dim"],
+            order=tile_order if tiled else raster_order,
+            routing=TokenRouting(TILE if tiled else 1, {ROPE: cut_rope, SPARSE_PARAMS: cut_window}),
+            rope=ROPE,
+        )
 
     def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks:
-        return fast.install(transformer, self.padding)
+        return blocks.use_fast_blocks(transformer, self.padding)
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
-        return fast.store_in_bf16(transformer)
+        return blocks.store_in_bf16(transformer)
 
     @staticmethod
     def usage_snippet(usage: Usage) -> str:
@@ -325,48 +276,35 @@ class Kandinsky5Adapter:
             scheduler = solver_code(usage.solver, shift or "pipe.scheduler.config.shift")
         return snippet(usage, pipeline, load, imports=imports, scheduler=scheduler, more=more)
 
-    def load_bare_pipeline(self) -> Any:
-        return bare_pipeline(self._pipeline_class(), Kandinsky5Transformer3DModel, self.source)
-
-    @property
-    def padding(self) -> attention.TextPadding:
-        if self._padding is None:
-            raise RuntimeError("this needs a transformer from load_transformer()")
-        return self._padding
-
-    def load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
-        return load_vae(self.spec, self.source, self.caching, device, dtype)
-
-    def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
-        return self.encoder_class(self.load_vae(device, dtype), device, dtype)
-
-    def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
-        overrides = {} if shift is None else {"shift": shift}
-        return with_solver(load_scheduler(self.source["scheduler"], **overrides), self.solver)
-
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> PreviewPipeline:
         vae = self.load_vae(device, self.dtype)
         sampler = self.load_sampler(shift, from_picture=self.takes_picture)
-        pipeline = stock_pipeline(
-            self._pipeline_class(), self.source, transformer=transformer, vae=vae, scheduler=sampler
-        )
+        pipeline = stock_pipeline(self.pipeline_class, self.source, transformer=transformer, vae=vae, scheduler=sampler)
         encoder = self.encoder_class(vae, device, self.dtype)
         return StockPipeline(pipeline, encoder, device, self.task, self.padding)
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
+        """Run the transformer as the pipelines do."""
         states = torch.cat([channels_last(noisy.noisy_latents), *self.condition_channels(noisy)], dim=-1)
-        return predict_velocity(
-            transformer,
-            self.padding,
-            states,
-            noisy.timesteps,
-            noisy.batch.embeds,
-            rope_scale=self.rope_scale,
-            dtype=self.dtype,
-            sparse_params=self.sparsity(noisy),
-        )
+        text, pooled, mask = collate_text(noisy.batch.embeds, self.dtype)
+        (_, frames, height, width, _), device = states.shape, states.device
+        grid = frames, height // PATCH, width // PATCH
+        sparse_params = self.sparsity(noisy)
+        with self.padding.hidden(mask):
+            sample: Tensor = transformer(
+                hidden_states=states.to(self.dtype),
+                encoder_hidden_states=text,
+                pooled_projections=pooled,
+                timestep=noisy.timesteps,  # in float32: in bfloat16 they would be off by up to 2
+                visual_rope_pos=[torch.arange(side, device=device) for side in grid],
+                text_rope_pos=torch.arange(text.shape[1], device=device),
+                scale_factor=self.rope_scale,
+                sparse_params=sparse_params,
+                return_dict=False,
+            )
+        return sample.float().permute(0, 4, 1, 2, 3)
 
     def condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, ...]:
         """Input channels after the noisy latents, `B F H W C`."""
@@ -375,21 +313,6 @@ class Kandinsky5Adapter:
     def sparsity(self, noisy: NoisyBatch) -> dict[str, Any] | None:
         """Parameters of block-sparse attention for a batch; None for dense checkpoints."""
         return None
-
-    def _pipeline_class(self) -> Any:
-        return getattr(diffusers, pipeline_name(self.task))
-
-
-def move_with_the_model(transformer: Any) -> None:
-    """Turn the frequencies of the timestep embedding into a buffer.
-
-    diffusers keeps them in a plain attribute, which `to` does not move: every forward pass would copy them from the
-    host and synchronise with the GPU.
-    """
-    embeddings = transformer.time_embeddings
-    frequencies = embeddings.freqs
-    del embeddings.freqs
-    embeddings.register_buffer("freqs", frequencies, persistent=False)
 
 
 class FluxLatentEncoder(SampledLatents):
@@ -410,9 +333,6 @@ class Kandinsky5ImageAdapter(Kandinsky5Adapter):
     """One Kandinsky 5 Image checkpoint."""
 
     spec, encoder_class = KANDINSKY5_IMAGE, FluxLatentEncoder
-
-    def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
-        return noisy
 
     def condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, ...]:
         """The source picture's latents, and a mask channel of ones."""
