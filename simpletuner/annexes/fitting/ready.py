@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.fit import STATE_ON_HOST, Change, check_fit, check_ways, choose
 from simpletuner.annexes.fitting.show import MISSING_GPU
 from simpletuner.budget import device as devices
@@ -31,7 +32,6 @@ from simpletuner.distributed.world import launched
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, result_of
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing
-from simpletuner.reporting.pace import duration
 
 FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
 FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer

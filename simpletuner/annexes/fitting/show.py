@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from simpletuner.annexes.display.progress import in_red
+from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.fit import find_ways, way_of
 from simpletuner.budget.budget import (
     Budget,
@@ -33,7 +34,6 @@ from simpletuner.errors import Problem
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, previews_of_a_round
 from simpletuner.redaction import redact_settings
-from simpletuner.reporting.pace import duration
 
 logger = logging.getLogger(__name__)
 # Of longer ledgers, only counts and rejected files are shown.

@@ -14,19 +14,12 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
+from simpletuner.annexes.figures import Columns, evaluation_names, evaluation_points
 from simpletuner.annexes.report.html import gallery, grid_order, render
 from simpletuner.atomic import open_atomically, write_atomically, write_json
 from simpletuner.config.values import read_json
 from simpletuner.errors import result_of
-from simpletuner.reporting.metrics import (
-    MEDIA,
-    MIME,
-    VIDEO_MIME,
-    Columns,
-    MediaRecord,
-    evaluation_names,
-    evaluation_points,
-)
+from simpletuner.reporting.metrics import MEDIA, MIME, VIDEO_MIME, MediaRecord
 
 SAMPLES = 48  # that a page shows, the newest
 SAME = ("prompt", "seed", "index", "width", "height")  # of samples in a row
