@@ -131,6 +131,19 @@ def test_jobs_move_and_leave(queue: Queue) -> None:
         queue.find("absent")
 
 
+def test_what_was_cut_off_goes_on_before_those_that_wait(queue: Queue, worker: Pretender) -> None:
+    cut, *_ = [queue.add("train", name, settings={"seed": 1}) for name in "abc"]
+    queue.step()
+    queue.again(cut.id)
+    assert states(queue)["a"] == "running", "what is at work waits for nothing"
+    worker.ended["a"] = "interrupted"  # by a reboot, say
+    queue.step()
+    queue.again(cut.id)
+    assert list(states(queue).items()) == [("b", "running"), ("a", "waiting"), ("c", "waiting")]
+    assert queue.find(cut.id) == cut
+    queue.again("absent")
+
+
 def test_a_server_that_is_killed_while_it_starts_a_job_leaves_none_that_starts_twice(
     queue: Queue, worker: Pretender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
