@@ -429,7 +429,7 @@ class Run:
         return blank | {
             "status": state,
             "job_id": story.job_id,
-            "progress": progress if is_active else progress | {"eta_seconds": None},
+            "progress": progress if state == "running" else progress | {"eta_seconds": None},
             "stages": story.stages if is_active else {key: over(stage) for key, stage in story.stages.items()},
             "config": blank["config"] | {"name": self.config},
             "message": "Stops after this step and its previews." if "stop" in asked else redact(message),
