@@ -19,6 +19,7 @@ from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE
 from simpletuner.reporting.events import StateChanged
 from tests.annexes.page.page import opened
 from tests.annexes.page.test_accessible import axe, complaints
+from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, tell
 from tests.annexes.page.test_start_page import PLAN, started
 from tests.annexes.web import picture
@@ -140,6 +141,18 @@ def test_the_plan_tells_a_problem_once_and_has_buttons(
         expect(page.locator("#problems li")).to_have_count(0)
         page.locator("#plan").get_by_role("button", name="Apply").click()
         expect(page.locator("#f-train_batch_size")).to_have_value("8")
+
+
+@pytest.mark.slow
+def test_a_comparison_grows_with_a_round_of_previews(browser: Any, project: Workspace) -> None:
+    output = project.path("output")
+    output.mkdir()
+    tell(output, *STEPS, *preview(output, (0, "validation"), (0, "bird"), (3, "validation")))
+    with opened(browser, project.folder, "#run") as page:
+        compared = page.locator("#comparison .compare .tag")
+        expect(compared).to_have_text(["step 0", "step 3"])
+        tell(output, *STEPS, *preview(output, (3, "bird")))
+        expect(compared).to_have_text(["step 0", "step 3"] * 2)
 
 
 @pytest.mark.slow
