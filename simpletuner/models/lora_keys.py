@@ -17,7 +17,7 @@ from typing import Any
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.values import read_json
-from simpletuner.errors import Problem, Problems, Reading, UserError, did_you_mean, shorten
+from simpletuner.errors import Problem, Reading, UserError, did_you_mean, shorten
 from simpletuner.headers import EXPONENTS, LENGTH_BYTES, METADATA, header_end, not_finite, read_header
 from simpletuner.models.source import HUB_ID, WeightsError, tensor_shapes, weights_header
 from simpletuner.models.spec import FamilySpec
@@ -33,7 +33,9 @@ def resolve_targets(value: Any, spec: FamilySpec) -> Reading[Targets]:
     if isinstance(value, str) and value in spec.lora_presets:
         return spec.lora_presets[value]
     if isinstance(value, str):
-        value = yield from _read_list(value, spec)
+        value = yield from _read_list(value)
+        if value is None:
+            return list(spec.lora_targets)
     if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
         yield Problem(LORA_TARGETS, f"{value!r} is not a list of module names.")
         return list(spec.lora_targets)
@@ -80,13 +82,10 @@ def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
     }
 
 
-def _read_list(value: str, spec: FamilySpec) -> Reading[Any]:
-    """The content of a JSON file, or the names of a comma-separated list."""
+def _read_list(value: str) -> Reading[Any]:
+    """The names in a JSON file, or in a comma-separated list; None after a problem."""
     if value.endswith(".json") or "/" in value:
-        problems = Problems()
-        content = problems.take(read_json(Path(value)))
-        yield from problems
-        return list(spec.lora_targets) if problems.are_fatal else content
+        return (yield from read_json(Path(value), list, "a JSON list of module names"))
     return [name.strip() for name in value.split(",")]
 
 

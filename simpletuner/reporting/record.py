@@ -21,7 +21,7 @@ from simpletuner.reporting.metrics import (
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the record has of the step that a session resumes from.
+    """What the record has of the step that a session resumes from; the main process sends it to the others.
 
     Attributes:
         evaluated: whether it has its evaluation loss.
@@ -43,10 +43,7 @@ class RunRecord:
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        self._metrics, self._media = (
-            MetricsFile(folder / METRICS_FILE, step),
-            MediaFile(folder / MEDIA_FILE, step),
-        )
+        self._metrics, self._media = MetricsFile(folder / METRICS_FILE, step), MediaFile(folder / MEDIA_FILE, step)
         # Read after both files were opened: that drops the rows which an earlier run left for step 0.
         here = [row for row in read_rows(folder / METRICS_FILE) if row["step"] == step]
         previews = [record for record in read_media(folder / MEDIA_FILE) if record.step == step]

@@ -28,8 +28,8 @@ from simpletuner.distributed.world import World
 from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, feature_kinds, preview_sources
+from simpletuner.plan.resume import identify
 from simpletuner.redaction import redact_settings, redact_texts
-from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.record import Recorded
 from simpletuner.run.caches import CacheFiller
@@ -140,7 +140,7 @@ def build_callbacks(
         config=config.checkpoints,
         loader=session.loader,
         ema=ema,
-        identity=plan.identity(package_versions()),
+        identity=identify(plan),
         settings=redact_settings(config.flat),
         events=events,
         note=lambda state: weight_note(plan, state),

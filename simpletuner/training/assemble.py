@@ -36,7 +36,7 @@ from simpletuner.diffusion.seeds import seeded, step_seed
 from simpletuner.distributed.sharding import shard
 from simpletuner.distributed.world import World
 from simpletuner.memory.heap import large_tensors_apart
-from simpletuner.memory.offload.attach import attach_offload, in_groups, pack_group, place_model, streamed_blocks
+from simpletuner.memory.offload.attach import Offload, place_model, streamed_blocks
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.image import WeightImage, share_by_machine
 from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
@@ -183,7 +183,7 @@ def load_frozen(
         on_host: leave all blocks on the CPU.
 
     Returns:
-        the transformer, and the images of the blocks that will stream, in order; see `attach_offload`.
+        the transformer, and the images of the blocks that will stream, in order; see `Offload.stream`.
     """
     dtype = dtype or DTYPES[transformer_dtype(config.precision)]
     stored = quantisation(config.precision.base_model_precision)
@@ -191,8 +191,8 @@ def load_frozen(
     layout, images = adapter.block_layout(transformer), []
     in_bf16 = bf16_modulation(config.speed) and _adapts_only(transformer, adapted, adapter.spec.quantised_layers)
     weights = DeferredWeights(transformer, adapter.source["transformer"], dtype)
-    moving = blocks_to_stream(layout, config.offload)
-    streamed, staying = in_groups(moving, config.offload), [[block] for block in layout.blocks if block not in moving]
+    offload, moving = Offload(config.offload, device, world), blocks_to_stream(layout, config.offload)
+    streamed, staying = offload.groups(moving), [[block] for block in layout.blocks if block not in moving]
     for modules in [*streamed, *staying, [transformer]]:
         weights.fill(modules)
         if stored is not None:
@@ -201,7 +201,7 @@ def load_frozen(
         for module in modules if in_bf16 else ():
             adapter.store_modulation_in_bf16(module)
         if modules in streamed:
-            images.append(pack_group(modules, config.offload, device, world))
+            images.append(offload.pack(modules))
         elif modules in staying and sharers.size > 1:
             share_by_machine(modules, sharers)
         elif modules in staying and not on_host:
@@ -372,6 +372,5 @@ def _stream(
         return None
     # Without recomputation, autograd saves weights that leave the device before the backward pass.
     streamed, keeps_saved = blocks_to_stream(layout, config.offload), not config.precision.checkpoints_all
-    return attach_offload(
-        transformer, streamed, config.offload, device, keeps_saved=keeps_saved, world=world, packed=packed
-    )  # fmt: skip
+    offload = Offload(config.offload, device, world)
+    return offload.attach(transformer, streamed, keeps_saved=keeps_saved, packed=packed)

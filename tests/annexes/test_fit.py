@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -26,7 +27,7 @@ from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
 from simpletuner.errors import Problems
 from simpletuner.models.cost import Kernels, VaeLoad
-from simpletuner.models.kandinsky5.cost import video_vae_decode
+from simpletuner.models.kandinsky5.cost import VIDEO_COST
 from simpletuner.models.registry import FAMILIES
 
 STREAMING = "enable_group_offload true, group_offload_use_stream true"
@@ -67,7 +68,7 @@ def parts(family: str, flavour: str) -> Parts:
     spec = FAMILIES[family]
     cost, targets = spec.cost, list(spec.lora_targets)
     transformer = cost.of_flavour(flavour, Kernels(tile_lists=True))
-    return Parts(spec, transformer, targets, {}, cost.vae_parameters, cost.text_parameters, ())
+    return Parts(spec, transformer, targets, {}, cost.vae.parameters, cost.text_parameters, ())
 
 
 def complaint(*arguments: Any, **settings: Any) -> str:
@@ -502,7 +503,7 @@ def test_cudnn_needs_room_beside_whole_clips_on_a_gpu() -> None:
         found = Budget(settings, parts, replace(before.workload, previews=[preview]), gpu(80), None)
         return next(each.device for each in found.phases if each.name == PREVIEWS)
 
-    decoding = 2 * video_vae_decode({}, VaeLoad(1, 61, 768, 512))
+    decoding = 2 * VIDEO_COST.vae.decode({}, VaeLoad(1, 61, 768, 512))
     more = rendering(on_gpu, "whole") - rendering(before.parts, "whole")
     assert more == pytest.approx(0.3 * decoding)
     assert 0.2 * 15e9 < more < 0.4 * 16e9
@@ -561,9 +562,9 @@ def test_previews_take_as_long_as_sampling_and_decoding(flavour: str, share: flo
     """The VAE of Sana Video decodes in float32."""
     found = with_previews(budget(gpu(80), flavour=flavour, num_validation_images=2))
     spec = found.parts.spec
-    free = replace(spec, cost=replace(spec.cost, vae_decode_flops=lambda settings, load: 0.0))
+    free = replace(spec, cost=replace(spec.cost, vae=replace(spec.cost.vae, flops={})))
     sampling = replace(found, parts=replace(found.parts, spec=free)).preview_seconds
-    flops = spec.cost.vae_decode_flops({}, VaeLoad(1, LITE.frames, LITE.width, LITE.height))
+    flops = spec.cost.vae.decode_flops({}, VaeLoad(1, LITE.frames, LITE.width, LITE.height))
     assert found.preview_seconds - sampling == pytest.approx(2 * flops / (share * found.device.rates.matmul))
     assert 0 < flops / found.device.rates.matmul < sampling
 
@@ -609,7 +610,7 @@ def small(gigabytes: float = 80, **settings: Any) -> Budget:
 
 def test_a_larger_batch_is_proposed_where_the_gpu_waits_for_the_host() -> None:
     before = small()
-    batch = free_batch(before)
+    batch = free_batch(before, math.inf)
     assert batch is not None
     assert batch > 1
     after, beyond = (
@@ -617,14 +618,16 @@ def test_a_larger_batch_is_proposed_where_the_gpu_waits_for_the_host() -> None:
         for count in (batch, batch + 1)
     )
     assert after.step_seconds == before.step_seconds < beyond.step_seconds
-    assert free_batch(after) is None
-    assert free_batch(budget(gpu(80, 1e12), PICTURE, "t2i-lite-sft")) is None, "computing takes longer"
-    assert free_batch(small(dynamo_mode="reduce-overhead")) is None, "a CUDA graph needs no launches"
+    assert free_batch(after, math.inf) is None
+    assert free_batch(budget(gpu(80, 1e12), PICTURE, "t2i-lite-sft"), math.inf) is None, "computing takes longer"
+    assert free_batch(small(dynamo_mode="reduce-overhead"), math.inf) is None, "a CUDA graph needs no launches"
+    assert free_batch(before, batch / 2) == batch // 2, "an epoch has no more samples"
+    assert free_batch(before, 1.5) is None
 
 
 def test_a_proposed_batch_fits() -> None:
     roomy, peak = small(), small().peaks[0]
-    batch = free_batch(roomy)
+    batch = free_batch(roomy, math.inf)
     tight = replace(roomy, device=gpu((peak * 1.02 + DEVICE_OVERHEAD) / (1 - FRAGMENTS) / 1e9, 1e12))
     assert tight.fits
-    assert (free_batch(tight) or 1) < (batch or 1)
+    assert (free_batch(tight, math.inf) or 1) < (batch or 1)

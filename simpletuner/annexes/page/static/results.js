@@ -19,7 +19,7 @@ function offer(select, entries, otherwise) {
 
 // ---- Any two steps ----
 
-let compared = ""; // which run at which steps, and whether there is a newer preview
+let compared = ""; // which run at which steps, and how many previews there were
 
 async function compare() {
   const text = document.getElementById("steps")?.textContent ?? "[]";
@@ -32,7 +32,8 @@ async function compare() {
   offer(after, steps.map((step) => [step, step]), steps.at(-1));
   if (isNew) before.value = steps[0];
   if (isNew || newest) after.value = steps.at(-1);
-  const wanted = `${run} ${before.value} ${after.value} ${text}`;
+  const count = pane.querySelectorAll(`[data-part=previews] [data-step="${after.value}"]`).length; // a round comes one by one
+  const wanted = `${run} ${before.value} ${after.value} ${text} ${count}`;
   if (wanted === compared) return;
   compared = wanted;
   const answer = await fetch(`/runs/${encodeURIComponent(run)}/pair?before=${before.value}&after=${after.value}`);
@@ -50,11 +51,13 @@ pane.addEventListener("shown", compare);
 
 // ---- Pages of previews, and curves of another run ----
 
-new MutationObserver(() => {
+const observer = new MutationObserver(() => {
   const others = [...pane.querySelectorAll("[data-part=list] a[data-run]")].filter((link) => link.dataset.run !== run);
   offer(beside.querySelector("select"), [["", "no other run"], ...others.map((link) => [link.dataset.run, link.firstChild.textContent])], "");
-  beside.hidden = !others.length;
-}).observe(pane.querySelector("[data-part=list]"), { childList: true, subtree: true, attributes: true });
+  beside.hidden = !others.length || !pane.querySelector("[data-part=curves] figure");
+});
+observer.observe(pane.querySelector("[data-part=list]"), { childList: true, subtree: true, attributes: true });
+observer.observe(pane.querySelector("[data-part=curves]"), { childList: true });
 
 pane.addEventListener("change", (event) => {
   const { choice } = event.target.dataset;
@@ -74,6 +77,7 @@ forms.job = (form) => {
 pane.addEventListener("click", (event) => {
   const job = event.target.closest("[data-job]")?.dataset.job;
   if (event.target.matches("[data-move]")) send("queue/move", { job, by: Number(event.target.dataset.move) });
+  if (event.target.matches("[data-again]")) send("queue/again", { job });
   if (event.target.matches("[data-remove]")) send("queue/remove", { job });
   if (!event.target.matches(".snippet .copy")) return;
   getSelection().selectAllChildren(event.target.nextElementSibling);
