@@ -19,7 +19,7 @@ from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.media import probe
 from simpletuner.data.sample import Sample
-from simpletuner.errors import ConfigError, Problem, Reading, result_of
+from simpletuner.errors import ConfigError, Problem, Reading, did_you_mean, result_of
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_keys import check_lora_file, family_in_header, linear_modules, read_shapes, role_of
 from simpletuner.models.source import ModelSource, Part, tensor_shapes
@@ -192,9 +192,14 @@ def find_weights(request: SampleRequest) -> Reading[tuple[list[Weights], Checkpo
     """What a request's source holds, and a checkpoint with the settings of its run, if there is one."""
     if request.source is None:
         if request.sweeps:
-            yield Problem("sweep", "needs the output folder of a run: simpletuner sweep OUTPUT_DIR")
+            message = "needs the output folder of a run: simpletuner sweep OUTPUT_DIR"
+            raise ConfigError([Problem("sweep", message)])
         return [Weights("base model")], None
     path = Path(request.source).expanduser()
+    if not path.exists():
+        beside = [str(each) for each in path.parent.glob("*")]
+        yield Problem("source", f"{str(path)!r} does not exist.{did_you_mean(str(path), beside)}")
+        return [], None
     if path.is_file():
         given = {"--checkpoint": request.checkpoints is not None, "--ema": request.ema}
         for key in filter(given.get, given):

@@ -162,8 +162,8 @@ class CrepaConfig(TechniqueGroup):
         if not self.crepa_enabled:
             return
         if spec.media != "video" and not self.irepa_enabled:
-            message = f"aligns the frames of clips, and {spec.title} makes pictures;"
-            yield Problem("crepa_enabled", f"{message} irepa_enabled too aligns a picture.")
+            message = f"aligns the frames of clips, but {spec.title} makes pictures."
+            yield Problem("crepa_enabled", f"{message} To align a picture, set irepa_enabled, too.")
         chosen = {"crepa_block_index": self.crepa_block_index}
         if self.from_backbone:
             chosen["crepa_teacher_block_index"] = self.crepa_teacher_block_index

@@ -6,6 +6,7 @@ An adapter loads the parts of one checkpoint and translates between the family's
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -67,17 +68,32 @@ class Encoder(Protocol):
     def models(self) -> Sequence[nn.Module]: ...
 
 
-class TextEncoder(Encoder, Protocol):
+class TextEncoder(Encoder):
     """Encodes captions exactly as the family's pipeline does at inference."""
 
+    @torch.no_grad()
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
-        """Encode each request; unpadded embeddings on the CPU."""
+        """Encode each request, those of one length together; unpadded embeddings on the CPU."""
+        alike: dict[Any, list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            size = None if request.picture is None else request.picture.size
+            alike[self.padded_length(request), request.bare, size].append(index)
+        embeds: dict[int, TextEmbeds] = {}
+        for members in alike.values():
+            embeds.update(zip(members, self.encode_alike([requests[index] for index in members]), strict=True))
+        return [embeds[index] for index in range(len(requests))]
+
+    def encode_alike(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
+        """Encode requests of one padded length, all bare or none, with pictures of one size."""
+        raise NotImplementedError
 
     def padded_length(self, request: TextRequest) -> int:
         """Padded length of a prompt in tokens, counting a picture as one; prompts of one length share a batch."""
+        raise NotImplementedError
 
     def truncated(self, caption: str) -> str | None:
         """The truncated end of a caption, or None."""
+        raise NotImplementedError
 
 
 class LatentEncoder:
@@ -219,17 +235,6 @@ class PreviewRequest:
         Args:
             z_of: the pipeline's latents -> z.
         """
-        return {
-            "height": self.height,
-            "width": self.width,
-            "num_inference_steps": self.num_inference_steps,
-            "guidance_scale": self.guidance_scale,
-            "generator": torch.Generator(self.seed_device).manual_seed(self.seed),
-            "callback_on_step_end": self._on_step_end(z_of),
-        }
-
-    def _on_step_end(self, z_of: Callable[[Tensor], Tensor]) -> Callable[..., dict[str, Any]]:
-        """A `callback_on_step_end` for diffusers' pipelines, which changes no tensor."""
 
         def after_step(pipeline: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             self.between_steps()
@@ -240,7 +245,14 @@ class PreviewRequest:
             # diffusers takes tensors that are returned in place of its own.
             return {}
 
-        return after_step
+        return {
+            "height": self.height,
+            "width": self.width,
+            "num_inference_steps": self.num_inference_steps,
+            "guidance_scale": self.guidance_scale,
+            "generator": torch.Generator(self.seed_device).manual_seed(self.seed),
+            "callback_on_step_end": after_step,
+        }
 
     @property
     def start(self) -> Image | None:

@@ -432,10 +432,8 @@ class TransformerCost(Weights):
 
     def widest(self, batch: BatchShape) -> int:
         """The largest input or output of a linear layer of a large block, in numbers."""
-        rows, names = (
-            self._rows(batch),
-            [name for block in self.blocks[-self.large :] for name in self._by_block[block]],
-        )
+        rows = self._rows(batch)
+        names = [name for block in self.blocks[-self.large :] for name in self._by_block[block]]
         return max(rows.get(name, 0) * max(self.shapes[name]) for name in names if len(self.shapes[name]) == 2)
 
     def attention(self, batch: BatchShape) -> Work:

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from simpletuner.annexes.display.progress import in_red
+from simpletuner.annexes.figures import duration
 from simpletuner.budget import device
 from simpletuner.budget.device import Gpu, find_device, torch_uses_gpus
-from simpletuner.reporting.pace import duration
 from tests.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]
-CONSENT = "To train on the CPU, give --yes or set i_know_what_i_am_doing."
+CONSENT = "To train on the CPU, run train --yes or set i_know_what_i_am_doing."
 
 
 @pytest.fixture

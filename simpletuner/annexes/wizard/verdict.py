@@ -11,6 +11,7 @@ from typing import Any
 
 from PIL import Image
 
+from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.remote.collect import collect_cached
 from simpletuner.annexes.wizard.session import example_datasets
@@ -23,7 +24,6 @@ from simpletuner.errors import ConfigError, Problem, Problems
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
 from simpletuner.plan.draft import Draft
-from simpletuner.reporting.pace import duration
 from simpletuner.validation.clip_writer import write_mp4
 
 NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb below and enter the memory of yours."
@@ -69,7 +69,7 @@ def verdict(plan: Plan, budget: Budget, problems: list[Problem], *, has_data: bo
 
 def provisional_dataset(draft: Draft, folder: Path) -> Path:
     """Writes a dataset with one grey sample of the family's usual size into `folder`; returns its dataset file."""
-    entries = example_datasets(draft.spec, draft.judgement.flavour.task)
+    entries = example_datasets(draft)
     for entry in entries:
         if "instance_data_dir" in entry:
             entry["instance_data_dir"] = str(folder / entry["id"])
@@ -90,10 +90,7 @@ def _make_sample(folder: Path, draft: Draft, entry: dict[str, Any]) -> None:
     if spec.media == "image" or entry["dataset_type"] == "conditioning":
         picture.save(folder / "sample.png")
         return
-    frames = draft.config.validation.validation_num_video_frames or 1
-    rate = spec.frame_rate or 1
-    write_mp4(folder / "sample.mp4", [picture] * frames, rate)
-    entry["video"] = {"num_frames": frames, "min_frames": frames}
+    write_mp4(folder / "sample.mp4", [picture] * entry["video"]["num_frames"], spec.frame_rate or 1)
 
 
 def usual_size(spec: FamilySpec) -> Size:

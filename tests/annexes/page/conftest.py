@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from simpletuner.annexes.page import control, plans
 from simpletuner.annexes.page.guard import VARIABLE
+from tests.commands import forked_commands
 from tests.processes import PATIENCE
 
 
@@ -25,9 +27,28 @@ def _token_elsewhere(state_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """What starts `simpletuner` in no time."""
+    with forked_commands(tmp_path_factory.mktemp("commands")) as program:
+        yield program
+
+
+def _start_quickly(patch: pytest.MonkeyPatch, program: tuple[str, ...]) -> None:
+    for module in (plans, control):
+        patch.setattr(module, "PROGRAM", program)
+
+
+@pytest.fixture
+def quick_commands(commands: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans and runs that the page asks for start in no time; the real ones are for test_form and test_live."""
+    _start_quickly(monkeypatch, commands)
+
+
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """A browser; the tests are skipped if none is installed."""
+def browser(commands: tuple[str, ...]) -> Iterator[Any]:
+    """A browser with one window, whose pages are tabs: a window takes three times as long as the page in it. The tests
+    are skipped if none is installed. What the page starts is `quick_commands`."""
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
@@ -36,7 +57,11 @@ def browser() -> Iterator[Any]:
 
     wait = PATIENCE * 1000.0
     expect.set_options(timeout=wait)
-    with sync_playwright() as playwright:
+    with sync_playwright() as playwright, pytest.MonkeyPatch.context() as patch:
+        _start_quickly(patch, commands)
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=wait)
-        yield browser
+        window = browser.new_context(viewport={"width": 1200, "height": 900}, reduced_motion="reduce")
+        window.set_default_timeout(wait)
+        window.new_page()  # stays open, and the window with it
+        yield window
         browser.close()
