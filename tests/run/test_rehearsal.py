@@ -126,8 +126,8 @@ def test_a_process_allocates_the_state_of_its_part() -> None:
 def test_the_optimizer_state_that_is_still_to_come(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[float, float]] = []
 
-    def look(assembly: Any, *rest: Any) -> Any:
-        budget = rest[-1]
+    def look(session: Session, validation: Any, budget: Any) -> Any:
+        assembly = session.assembly
         before = rehearsal.coming_state(assembly, budget)
         for parameter in assembly.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
