@@ -222,7 +222,7 @@ def attempt(assembly: Assembly, reader: BatchReader, planned: PlannedBatch, done
         released = {} if assembly.release is None else assembly.release.read_size(losses.names)
         measured = gradient_size(every.values(), assembly.settings.optimizer)
         sizes = (*released.values(), *(each.item() for each in measured.values()))
-        stop_if_gradients_not_finite(sizes, every, assembly.scaler, losses.names)
+        stop_if_gradients_not_finite(assembly, sizes, losses.names)
 
 
 @contextmanager
