@@ -167,13 +167,13 @@ class Queue:
     def step(self) -> None:
         """Note what has ended, and start the next job if nothing is at work."""
         with self._change() as write:
-            before = self.read()
-            jobs = [self.worker.look(job) if job.state == RUNNING else job for job in before]
+            jobs = [self.worker.look(job) if job.state == RUNNING else job for job in self.read()]
             if in_state(jobs, WAITING):
                 jobs = self._start_next(jobs, write)
             ended = [job for job in jobs if job.state not in (WAITING, RUNNING)]
             jobs = [*ended[-KEPT:], *in_state(jobs, RUNNING), *in_state(jobs, WAITING)]
-            if jobs != before:
+            # Read again: a job that was refused is at work in the file, wherever it was before.
+            if jobs != self.read():
                 write(jobs)
 
     def _start_next(self, jobs: list[Job], write: Write) -> list[Job]:
