@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.annexes.start.material import Material
-from simpletuner.annexes.start.recipe import TRIGGER, Recipe, Start, run_name
+from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, run_name
 from simpletuner.annexes.wizard.talk import Talk
-from simpletuner.errors import UserError, did_you_mean
+from simpletuner.config.schema import main_name
+from simpletuner.errors import Problems, UserError, did_you_mean
+from simpletuner.plan.draft import Draft
 
 
 def ask(
@@ -25,7 +27,7 @@ def ask(
         captions: captions will be written for files that have none.
 
     Raises:
-        UserError: the folder or an answer cannot be used.
+        UserError: the folder, an answer or a setting cannot be used.
     """
     material = Material.of(folder)
     name = _free_name(given["name"] or run_name(folder))
@@ -38,13 +40,16 @@ def ask(
         what = f"A word for it that the model does not know, and what it is, as in: {TRIGGER}, a grey cat"
         trigger = talk.read_line(f"{what} [{TRIGGER}]: ") or TRIGGER
     captioned = captions or not material.uncaptioned
-    # As JSON has them: 500 and not "500".
-    values = {key: value if (read := _as_json(value)) is None else read for key, value in settings}
+    values = {main_name(key): _as_json(value) for key, value in settings}
 
     def start(example: str) -> Start:
         return Start(name, material, purpose, trigger or "", example, captioned, values)
 
-    return start(_choose_model(talk, material.models, given["model"], start))
+    made = start(_choose_model(talk, material.models, given["model"], start))
+    # Before anything is written; the files beside the config come with it.
+    judged = {key: value for key, value in made.config().items() if key not in FILES or key in values}
+    Problems(Draft(made.folder / "config.json", judged).judgement.problems).raise_if_fatal()
+    return made
 
 
 def _free_name(name: str) -> str:
@@ -57,9 +62,10 @@ def _free_name(name: str) -> str:
 
 
 def _as_json(value: object) -> Any:
+    """A value as JSON has it: 500 and not "500"."""
     with suppress(ValueError):
-        return json.loads(value) if isinstance(value, str) else None
-    return None
+        return json.loads(value) if isinstance(value, str) else value
+    return value
 
 
 def _check_captions(material: Material, *, captions: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.start.material import Material
-from simpletuner.atomic import build_folder, write_json
+from simpletuner.atomic import write_json
 from simpletuner.budget.device import find_device
 from simpletuner.config.render import render_config
 from simpletuner.config.sources import EXAMPLES, Arguments
@@ -105,14 +105,15 @@ class Start:
 
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
-        config, recipe = _example(self.example), self.recipe
-        steps = recipe.steps(len(self.material.files.files) - self.held_out)
+        config, recipe, steps = _example(self.example), self.recipe, self.settings.get("max_train_steps")
+        if not isinstance(steps, int) or steps < 1:
+            steps = recipe.steps(len(self.material.files.files) - self.held_out)
         config.pop("validation_step_interval")
         config |= {
             "output_dir": f"output/{self.name}",
             **{key: (self.folder / file).as_posix() for key, file in FILES.items()},
             "max_train_steps": steps,
-            "checkpoint_step_interval": steps // CHECKPOINTS,
+            "checkpoint_step_interval": max(1, steps // CHECKPOINTS),
             "checkpoints_total_limit": CHECKPOINTS,
             "offload": "auto",
             "validation_prompt": recipe.prompt.format(phrase=self.phrase) or config["validation_prompt"],
@@ -162,14 +163,19 @@ class Start:
         write_json(folder / "user_prompt_library.json", {"unrelated": self.recipe.unrelated_prompt})
 
     def save(self) -> None:
-        """Create the folder of the run's config, whole or not at all.
+        """Create the folder of the run's config, whole or not at all; nothing is replaced.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: it cannot be written, or exists.
         """
+        final = self.root / self.folder
         try:
-            with build_folder(self.root / self.folder) as unfinished:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(prefix=".start-", dir=final.parent) as hidden:
+                # In a folder of its own, since others may not enter the hidden one.
+                (unfinished := Path(hidden, self.name)).mkdir()
                 self.write(unfinished)
+                unfinished.rename(final)  # fails if a file or a folder with files has the name
         except OSError as error:
             raise UserError(f"{self.folder} cannot be written: {error.strerror}.") from None
 
