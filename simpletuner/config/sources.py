@@ -168,15 +168,17 @@ def example_file(name: str) -> Path:
 def locate(selectors: Mapping[str, str]) -> Reading[Located]:
     """The requested configuration.
 
-    In this order: `example=`; `env=`, `$SIMPLETUNER_ENV`, `$ENV`; `$CONFIG_PATH`; config.json in the working directory,
-    then in config/. Launch variables of the environment and a config.env beside the file are weaker layers.
+    In this order: `example=`; `env=`; `--config=`; `$SIMPLETUNER_ENV`, `$ENV`; `$CONFIG_PATH`; config.json in the
+    working directory, then in config/. Launch variables of the environment and a config.env beside the file are weaker layers.
 
     Raises:
         ConfigError: it does not exist (the message lists every path tried) or cannot be read.
     """
     if "example" in selectors and "env" in selectors:
         yield Problem("example", "and env both choose a configuration; give one of them.")
-    name = next(filter(None, [selectors.get("env"), *map(os.environ.get, ENV_VARIABLES)]), None)
+    # What is given on the command line counts for more than the environment.
+    variables = () if "config_path" in selectors else ENV_VARIABLES
+    name = next(filter(None, [selectors.get("env"), *map(os.environ.get, variables)]), None)
     name = None if name == "default" else name
     if "example" in selectors:
         path = example_file(selectors["example"])
