@@ -257,7 +257,7 @@ def test_clips_are_called_clips(configure: Configure, capsys: pytest.CaptureFixt
     configure(model_family="sanavideo")
     shown = capsys.readouterr().out
     assert "where your clips are" in shown
-    assert '"id": "my-clips"' in shown
+    assert '"instance_data_dir": "datasets/videos"' in shown
 
 
 def test_after_a_wrong_spelling_enter_takes_the_nearest(configure: Configure) -> None:

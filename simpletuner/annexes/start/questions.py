@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,7 @@ def _choose(talk: Talk, text: str, choices: Mapping[str, str], given: str | None
     if given is not None or len(names) == 1:
         return given or names[0]
     talk.say(text)
-    for line in _numbered(choices):
-        talk.say(line)
+    talk.list_choices(choices, names[0])
     for _ in range(3):
         answer = talk.read_line(f"  [{names[0]}]: ").lower()
         chosen = dict(zip(map(str, range(1, len(names) + 1)), names, strict=True)).get(answer, answer) or names[0]
@@ -103,9 +102,3 @@ def _choose(talk: Talk, text: str, choices: Mapping[str, str], given: str | None
             return chosen
         talk.refuse(f"{answer!r} is not one of: {', '.join(names)}.{did_you_mean(answer, names)}")
     return names[0]
-
-
-def _numbered(choices: Mapping[str, str]) -> Iterator[str]:
-    width = max(map(len, choices))
-    for number, (name, note) in enumerate(choices.items(), start=1):
-        yield f"  {number}  {name:<{width}}  {note}".rstrip()

@@ -189,8 +189,7 @@ class Start:
         with TemporaryDirectory() as name, suppress(ConfigError):
             judged.write(Path(name))
             files: list[tuple[str, object]] = [(key, f"{name}/{file}") for key, file in FILES.items()]
-            arguments = Arguments(files, {"config_path": f"{name}/config.json"}, problems=problems)
-            plan, budget = weigh_plan(arguments)
+            plan, budget = weigh_plan(Arguments(files, problems=problems, content=judged.config()))
             fits = not any(problem.where == "memory" for problem in problems)
             time = duration(budget.step_seconds * plan.length.total_steps)
             return fits, f"fits, about {time} without previews" if fits else "does not fit this GPU"

@@ -38,7 +38,7 @@ class Question:
         text: the question in a few words.
         when: whether it makes sense with the answers so far, if the setting has an effect with them.
         propose: a default if the file does not have the key; without it, the value that training would use.
-        names: choices with a remark each; without it, those of the schema.
+        names: choices with a remark each; without it, those of the page, else of the schema.
         is_open: answers other than `names` are allowed.
         implied: further settings that an answer decides; None removes one.
         follows: the default depends on another setting, so the key is written only if it differs.
@@ -80,7 +80,7 @@ class Question:
 
     def choices(self, draft: Draft) -> Mapping[str, str]:
         """Allowed words with a remark each; empty if any answer is allowed."""
-        return self.names(draft) if self.names else dict.fromkeys(self.option.choices, "")
+        return self.names(draft) if self.names else CHOICES.get(self.key) or dict.fromkeys(self.option.choices, "")
 
     def refusals(self, value: Any, draft: Draft) -> list[Problem]:
         """Why an answer cannot be used, apart from the checks of training."""
@@ -188,12 +188,7 @@ QUESTIONS = (
         propose=lambda draft: draft.spec.flavours[0].name,
         names=lambda draft: {flavour.name: flavour.about for flavour in draft.spec.flavours},
     ),
-    Question(
-        "model_type",
-        "What to train",
-        names=lambda draft: CHOICES["model_type"],
-        implied=lambda value: {"lora_rank": None} if value == "full" else {},
-    ),
+    Question("model_type", "What to train", implied=lambda value: {"lora_rank": None} if value == "full" else {}),
     Question("output_dir", "Output folder"),
     Question("seed", "Seed of the run (the same seed repeats it)", propose=lambda draft: 42),
     Question(
@@ -212,7 +207,7 @@ QUESTIONS = (
     Question("train_batch_size", "Batch size"),
     Question("gradient_accumulation_steps", "Gradient accumulation steps"),
     Question("plan_device_memory_gb", "GPU memory in GB, for the estimate at the end"),
-    Question("offload", "Settings that save memory: who chooses them", names=lambda draft: CHOICES["offload"]),
+    Question("offload", "Settings that save memory: who chooses them"),
     Question(
         "enable_group_offload",
         "Keep the model in host memory and stream it to the GPU block by block (group offload)?",
@@ -252,7 +247,6 @@ QUESTIONS = (
         "tread_config",
         "Tokens that skip the middle of the model (TREAD: faster steps, previews as always)",
         when=lambda draft: draft.spec.token_blocks is not None,
-        names=lambda draft: CHOICES["tread_config"],
         is_open=True,
         meanings=ROUTES,
     ),

@@ -7,18 +7,21 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from simpletuner.annexes.start.material import CLIPS, EDITS, PICTURES
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_atomically, write_json
 from simpletuner.config.load import canonical, read_json_layer
 from simpletuner.config.render import render_config
 from simpletuner.config.schema import main_name
+from simpletuner.config.sources import DATASET_FILE, EXAMPLES
 from simpletuner.config.values import read_json
-from simpletuner.errors import ConfigError, Problem, Problems, Reading, UserError, result_of
+from simpletuner.errors import ConfigError, Problems, Reading, UserError, result_of
 from simpletuner.models.spec import FamilySpec, Task
 from simpletuner.plan.draft import Draft
 from simpletuner.redaction import redact
@@ -236,22 +239,15 @@ def _show(draft: Draft, talk: Talk) -> tuple[bool, Mapping[str, Any]]:
     lines, problems = judge(draft, draft.values.get(DEVICE_MEMORY))
     for line in lines:
         talk.tell(f"  {line}", "cyan")
-    told = [*draft.judgement.problems, *problems]
-    _warn(told, talk)
-    talk.say()
-    return any(problem.fatal and problem.where != "device" for problem in told), _remedy(problems)
-
-
-def _remedy(problems: list[Problem]) -> Mapping[str, Any]:
-    """The settings with which the run would fit; empty if it does, or if settings are not enough."""
-    return next((problem.remedy for problem in problems if problem.where == "memory"), {})
-
-
-def _warn(problems: list[Problem], talk: Talk) -> None:
-    fatal = {str(problem) for problem in problems if problem.fatal}
-    for problem in dict.fromkeys(problems):
+    told = dict.fromkeys([*draft.judgement.problems, *problems])
+    fatal = {str(problem) for problem in told if problem.fatal}
+    for problem in told:
         if problem.fatal or str(problem) not in fatal:
             talk.refuse(f"{'Training will refuse this' if problem.fatal else 'Note'}: {problem}")
+    talk.say()
+    is_refused = any(problem.fatal and problem.where != "device" for problem in told)
+    # Empty if the run fits, or if settings are not enough.
+    return is_refused, next((problem.remedy for problem in problems if problem.where == "memory"), {})
 
 
 def check_target(file: Path) -> None:
@@ -318,38 +314,18 @@ def show_next_steps(draft: Draft, talk: Talk) -> None:
         talk.tell(f"  1. Check your dataset file {path}; the wizard does not change it.")
     else:
         talk.tell(f"  1. Write the dataset file {path}, which says where your {draft.spec.media_noun} are, such as:")
-        talk.tell(show_datasets(draft.spec, draft.judgement.flavour.task, indent=5), "dim")
+        shown = json.dumps(example_datasets(draft.spec, draft.judgement.flavour.task), indent=2)
+        talk.tell(textwrap.indent(shown, " " * 5), "dim")
     talk.tell(f"  2. Check:  {train_command(draft.file)} --dry-run")
     talk.tell(f"  3. Train:  {train_command(draft.file)}")
 
 
 def example_datasets(spec: FamilySpec, task: Task) -> list[dict[str, Any]]:
-    """A dataset file to start from: a folder of pictures or clips, captions in text files of the same name."""
-    samples: dict[str, Any] = {
-        "id": f"my-{spec.media_noun}",
-        "type": "local",
-        "dataset_type": spec.media,
-        "instance_data_dir": "datasets/my_images" if spec.media == "image" else "datasets/videos",
-        "caption_strategy": "textfile",
-        "resolution": spec.defaults["resolution"],
-        "repeats": 10,
-    }
-    texts = {"id": "text-embeds", "type": "local", "dataset_type": "text_embeds", "default": True}
-    if task != "i2i":
-        return [samples, texts]
-    sources = {
-        "id": "my-sources",
-        "type": "local",
-        "dataset_type": "conditioning",
-        "conditioning_type": "reference_strict",
-        "instance_data_dir": "datasets/my_sources",
-    }
-    return [samples | {"conditioning_data": "my-sources"}, sources, texts]
-
-
-def show_datasets(spec: FamilySpec, task: Task, indent: int) -> str:
-    text = json.dumps(example_datasets(spec, task), indent=2)
-    return "\n".join(" " * indent + line for line in text.splitlines())
+    """A dataset file to start from, that of a packaged example: captions in text files of the same names."""
+    examples = EDITS if task == "i2i" else (*PICTURES, *CLIPS)
+    example = next(name for name in examples if name.startswith(spec.name))
+    entries: list[dict[str, Any]] = json.loads((EXAMPLES / example / DATASET_FILE).read_text(encoding="utf-8"))
+    return entries
 
 
 def train_command(file: Path) -> str:

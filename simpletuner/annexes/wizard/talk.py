@@ -61,7 +61,7 @@ class Talk:
     def ask(self, question: Question, draft: Draft) -> None:
         """Ask for one setting and put the answer into the draft."""
         proposed = question.default(draft)
-        self._list_choices(question, question.choices(draft), proposed)
+        self.list_choices(question.choices(draft), _worded(proposed, question))
         for _ in range(PATIENCE):
             answer = self.read_line(f"  {question.text} {_bracketed(proposed, question)}: ")
             if answer == HELP:
@@ -137,12 +137,13 @@ class Talk:
                 return answer
             self.refuse("This contains control characters; type it again.")
 
-    def _list_choices(self, question: Question, choices: Mapping[str, str], proposed: Any) -> None:
+    def list_choices(self, choices: Mapping[str, str], proposed: str) -> None:
+        """Number some words, each with a remark, and mark the one that Enter takes."""
         if len(choices) > LONGEST_LIST:
             return
         width, digits = max(map(len, choices), default=0), len(str(len(choices)))
         for number, (name, note) in enumerate(choices.items(), start=1):
-            mark = "*" if name == _worded(proposed, question) else " "
+            mark = "*" if name == proposed else " "
             self.say(f"  {mark} {number:>{digits}}  {name:<{width}}  {note}".rstrip())
 
     def _accept(self, question: Question, draft: Draft, value: Any, *, is_proposed: bool) -> bool:
