@@ -264,6 +264,11 @@ def parse_text(value: object) -> object:
     return str(value)
 
 
+def home_path(text: str) -> Path:
+    """A path, `~` expanded if there is such a home; unlike `Path.expanduser` it never raises."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111
+
+
 def parse_path(value: object) -> object:
     """Text that is a valid path: looking it up later finds it or not, but raises no other error."""
     text = parse_text(value)
