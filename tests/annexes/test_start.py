@@ -174,6 +174,19 @@ def test_what_cannot_be_started(arguments: list[str], told: str, commands: list[
     assert [path.name for path in Path("config").iterdir()] == ["old"]
 
 
+def test_captions_come_from_a_model_that_can_write_them(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    Path("clips").mkdir()
+    write_clip(Path("clips/a.mp4"), seconds=2.0, size=(64, 48))
+    monkeypatch.setattr(Start, "verdict", lambda self: (self.example == "sanavideo-lora", "judged"))
+    assert main(["start", "clips", "--yes", "--caption", "--model", "sanavideo"]) == 2
+    assert "--caption: the text encoder of sanavideo writes no captions" in capsys.readouterr().err
+    assert not Path("config").exists()
+    assert main(["start", "clips", "--yes", "--caption"]) == 0
+    assert written("clips")["model_family"] == "kandinsky5-video"
+
+
 def test_settings_are_written_by_their_names_and_the_rest_follows(commands: list[list[str]]) -> None:
     put_pictures(Path("cat"), 3)
     assert main(["start", "cat", "--yes", "--max-train-steps=40", "--output-dir", "mine", "lr_warmup_steps=null"]) == 0

@@ -45,7 +45,12 @@ def ask(
     def start(example: str) -> Start:
         return Start(name, material, purpose, trigger or "", example, captioned, values)
 
-    made = start(_choose_model(talk, material.models, given["model"], start))
+    models = material.models
+    if captions and material.uncaptioned:
+        models = [model for model in models if start(model).spec.words.captioner]
+        if f"{given['model']}-lora" in {*material.models} - {*models}:
+            raise UserError(f"--caption: the text encoder of {given['model']} writes no captions; choose another model.")
+    made = start(_choose_model(talk, models, given["model"], start))
     # Before anything is written; the files beside the config come with it.
     judged = {key: value for key, value in made.config().items() if key not in FILES or key in values}
     Problems(Draft(made.folder / "config.json", judged).judgement.problems).raise_if_fatal()

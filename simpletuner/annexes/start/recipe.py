@@ -23,6 +23,7 @@ from simpletuner.config.render import render_config
 from simpletuner.config.sources import EXAMPLES, Arguments
 from simpletuner.errors import ConfigError, Problems, UserError
 from simpletuner.models.registry import FAMILIES
+from simpletuner.models.spec import FamilySpec
 from simpletuner.reporting.pace import duration
 
 TRIGGER = "zkt"  # no word, and a single token in no language
@@ -94,6 +95,10 @@ class Start:
         return Recipe.of(self.purpose)
 
     @property
+    def spec(self) -> FamilySpec:
+        return FAMILIES[_example(self.example)["model_family"]]
+
+    @property
     def phrase(self) -> str:
         return self.recipe.phrase.format(trigger=self.trigger)
 
@@ -134,8 +139,8 @@ class Start:
         return config | self.settings
 
     def _frames(self, config: Mapping[str, Any]) -> int:
-        spec = FAMILIES[config["model_family"]]
-        return self.material.frames(spec.frame_rate or 1, spec.frame_stride, config["validation_num_video_frames"])
+        longest = config["validation_num_video_frames"]
+        return self.material.frames(self.spec.frame_rate or 1, self.spec.frame_stride, longest)
 
     def datasets(self) -> list[dict[str, Any]]:
         """The content of the dataset file."""
