@@ -466,7 +466,7 @@ def decoding(machine: Machine) -> Iterator[Line]:
 
 def need_keys(*keys: str) -> None:
     """Skip the section where this version has no such option."""
-    known = make_config().flat()
+    known = make_config().flat
     missing = [key for key in keys if key not in known]
     if missing:
         raise SkippedError(f"this version has no option {', '.join(missing)}")

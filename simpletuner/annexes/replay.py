@@ -167,7 +167,7 @@ class Autopsy(Companion):
 
 def explicit_settings(plan: Plan) -> dict[str, Any]:
     """What the user had set, except for secrets."""
-    values = redact_settings(plan.config.flat()).items()
+    values = redact_settings(plan.config.flat).items()
     chosen = {key: value for key, value in values if plan.config.is_explicit(key) and value != HIDDEN}
     return chosen | {"seed": plan.seed, "data_backend_config": str(plan.dataset_file)}
 
@@ -259,7 +259,7 @@ def facts_of(plan: Plan, device: str | None = None) -> dict[str, Any]:
     """
     identity = plan.identity(package_versions())
     data = identity.weights | identity.order | {"content of the data": identity.datasets, "seed": plan.seed}
-    return redact_settings(plan.config.flat()) | describe_environment(device) | data
+    return redact_settings(plan.config.flat) | describe_environment(device) | data
 
 
 def describe_batch(planned: PlannedBatch) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_keys import check_lora_file, family_in_header, linear_modules, read_shapes, role_of
 from simpletuner.models.source import ModelSource, Part, tensor_shapes
 from simpletuner.models.spec import Flavour
-from simpletuner.plan.build import Plan, Settings, find_flavour, preview_sizes, resolve_layers
+from simpletuner.plan.build import Plan, Settings, find_flavour, make_plan, preview_sizes, resolve_layers
 from simpletuner.plan.checks import check_prompts, findings
 from simpletuner.plan.resume import decide_seed
 from simpletuner.training.manifest import (
@@ -270,7 +270,22 @@ def _layers(request: SampleRequest, weights: Weights, run: Checkpoint | None) ->
     return layers
 
 
-def _layer_of(run: Checkpoint) -> Layer:
+def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
+    """The plan of a run with what it is evaluated on, without what it trains and renders.
+
+    Args:
+        arguments: have the door to remote datasets.
+
+    Raises:
+        ConfigError: the run can no longer be planned, for example because its files are gone.
+    """
+    last = _checkpoints(run)[-1]
+    content = {**dict(_layer_of(last, without=()).values), "output_dir": str(last.path.parent)}
+    plan = make_plan(Arguments(content=content, collect=arguments.collect))
+    return replace(plan, datasets=[each for each in plan.datasets if not each.config.is_trained], prompts=[])
+
+
+def _layer_of(run: Checkpoint, without: Sequence[str] = (*CACHES, "output_dir")) -> Layer:
     """The settings of a run as far as they were set, without its folders."""
     path, origins, names = run.path / "config.json", run.manifest.identity.origins, option_names()
     # Its checkpoint is complete, so the file is what the run wrote.
@@ -278,7 +293,7 @@ def _layer_of(run: Checkpoint) -> Layer:
     if not origins and isinstance(settings, dict):  # older checkpoints do not say what was set
         changed = [key for key, value in settings.items() if key in names and value != names[key].default]
         origins = dict.fromkeys(changed, str(path))
-    mine = {key for key, origin in origins.items() if origin not in NOT_SET_BY_USER} - {*CACHES, "output_dir"}
+    mine = {key for key, origin in origins.items() if origin not in NOT_SET_BY_USER} - {*without}
     mine |= {key for key in CHOICES_KEPT if origins.get(key) == CHOSEN}
     return Layer(str(path), [(key, settings[key]) for key in mine] if isinstance(settings, dict) else [])
 

@@ -7,34 +7,41 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import nn
 
 from simpletuner.annexes.report.sheet import Sheet, cell
-from simpletuner.annexes.sampling import Weights
+from simpletuner.annexes.sampling import Weights, plan_evaluation
 from simpletuner.atomic import free_path, write_json
+from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.keys import digest
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import trained_precision
+from simpletuner.config.sources import Arguments
 from simpletuner.config.values import Size
+from simpletuner.data.sample import Sample
+from simpletuner.errors import UserError
 from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
-from simpletuner.plan.entries import list_entries
+from simpletuner.plan.entries import evaluated, list_entries
 from simpletuner.reporting.environment import package_versions
-from simpletuner.reporting.events import PREVIEWS, EventStream, RunningPhase
+from simpletuner.reporting.events import EVALUATION, PREVIEWS, EventStream, RunningPhase
 from simpletuner.reporting.metrics import METRICS_FILE, Columns, read_rows
 from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue, fetch
 from simpletuner.run.session import build_subjects
 from simpletuner.run.train import prepare_machine
 from simpletuner.training.assemble import load_for_sampling, make_accelerator
 from simpletuner.training.lora_files import applied_loras
+from simpletuner.validation.eval_loss import even_sigmas, sample_losses
 from simpletuner.validation.runner import Renderer, Subject
 
 CELLS = "cells"  # folder of what a sweep renders
@@ -90,11 +97,8 @@ class Studio:
         adapter, device = build_adapter(plan), make_accelerator().device
         check_device(plan.config.precision, device)
         fetch(plan, events)
-        encoding = Encoding(plan, adapter, device, events)
-        filler = CacheFiller(encoding, list_entries(plan, complete_catalogue(plan)))
-        filler.fill()
-        reader = BatchReader(filler.catalogue, 0.0, plan.seed, encoding.restore, encoding.encode)
-        subjects = build_subjects(plan, filler.catalogue, reader)
+        _, catalogue, reader = read_caches(Encoding(plan, adapter, device, events))
+        subjects = build_subjects(plan, catalogue, reader)
         return cls(plan, device, subjects, Renderer(plan.config, plan.frame_rate), adapter)
 
     def shots(self, weights: Sequence[Weights], strengths: Sequence[float]) -> list[StudioShot]:
@@ -111,20 +115,49 @@ class Studio:
         self, shots: Iterable[StudioShot], name: Callable[[StudioShot], Path], events: EventStream, title: str
     ) -> list[Path]:
         """Render each shot into the file that `name` gives it, with its recipe beside it."""
-        shots, config = list(shots), self.plan.config
-        dtype = DTYPES[trained_precision(config.optimizer, config.precision)]
-        paths = []
+        shots, paths = list(shots), list[Path]()
         with events.phase(title, len(shots), self.plan.spec.media_noun, PREVIEWS) as phase, torch.no_grad():
             for (own, strength), group in itertools.groupby(
                 shots, lambda shot: (shot.weights, shot.recipe["strength"])
             ):
                 # Shots come ordered by weights and strength, so a LoRA is applied once for all of its pictures.
-                transformer = self._load(own)
-                # A DoRA's magnitudes have no strength, so at 0 it would not be the base model.
-                loras = [(own.lora, strength)] if own.lora is not None and strength else []
-                with applied_loras(transformer, loras, dtype, self.device):
+                with self._with(own, strength) as transformer:
                     paths += [self._render(transformer, shot, name(shot), phase) for shot in group]
         return paths
+
+    def measure(
+        self, plan: Plan, weights: Weights, strengths: Sequence[float], events: EventStream
+    ) -> dict[str, float]:
+        """The evaluation loss of a LoRA by strength, as its run measures it: the mean over the datasets.
+
+        Args:
+            plan: of `plan_evaluation`.
+        """
+        plan, _, reader = read_caches(Encoding(plan, self.adapter, self.device, events))
+        datasets, sigmas, loss = evaluated(plan), even_sigmas(plan.config.evaluation.eval_timesteps), plan.config.loss
+        total, losses = len(strengths) * sum(len(each.samples) for each in datasets), dict[str, float]()
+        with events.phase("Measuring strengths", total, "samples", EVALUATION) as phase, torch.no_grad():
+            for strength in strengths:
+                with self._with(weights, strength) as transformer:
+
+                    def measure(sample: Sample) -> float:
+                        batch = reader.read_sample(sample).to(self.device)
+                        phase.advance(1, sample.name)
+                        each = sample_losses(self.adapter, transformer, batch, sigmas, plan.seed, loss)
+                        return torch.cat([*each]).mean().item()
+
+                    losses[f"{strength:g}"] = fmean(fmean(map(measure, each.samples)) for each in datasets)
+        return losses
+
+    @contextmanager
+    def _with(self, weights: Weights, strength: float) -> Iterator[nn.Module]:
+        """The transformer with weights, at a strength if they are a LoRA."""
+        transformer = self._load(weights)
+        # A DoRA's magnitudes have no strength, so at 0 it would not be the base model.
+        loras = [(weights.lora, strength)] if weights.lora is not None and strength else []
+        dtype = DTYPES[trained_precision(self.plan.config.optimizer, self.plan.config.precision)]
+        with applied_loras(transformer, loras, dtype, self.device):
+            yield transformer
 
     def _render(self, transformer: nn.Module, shot: StudioShot, path: Path, phase: RunningPhase) -> Path:
         title, made = f"{shot.weights.name}, {shot.subject.prompt.short_name}", shot.recipe
@@ -149,9 +182,17 @@ class Studio:
         return self.transformer
 
 
+def read_caches(encoding: Encoding) -> tuple[Plan, Catalogue, BatchReader]:
+    """What a plan reads, encoded where it is missing: the plan without damaged files, the entries and their reader."""
+    filler = CacheFiller(encoding, list_entries(encoding.plan, complete_catalogue(encoding.plan)))
+    filler.fill()
+    reader = BatchReader(filler.catalogue, 0.0, filler.plan.seed, encoding.restore, encoding.encode)
+    return filler.plan, filler.catalogue, reader
+
+
 def recipe(plan: Plan, subject: Subject, size: Size, index: int, weights: Weights, strength: float) -> dict[str, Any]:
     """Everything that decides a picture, in words and numbers."""
-    validation, values = plan.config.validation, plan.config.flat()
+    validation, values = plan.config.validation, plan.config.flat
     seed = plan.seed if validation.validation_seed is None else validation.validation_seed
     frames = validation.validation_num_video_frames if plan.frame_rate else 1
     return {
@@ -180,14 +221,17 @@ def render_samples(plan: Plan, weights: Weights, strengths: Sequence[float], eve
 
 
 def render_sweep(
-    plan: Plan, weights: Sequence[Weights], strengths: Sequence[float], run: Path, events: EventStream
-) -> Sheet:
+    plan: Plan, weights: Sequence[Weights], strengths: Sequence[float], run: Path, arguments: Arguments,
+    events: EventStream,
+) -> Sheet:  # fmt: skip
     """Render every prompt with all weights at all strengths, and write the contact sheet.
 
-    What an earlier call has rendered is used again.
+    What an earlier call has rendered is used again. Of several strengths, the evaluation loss is measured with the best
+    checkpoint.
 
     Args:
         run: the output folder of the run, for its losses.
+        arguments: of the command line.
     """
     studio = Studio.open(plan, events)
     shots = studio.shots(weights, strengths)
@@ -209,5 +253,11 @@ def render_sweep(
         events.say(f"{len(shots) - len(absent)} of {len(shots)} cells are there already.")
     # A cell's name is the digest of its recipe, so a changed setting renders a new file and an old one stays valid.
     studio.render(absent, name, events, "Sweeping")
+    if len(strengths) > 1 and sheet.best is not None:
+        best = next(each for each in weights if each.step == sheet.best)
+        try:
+            sheet = replace(sheet, losses=studio.measure(plan_evaluation(run, arguments), best, strengths, events))
+        except UserError as error:
+            events.say(f"The evaluation loss at each strength was not measured: {error}", warning=True)
     sheet.write()
     return sheet

@@ -78,7 +78,7 @@ class Trackers(Companion):
     def begin(self, plan: Plan, step: int) -> None:
         config, tracking = plan.config, plan.config.tracking
         names, folder = (tracking.tracker_project_name, tracking.tracker_run_name), Path(config.run.logging_dir)
-        run = TrackedRun(*names, config.flat(), plan.output_dir, folder.expanduser(), step)
+        run = TrackedRun(*names, config.flat, plan.output_dir, folder.expanduser(), step)
         for tracker in open_trackers(tracking.report_to, run):
             self.events.subscribe(tracker)
 

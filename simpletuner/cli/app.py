@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import sys
@@ -11,6 +12,7 @@ from contextlib import suppress
 from typing import Annotated
 
 import typer
+import typer.main
 from typer.exceptions import TyperException
 
 from simpletuner.atomic import DISK_FULL_CODES, UNWRITABLE_CODES
@@ -39,6 +41,8 @@ app.command()(server.server)
 app.command("help")(help.show_help)
 app.add_typer(cache.app, name="cache")
 app.add_typer(help.examples, name="examples")
+# Reading the signatures of all commands takes longer than most plans, and an app would do so in each call.
+get_command = functools.cache(typer.main.get_command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code: 0 done, 2 the user can fix it, 130 Ctrl-C, 1 anything else."""
     try:
         # Typer turns Ctrl-C and `typer.Exit` into a result instead of letting them through.
-        code = app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+        code = get_command(app)(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
     except TyperException as error:
         # Without a command the help has been printed already.
         return _complain(f"error: {error}", USAGE) if str(error) else USAGE

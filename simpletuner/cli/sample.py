@@ -76,9 +76,15 @@ def sweep(
         from simpletuner.annexes.sweep import render_sweep
 
         request, plan, weights, events = planned
-        sheet = render_sweep(plan, weights, request.strengths, Path(request.source or ""), events)
+        run = Path(request.source or "")
+        sheet = render_sweep(plan, weights, request.strengths, run, request.arguments, events)
         events.say(sheet.verdict)
         events.say(f"Saved {sheet.folder / 'sheet.html'} and sheet.png")
+
+
+def sweep_folder(run: Path) -> Path:
+    """Where the sweep of a run goes."""
+    return Path("samples") / f"sweep-{run.resolve().name}"
 
 
 @contextmanager
@@ -97,7 +103,7 @@ def _planned(
         asked["strengths"] = [parse_number(text) for text in strengths]
     except ValueError as error:
         arguments.problems.append(Problem(key, f"{','.join(strengths)!r} {error}; write numbers such as 0.5 or 1.0."))
-    folder = output or Path("samples") / f"sweep-{Path(source or '').resolve().name}"
+    folder = output or sweep_folder(Path(source or ""))
     request = SampleRequest(source, str(folder), arguments, **asked)
     with prepared_samples(request, _logged_events()) as (plan, weights, events):
         yield request, plan, weights, events

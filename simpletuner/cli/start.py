@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from simpletuner.cli.sample import sweep_folder
 
 STRENGTHS = "0.75,1.0"  # that the sweep compares; a LoRA of few files is often best below 1
 
@@ -30,27 +34,32 @@ def start(
     """
     from simpletuner.annexes.start.questions import ask
     from simpletuner.annexes.wizard.talk import Talk
+    from simpletuner.config.load import canonical
+    from simpletuner.config.schema import main_name
     from simpletuner.config.sources import parse_arguments
+    from simpletuner.errors import Problem
     from simpletuner.models.lora_keys import LORA_FILE
 
     arguments = parse_arguments(context.args)
+    arguments.problems.take(canonical(arguments.layer()))
+    # As written: references to environment variables go into the config as such.
+    settings = {main_name(key): value for key, value in arguments.settings}
+    for chosen in arguments.selectors:
+        arguments.problems.append(Problem(chosen, "has no effect: start writes a config of its own."))
     arguments.problems.raise_if_fatal()
     given = {"purpose": purpose, "trigger": trigger, "model": model, "name": name}
-    made = ask(folder, Talk(defaults=yes), given, arguments.settings, captions=caption)
+    made = ask(folder, Talk(defaults=yes), given, settings, captions=caption)
     made.save()
     print(f"Written: {made.folder}/config.json, multidatabackend.json and user_prompt_library.json", flush=True)
     if made.held_out:
         files = f"{made.held_out} of {len(made.material.files.files)} files"
         print(f"Held out: {files}, to compare checkpoints on them (hold_out in multidatabackend.json).", flush=True)
-    run = f"env={made.name}"
-    if caption:
-        _run("caption", run, *(["--trigger", made.phrase] if made.phrase else []))
+    run, output = f"env={made.name}", str(made.config()["output_dir"])
+    commands = [["caption", run, *(["--trigger", made.phrase] if made.phrase else [])]] if caption else []
+    commands += [["plan", run]] if dry_run else [["train", run], ["sweep", output, "--strengths", STRENGTHS]]
+    _run(commands)
     if dry_run:
-        _run("plan", run)
         return
-    output = str(made.config()["output_dir"])
-    _run("train", run)
-    _run("sweep", output, "--strengths", STRENGTHS)
     print(f"The LoRA: {output}/{LORA_FILE}")
     if made.held_out and (best := _best(Path(output))):
         files = f"the {made.held_out} files that were held out, and so could not be memorised"
@@ -58,28 +67,34 @@ def start(
     print("Columns of the sheet are checkpoints, rows are strengths; docs/CHOOSING.md says what to look for.")
 
 
-def _best(output: Path) -> Path | None:
-    """The LoRA with the lowest evaluation loss, among the checkpoints and the result."""
+def _best(output: Path) -> str:
+    """The LoRA and the strength with the lowest evaluation loss, by the sweep; empty if none was measured."""
+    from simpletuner.annexes.report.sheet import Sheet
     from simpletuner.models.lora_keys import LORA_FILE
-    from simpletuner.reporting.metrics import METRICS_FILE, Columns, evaluation_points, read_rows
+    from simpletuner.reporting.metrics import METRICS_FILE, Columns, read_rows
 
-    if not (points := evaluation_points(Columns.of(read_rows(output / METRICS_FILE)))):
-        return None
-    step, _ = min(points, key=lambda point: point[1])
-    # The last step may have no checkpoint beside the result.
-    checkpoint = output / f"checkpoint-{step}" / LORA_FILE
-    return checkpoint if checkpoint.is_file() and step != points[-1][0] else output / LORA_FILE
+    sheet = Sheet.read(sweep_folder(output), output.name, Columns.of(read_rows(output / METRICS_FILE)))
+    if sheet.best is None:
+        return ""
+    strengths = sorted(sheet.losses, key=sheet.losses.__getitem__)[:1]
+    return " at strength ".join([f"{output}/checkpoint-{sheet.best}/{LORA_FILE}", *strengths])
 
 
-def _run(*command: str) -> None:
-    """Run a command of ours as the user would type it: its memory is free again when it ends.
+def _run(commands: Sequence[Sequence[str]]) -> None:
+    """Run commands of ours as the user would type them: the memory of each is free again when it ends.
 
     Raises:
-        typer.Exit: it failed, and has said why; what is done stays.
+        typer.Exit: one failed, and has said why; what is done stays.
     """
-    shown = f"simpletuner {shlex.join(command)}"
-    print(f"$ {shown}", flush=True)
-    code = subprocess.call([sys.executable, "-m", "simpletuner", *command])
-    if code:
-        print(f"Stopped. To go on: {shown}", file=sys.stderr)
-        raise typer.Exit(code)
+    shown = [f"simpletuner {shlex.join(command)}" for command in commands]
+    # Ctrl-C in a terminal reaches the command, too, which saves a checkpoint first: it is waited for, not killed.
+    # A function, since a child would inherit SIG_IGN.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        for number, command in enumerate(commands):
+            print(f"$ {shown[number]}", flush=True)
+            if code := subprocess.call([sys.executable, "-m", "simpletuner", *command]):
+                print(f"Stopped. To go on: {' && '.join(shown[number:])}", file=sys.stderr)
+                raise typer.Exit(code if code > 0 else 128 - code)  # negative: of the signal that killed it
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -20,17 +20,6 @@ if TYPE_CHECKING:
     from simpletuner.models.spec import FamilySpec
 
 PATCH = 14  # pixels per side of a patch of DINOv2
-SELF_FLOW = "Self-Flow is not supported: it needs a moving-average teacher and a timestep for every token"
-
-
-# Refused by name: other trainers have it, and "not one of" would not say what is missing.
-def _refuse_self_flow(value: object) -> object:
-    if value == "self_flow":
-        raise ValueError(f"is not available: {SELF_FLOW}")
-    return value
-
-
-Source = Annotated[Literal["encoder", "backbone"], BeforeValidator(_refuse_self_flow)]
 KernelSize = Annotated[Literal["1", "3", "5", "7"], BeforeValidator(parse_text)]
 
 
@@ -64,8 +53,13 @@ class CrepaConfig(TechniqueGroup):
     crepa_normalize_by_frames: Flag = option(True, "Average over the frames instead of adding them up.")
     crepa_normalize_neighbour_sum: Flag = option(False, "Divide each frame's sum by the sum of its weights.")
     crepa_spatial_align: Flag = option(True, "Compare position by position; false: compare the means of frames.")
-    crepa_feature_source: Source = option(
-        "encoder", "Source of the teacher's features: a vision encoder, or a later block of the model."
+    crepa_feature_source: Literal["encoder", "backbone"] = option(
+        "encoder",
+        "Source of the teacher's features: a vision encoder, or a later block of the model.",
+        refused={
+            "self_flow": "is not available: Self-Flow is not supported: it needs a moving-average teacher and a "
+            "timestep for every token"
+        },
     )
     crepa_use_backbone_features: Flag = option(False, "The same as crepa_feature_source backbone.")
     crepa_teacher_block_index: Integer | None = option(

@@ -19,7 +19,7 @@ from simpletuner.config.option import Group, Option, accepted, common, describe,
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys, options_of
 from simpletuner.config.sources import resolve_alias
-from simpletuner.config.upstream import DATASET_INSTEAD
+from simpletuner.config.upstream import instead_of
 from simpletuner.config.values import (
     Flag,
     Integer,
@@ -294,6 +294,7 @@ def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
         yield Problem("default", f"two text_embeds entries are the default: {', '.join(defaults)}.")
     known = {
         "text_embeds": [dataset.id for dataset in texts],
+        "image_embeds": [dataset.id for dataset in datasets if dataset.dataset_type == "image_embeds"],
         "conditioning_data": [dataset.id for dataset in datasets if dataset.is_conditioning],
         "source_dataset_id": [*counts],  # any entry
     }
@@ -355,8 +356,9 @@ def _read_entry(entry: Any, file: str, index: int, placeholders: dict[str, str])
 def _take_foreign(keys: dict[str, Any]) -> Iterator[Problem]:
     """Remove types of other trainers, so that pydantic does not refuse the word a second time."""
     for key in ("type", "dataset_type"):
-        if str(keys.get(key)) in DATASET_INSTEAD:
-            yield Problem(key, f"{keys[key]!r} does not exist here: {DATASET_INSTEAD[keys.pop(key)]}.")
+        word = str(keys.get(key))
+        if key in keys and word not in options_of(DatasetConfig)[key].choices and word in instead_of("datasets"):
+            yield Problem(key, f"{keys.pop(key)!r} does not exist here: {instead_of('datasets')[word]}.")
 
 
 def _flat(entry: dict[str, Any]) -> dict[str, Any]:
@@ -393,5 +395,5 @@ def _is_disabled(keys: dict[str, Any]) -> bool:
 def _canonical(entry: dict[str, Any], group: type[Group]) -> Reading[dict[str, Any]]:
     """The keys that are set; those that begin with an underscore are comments."""
     written = [(key, value) for key, value in entry.items() if not plain_key(key).startswith("_")]
-    keys = yield from canonical(Layer("", written), options_of(group), DATASET_INSTEAD)
+    keys = yield from canonical(Layer("", written), options_of(group), "datasets")
     return {key: value for key, value in keys.items() if value is not None}

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, Literal, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -30,7 +30,7 @@ from simpletuner.config.schema import (
     option_names,
     options_of,
 )
-from simpletuner.config.upstream import INSTEAD, foreign_key_problem
+from simpletuner.config.upstream import foreign_key_problem
 from simpletuner.config.values import expand_environment, plain_key, read_json, same_value
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean, nearest
 from simpletuner.redaction import hide_secrets
@@ -122,13 +122,13 @@ def build_group(group: type[GroupType], values: Mapping[str, Any]) -> Reading[Gr
 
 
 def canonical(
-    layer: Layer, names: Mapping[str, Option] | None = None, instead: Mapping[str, str] = INSTEAD
+    layer: Layer, names: Mapping[str, Option] | None = None, file: Literal["config", "datasets"] = "config"
 ) -> Reading[dict[str, Any]]:
     """A layer's values by canonical key: `--` stripped, aliases resolved, variables expanded, None for unset.
 
     Args:
         names: the known keys, by default those of config.json.
-        instead: unknown keys that other trainers have, with what to use in their place.
+        file: in which other trainers have keys that are unknown here.
     """
     names = option_names() if names is None else names
     values: dict[str, Any] = {}
@@ -140,7 +140,7 @@ def canonical(
         hide_secrets({key: raw})
         if key not in names:
             unknown = Problem(written, f"{unknown_key(key, names)}{source}", remedy={written: None})
-            yield foreign_key_problem(written, key, raw, source, instead) or unknown
+            yield foreign_key_problem(written, key, raw, source, file) or unknown
             continue
         name, option = names[key].name, names[key]
         # A plan without these variables can still be made; `check_unset` warns.

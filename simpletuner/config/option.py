@@ -71,7 +71,7 @@ class When:
         """The keys with the values that they have."""
         return " and ".join(f"{key} {settings[key]}" if values else key for key, values in self.keys.items())
 
-    @property
+    @functools.cached_property  # of some hundred keys, whenever a setting changes
     def lacking(self) -> str:
         """What a message says of a key that requires it, where it does not hold."""
         if self.fatal:

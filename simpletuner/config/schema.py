@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -777,7 +778,8 @@ class RunConfig:
                 updates[attribute] = getattr(self, attribute).model_copy(update=own)
         return replace(self, **cast(Any, updates), origins={**self.origins, **dict.fromkeys(values, origin)})
 
-    def flat(self) -> dict[str, Any]:
+    @functools.cached_property  # half of the rules of a plan ask for it
+    def flat(self) -> Mapping[str, Any]:
         """Every key and its value, for snapshots and the plan."""
         groups = [*(getattr(self, attribute) for attribute in GROUPS), *self.family.groups.values()]
         return {name: value for group in groups for name, value in group.model_dump(by_alias=True).items()}
@@ -832,3 +834,17 @@ def main_name(written: str) -> str:
     """The main name of a key, however it is written; unknown keys stay as they are."""
     known = option_names().get(plain_key(written))
     return known.name if known else written
+
+
+def render_config(values: Mapping[str, Any]) -> str:
+    """A config.json in the order of the schema, with an empty line between groups; unknown keys come last."""
+    known = [[name for name in group.model_fields if name in values] for group in GROUPS.values()]
+    others = [name for name in values if name not in option_names()]
+    blocks = [",\n".join(_json_entry(name, values[name]) for name in names) for names in (*known, others) if names]
+    return "{\n" + ",\n\n".join(blocks) + "\n}\n"
+
+
+def _json_entry(name: str, value: Any) -> str:
+    # Newlines inside texts are escaped, so only lines of JSON are indented.
+    text = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
+    return f"  {json.dumps(name)}: {text}"

@@ -14,7 +14,7 @@ from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.data.buckets import build_rules
 from simpletuner.data.captions import CaptionSource, Edit, caption_source, captions_for, read_filters
 from simpletuner.data.chance import order_key
-from simpletuner.data.clips import build_clip_rules, check_frame_rate
+from simpletuner.data.clips import SAME_SPEED, build_clip_rules
 from simpletuner.data.dataset import Dataset, check_amount, is_stretched, summarise_rejected, warn_of_enlarged
 from simpletuner.data.discovery import Folder, Scan, read_excluded, read_folder
 from simpletuner.data.entries import DataContext, check_dataset_file, latent_dir_of, link_partners, text_entry_of
@@ -48,9 +48,7 @@ def build_datasets(
     """
     entries = [context.fill(config) for config in configs]
     # In a second pass, since an entry may name the cache folder of another.
-    latent_dirs = [problems.take(latent_dir_of(entry, entries)) for entry in entries]
-    named = zip(entries, latent_dirs, strict=True)
-    entries = [entry.model_copy(update={"cache_dir_vae": latent_dir}) for entry, latent_dir in named]
+    entries = [entry.model_copy(update={"cache_dir_vae": latent_dir_of(entry, entries)}) for entry in entries]
     problems.extend(check_dataset_file(configs, entries, context))
     links = problems.take(link_partners(entries, context))
     builder = _Builder(entries, context, problems, _collect_remote(entries, context, problems), {**folders})
@@ -323,11 +321,31 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
         yield Problem(dataset.id, message, fatal=False)
 
 
-def _check_speed(dataset: Dataset, model_rate: float | None) -> list[Problem]:
-    if dataset.clips is None or model_rate is None:
-        return []
-    clips = {sample.name: clip for sample in dataset.samples if (clip := dataset.facts[sample.name].clip)}
-    return check_frame_rate(f"{dataset.id}.video.frame_rate", dataset.clips, clips, model_rate)
+def _check_speed(dataset: Dataset, model_rate: float | None) -> Iterator[Problem]:
+    """One warning about whatever makes clips move at another speed than the model's, or less smoothly.
+
+    Args:
+        model_rate: frames per second that the model was trained at.
+    """
+    rules, reasons = dataset.clips, []
+    if rules is None or model_rate is None:
+        return
+    if abs(rules.rate / model_rate - 1) > SAME_SPEED:
+        reasons.append(
+            f"frames are taken at {rules.rate:g} a second and the model plays {model_rate:g}: "
+            f"what it learns moves {model_rate / rules.rate:.2f} times as fast"
+        )
+    rates = {sample.name: sample.clip.source_rate for sample in dataset.samples if sample.clip}
+    # A single frame has the rate 0.
+    slow = {name: rate for name, rate in rates.items() if 0 < rate < rules.rate * (1 - SAME_SPEED)}
+    if slow:
+        slowest = min(slow, key=lambda name: slow[name])
+        reasons.append(
+            f"{len(slow)} of {len(rates)} clips have fewer than the {rules.rate:g} frames a second that are taken "
+            f"({slowest} has {slow[slowest]:.4g}): frames are seen up to {rules.rate / slow[slowest]:.2f} times"
+        )
+    if reasons:
+        yield Problem(f"{dataset.id}.video.frame_rate", f"{'; '.join(reasons)}.", fatal=False)
 
 
 def _in_use(partners: Dataset, names: Sequence[str], used: Sequence[Sample]) -> Dataset:

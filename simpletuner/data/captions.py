@@ -14,7 +14,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -70,11 +70,6 @@ class CaptionSource:
     edits: tuple[Edit, ...] = ()
     facts: dict[str, FileFacts] = field(default_factory=dict)
     gone: frozenset[str] = frozenset()
-
-    @cached_property
-    def folder(self) -> str:
-        """The path of `root`, made once: it is needed for each caption."""
-        return str(self.root)
 
 
 def caption_source(
@@ -155,7 +150,7 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
     if file is None:
         raise no_caption(f"has no caption file {PurePosixPath(name).with_suffix('.txt').name!r} beside it")
     whole = source.config.disable_multiline_split
-    stamp = stamp_of(f"{source.folder}/{file}", whole=whole)
+    stamp = stamp_of(f"{source.root}/{file}", whole=whole)
     if stamp is None or stamp != known.stamp:
         captions = read_caption_file(source.root / file, whole=whole)
         # Facts are saved in the index, so the next start opens no unchanged caption file.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -334,29 +334,3 @@ def _check_condition(rules: ClipRules, context: DataContext) -> Reading[None]:
     if rules.num_frames is not None and rules.num_frames < shortest:
         message = f"{rules.num_frames} leaves nothing to train after the first frame; the minimum is {shortest}."
         yield Problem("num_frames", message)
-
-
-def check_frame_rate(where: str, rules: ClipRules, clips: Mapping[str, ClipFacts], model_rate: float) -> list[Problem]:
-    """One warning about whatever makes clips move at another speed than the model's, or less smoothly.
-
-    Args:
-        where: names the key in the warning.
-        clips: those that are trained, by name.
-        model_rate: frames per second that the model was trained at.
-    """
-    reasons = []
-    if abs(rules.rate / model_rate - 1) > SAME_SPEED:
-        reasons.append(
-            f"frames are taken at {rules.rate:g} a second and the model plays {model_rate:g}: "
-            f"what it learns moves {model_rate / rules.rate:.2f} times as fast"
-        )
-    rates = {name: clip.source_rate for name, clip in clips.items()}
-    # A single frame has the rate 0.
-    slow = {name: rate for name, rate in rates.items() if 0 < rate < rules.rate * (1 - SAME_SPEED)}
-    if slow:
-        slowest = min(slow, key=lambda name: slow[name])
-        reasons.append(
-            f"{len(slow)} of {len(clips)} clips have fewer than the {rules.rate:g} frames a second that are taken "
-            f"({slowest} has {slow[slowest]:.4g}): frames are seen up to {rules.rate / slow[slowest]:.2f} times"
-        )
-    return [Problem(where, f"{'; '.join(reasons)}.", fatal=False)] if reasons else []

@@ -134,36 +134,26 @@ def _captions(media: Sequence[str], texts: Sequence[str], ignored: dict[str, tup
 
 def _walk(root: Path) -> Iterator[tuple[str, tuple[str, str] | None]]:
     """Every file below a folder, with the reason if it cannot be used."""
+    top, failed = str(root), list[OSError]()
     # By device and inode: links to folders are followed and may form a cycle.
     visited: set[tuple[int, int]] = set()
-    stack = [(root, "")]
-    while stack:
-        folder, prefix = stack.pop()
-        try:
-            entries = list(os.scandir(folder))
-            identity = (folder.stat().st_dev, folder.stat().st_ino)
-        except OSError as error:
-            if not prefix:
-                raise
-            yield prefix, ("unreadable", f"cannot be listed: {error.strerror}")
-            continue
-        if identity in visited:
-            yield prefix, ("unreadable", "is a link to a folder that has already been listed")
+    for folder, below, names in os.walk(top, followlinks=True, onerror=failed.append):
+        prefix, status = "" if folder == top else f"{os.path.relpath(folder, top)}/", Path(folder).stat()
+        identity, is_kernel = (status.st_dev, status.st_ino), status.st_dev in _kernel_devices()
+        if identity in visited or is_kernel:
+            message = "belongs to the kernel (/proc, /sys)" if is_kernel else "is a link to a folder already listed"
+            yield prefix or ".", ("unreadable", message)
+            below.clear()
             continue
         visited.add(identity)
-        if identity[0] in _kernel_devices():
-            yield prefix or ".", ("unreadable", "belongs to the kernel (/proc, /sys)")
-            continue
-        below = []
-        for entry in entries:
-            name = prefix + entry.name
-            problem = name_problem(entry.name)
-            # `DirEntry.is_dir` needs no call of the system, but raises for a link to itself.
-            if problem is None and (Path(entry.path).is_dir() if entry.is_symlink() else entry.is_dir()):
-                below.append((Path(entry.path), name + "/"))
-            else:
-                yield name, problem
-        stack += sorted(below)
+        unusable = {name for name in below if name_problem(name)}
+        yield from ((prefix + name, name_problem(name)) for name in (*names, *unusable))
+        # In a fixed order, which decides by which of several links a folder is reached.
+        below[:] = sorted(set(below) - unusable, reverse=True)
+    for error in failed:
+        if error.filename == top:
+            raise error
+        yield f"{os.path.relpath(error.filename, top)}/", ("unreadable", f"cannot be listed: {error.strerror}")
 
 
 @cache
@@ -388,7 +378,9 @@ def read_folder(
         left_out |= {name: ("not chosen", detail) for name in listing.files if name not in known}
     names = [name for name in listing.files if name not in left_out]
     facts = inspect_files(root, names, known, workers=context.caching.max_workers)
-    lost = _lost(known, listing)
+    listed = frozenset(listing.files)
+    # Not those that were damaged, which may have been moved to quarantine.
+    lost = {name: fact for name, fact in known.items() if name not in listed and fact.problem is None}
     if context.defaults.ignore_missing_files:
         facts |= lost
     else:
@@ -400,12 +392,6 @@ def read_folder(
     rejected = tuple(Rejected(config.id, name, *why) for name, why in left_out.items())
     # Damaged files stay in the index too, or every start would read them again.
     return Folder(root, usable | damaged, listing, frozenset(lost.keys() & facts.keys()), rejected, known)
-
-
-def _lost(known: Mapping[str, FileFacts], listing: Scan) -> dict[str, FileFacts]:
-    """The files that are gone; not those that were damaged, which may have been moved to quarantine."""
-    listed = frozenset(listing.files)
-    return {name: fact for name, fact in known.items() if name not in listed and fact.problem is None}
 
 
 def wanted_suffixes(config: DatasetConfig, context: DataContext) -> frozenset[str]:

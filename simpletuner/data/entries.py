@@ -92,7 +92,9 @@ class DataContext:
         values = {key: value for key, value in self._defaults(config).items() if key in unset}
         # From here on a remote dataset is the folder of its downloads.
         if config.type != "local":
-            values["instance_data_dir"] = str(self._downloads(config))
+            folders = {"csv": config.csv_cache_dir, "huggingface": config.huggingface_cache_dir or config.cache_dir}
+            own = self.download_root / config.type / _folder_name(config.id)
+            values["instance_data_dir"] = str(Path(folders.get(config.type) or own))
         for key in ("instance_data_dir", "cache_dir", "cache_dir_vae", "csv_file"):
             if folder := values.get(key) or getattr(config, key):
                 values[key] = str(Path(folder).expanduser())
@@ -117,12 +119,6 @@ class DataContext:
             # Other crops would make the evaluation loss incomparable between epochs.
             "vae_cache_clear_each_epoch": config.crop and random_crops and not is_eval,
         }
-
-    def _downloads(self, config: DatasetConfig) -> Path:
-        """Where the files of a remote entry are downloaded to."""
-        hub = (config.huggingface_cache_dir or config.cache_dir) if config.type == "huggingface" else None
-        named = config.csv_cache_dir if config.type == "csv" else hub
-        return Path(named or self.download_root / config.type / _folder_name(config.id))
 
 
 def _folder_name(dataset_id: str) -> str:
@@ -151,20 +147,11 @@ def text_entry_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> Da
     return next(iter([*named, *defaults, *texts]), None)
 
 
-def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> Reading[str | None]:
+def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> str | None:
     """Latent folder of an entry with its defaults filled in: that of the image_embeds entry it names, or its own."""
-    if config.image_embeds is None:
-        return config.cache_dir_vae
-    known = {entry.id: entry for entry in entries if entry.dataset_type == "image_embeds"}
-    if config.image_embeds not in known:
-        choices = ", ".join(known) or "there are none"
-        hint = did_you_mean(config.image_embeds, list(known))
-        message = f"{config.image_embeds!r} is not the id of an image_embeds entry ({choices}).{hint}"
-        yield Problem(f"{config.id}.image_embeds", message)
-        return config.cache_dir_vae
-    named = known[config.image_embeds]
+    named = next((entry for entry in entries if entry.id == config.image_embeds), config)
     # In this order, since `fill` gives every entry a cache_dir_vae.
-    return named.cache_dir or named.cache_dir_vae
+    return (named.cache_dir if named is not config else None) or named.cache_dir_vae
 
 
 def check_dataset_file(
@@ -196,7 +183,10 @@ def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Proble
     for key in ("conditioning", "conditioning_image_embeds"):
         if getattr(config, key) is not None:
             yield Problem(f"{config.id}.{key}", "is not available yet; leave it out.")
-    yield from _check_words(config)
+    for word in config.skip_file_discovery or []:
+        if word not in SKIPPABLE:
+            message = f"{word!r} is not one of: {', '.join(SKIPPABLE)}.{did_you_mean(word, SKIPPABLE)}"
+            yield Problem(f"{config.id}.skip_file_discovery", message)
     if config.dataset_type in CACHE_KINDS:
         return
     if config.caption_filter_list is not None:
@@ -205,15 +195,8 @@ def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Proble
     if config.hold_out and not config.is_trained:
         yield Problem(f"{config.id}.hold_out", "needs a dataset that is trained.")
     if not config.is_conditioning:
-        broken = [*_caption_rules(config), *_window_rules(config)]
-        yield from (Problem(f"{config.id}.{key}", message) for is_broken, key, message in broken if is_broken)
-
-
-def _check_words(config: DatasetConfig) -> Iterator[Problem]:
-    for word in config.skip_file_discovery or []:
-        if word not in SKIPPABLE:
-            message = f"{word!r} is not one of: {', '.join(SKIPPABLE)}.{did_you_mean(word, SKIPPABLE)}"
-            yield Problem(f"{config.id}.skip_file_discovery", message)
+        rules = _rules(config)
+        yield from (Problem(f"{config.id}.{key}", message) for is_broken, key, message in rules if is_broken)
 
 
 def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem]:
@@ -226,22 +209,16 @@ def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem
         config.dataset_type == "video" and context.spec.media != "video"
     ):
         kind = config.dataset_type
-        message = f"{kind!r} is not available for {context.spec.name}{_families_for(kind)}."
+        families = " or ".join(name for name, spec in FAMILIES.items() if spec.media == kind)
+        elsewhere = f"; for clips set model_family {families}" if families else " yet"
+        message = f"{kind!r} is not available for {context.spec.name}{elsewhere}."
         yield Problem(f"{config.id}.dataset_type", message)
     elif holds_files(config) and not config.instance_data_dir:
         yield Problem(f"{config.id}.instance_data_dir", "is required: the folder of the pictures or clips.")
 
 
-def _families_for(kind: str) -> str:
-    """Which families take a kind of dataset, to follow "not available"."""
-    families = " or ".join(name for name, spec in FAMILIES.items() if spec.media == kind)
-    return f"; for clips set model_family {families}" if families else " yet"
-
-
-Rules = Iterator[tuple[bool, str, str]]  # whether it is broken, the key, the message
-
-
-def _caption_rules(config: DatasetConfig) -> Rules:
+def _rules(config: DatasetConfig) -> Iterator[tuple[bool, str, str]]:
+    """Whether a rule about captions or about times is broken, the key, and the message."""
     strategy, backend, parquet = config.caption_strategy, config.metadata_backend, config.parquet
     has_column = config.type in ("csv", "huggingface")
     wrong_column = has_column and (strategy not in (config.type, *FIXED_PROMPTS) or backend == "parquet")
@@ -259,9 +236,6 @@ def _caption_rules(config: DatasetConfig) -> Rules:
     yield no_prompt and strategy in FIXED_PROMPTS, "caption_strategy", f"{strategy!r} needs instance_prompt."
     for key in ("prepend_instance_prompt", "only_instance_prompt"):
         yield no_prompt and bool(getattr(config, key)), key, "needs instance_prompt."
-
-
-def _window_rules(config: DatasetConfig) -> Rules:
     windows = (("epoch", config.start_epoch, config.end_epoch), ("step", config.start_step, config.end_step))
     for unit, start, end in windows:
         message = f"{end} is before start_{unit} {start}: the dataset would never take part."
@@ -272,7 +246,12 @@ def _check_folders(configs: Sequence[DatasetConfig], context: DataContext) -> It
     """Folders must exist, unless an index may stand in for them, and not contain the previews, which are pictures."""
     local = [config for config in configs if config.type == "local" and config.instance_data_dir]
     named = [(config, Path(config.instance_data_dir or "")) for config in local]
-    missing = [f"{config.id}: {str(folder)!r}" for config, folder in named if _is_missing(config, folder, context)]
+    missing = [
+        f"{config.id}: {str(folder)!r}"
+        for config, folder in named
+        if not is_readable(folder)
+        and not (context.defaults.ignore_missing_files and load_index(Path(config.cache_dir_vae or ""), folder))
+    ]
     if missing:
         hint = "paths are relative to the working directory"
         message = f"these folders do not exist or cannot be listed ({hint}): {'; '.join(missing)}."
@@ -282,12 +261,6 @@ def _check_folders(configs: Sequence[DatasetConfig], context: DataContext) -> It
         if context.output_dir.resolve().is_relative_to(folder.resolve()):
             message = f"{str(folder)!r} contains output_dir ({str(context.output_dir)!r}): previews would be trained."
             yield Problem(f"{config.id}.instance_data_dir", message)
-
-
-def _is_missing(config: DatasetConfig, folder: Path, context: DataContext) -> bool:
-    if is_readable(folder):
-        return False
-    return not (context.defaults.ignore_missing_files and load_index(Path(config.cache_dir_vae or ""), folder))
 
 
 def _check_caches(

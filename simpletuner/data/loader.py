@@ -9,14 +9,13 @@ the default dtype of the whole process: what another thread creates would end up
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future, wait
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
+from itertools import islice
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -26,21 +25,8 @@ from simpletuner.data.sampler import PlannedBatch, Sampler
 from simpletuner.diffusion.batch import Batch
 
 ReadBatch = Callable[[PlannedBatch], Batch]
+Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class _Errand:
-    """A call that the reading thread leaves to the loop's thread."""
-
-    call: Callable[[], Any]
-    result: Future[Any]
-
-    def run(self) -> None:
-        try:
-            self.result.set_result(self.call())
-        except BaseException as error:  # noqa: BLE001 - passed to the reading thread, which raises it
-            self.result.set_exception(error)
 
 
 @dataclass(eq=False)
@@ -117,85 +103,71 @@ class BatchLoader:
     def _read_epoch(self) -> Iterator[Batch]:
         """The rest of the current epoch."""
         self.prepare_epoch(self.epoch)
-        batches = self.sampler.batches(self.epoch)
-        # Planned lazily, by the reading thread.
-        planned = (batches[index] for index in range(self.index, len(batches)))
+        batches, before = self.sampler.batches(self.epoch), self.count - self.index
+
+        def make(index: int) -> Batch:
+            # Planned here, by the reading thread.
+            batch = self.complete(self.read(batches[index]), before + index)
+            return batch.pin_memory() if self.pin and torch.cuda.is_available() else batch
+
         # One batch even without prefetching, so that reading overlaps with the step.
         ahead = self.config.dataloader_prefetch_qlen if self.config.dataloader_prefetch else 1
-        return read_ahead(planned, partial(self._make, count(self.count)), ahead)
-
-    def _make(self, numbers: Iterator[int], planned: PlannedBatch) -> Batch:
-        batch = self.complete(self.read(planned), next(numbers))
-        return batch.pin_memory() if self.pin and torch.cuda.is_available() else batch
+        return read_ahead(range(self.index, len(batches)), make, ahead)
 
 
-class _ReadingThread(threading.Thread):
-    """Builds batches in order and stays at most `ahead` of them in front of who takes them from `ready`.
+class _Reading(threading.local):
+    """The calls that a reading thread leaves to the loop's thread, with their results; None in every other thread."""
 
-    Attributes:
-        stopped: to be set when nobody takes any more.
-    """
+    errands: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] | None = None
 
-    def __init__(self, planned: Iterable[PlannedBatch], make: ReadBatch, ahead: int) -> None:
-        # A daemon: a reader that waits at a full queue must not keep a failed process alive.
-        super().__init__(name="batch-reader", daemon=True)
-        self._planned, self._make_batch = planned, make
-        self.ready: queue.Queue[Batch | _Errand | BaseException | None] = queue.Queue(maxsize=ahead)
-        self.stopped = threading.Event()
-        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def run(self) -> None:
+_READING = _Reading()
+
+
+def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int) -> Iterator[Result]:
+    """What `make` returns for each item, in order, made by a background thread that stays at most `ahead` in front."""
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    errands: Any = SimpleQueue()  # None: another item is done
+
+    def begin() -> None:
+        _READING.errands = errands
+        if gpu is not None:  # a thread starts with the first, where locking pages would take memory
+            torch.cuda.set_device(gpu)
+
+    def start(item: Item) -> Future[Result]:
+        made = reader.submit(make, item)
+        made.add_done_callback(lambda _: errands.put(None))
+        return made
+
+    rest, waiting = iter(items), deque[Future[Result]]()
+    with ThreadPoolExecutor(1, "batch-reader", begin) as reader:
         try:
-            if self._gpu is not None:  # a thread starts with the first, where locking pages would take memory
-                torch.cuda.set_device(self._gpu)
-            for each in self._planned:
-                self._put(self._make_batch(each))
-            self._put(None)
-        except BaseException as error:  # noqa: BLE001 - passed to the loop's thread, which raises it
-            with suppress(CancelledError):
-                self._put(error)
-
-    def ask(self, call: Callable[[], Result]) -> Result:
-        """The result of a call that the loop's thread makes when it wants the next batch."""
-        errand = _Errand(call, Future())
-        self._put(errand)
-        # In short waits: a loop that has stopped never makes the call.
-        while not wait([errand.result], timeout=0.1).done:
-            self._check()
-        result: Result = errand.result.result()
-        return result
-
-    def _put(self, item: Batch | _Errand | BaseException | None) -> None:
-        while True:  # wait in short steps: nobody may ever take from a full queue again
-            self._check()
-            with suppress(queue.Full):
-                return self.ready.put(item, timeout=0.1)
-
-    def _check(self) -> None:
-        if self.stopped.is_set():
-            raise CancelledError
+            # Beside those in front, the one that is being made.
+            waiting.extend(map(start, islice(rest, ahead + 1)))
+            while waiting:
+                for call, result in iter(errands.get, None):
+                    _run(call, result)
+                made = waiting.popleft().result()
+                waiting.extend(map(start, islice(rest, 1)))
+                yield made
+        finally:
+            reader.shutdown(wait=False, cancel_futures=True)
+            for _ in waiting:  # each is cancelled or done at last, unless an errand keeps it waiting
+                for _, result in iter(errands.get, None):
+                    result.cancel()
 
 
-def read_ahead(planned: Iterable[PlannedBatch], make: ReadBatch, ahead: int) -> Iterator[Batch]:
-    """Batches in order, built by a background thread that stays at most `ahead` batches in front."""
-    reader = _ReadingThread(planned, make, ahead)
-    reader.start()
+def _run(call: Callable[[], Any], result: Future[Any]) -> None:
     try:
-        while (item := reader.ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            if isinstance(item, _Errand):
-                item.run()
-            else:
-                yield item
-    finally:
-        reader.stopped.set()
-        with suppress(queue.Empty):
-            reader.ready.get_nowait()  # it may be waiting for room
-        reader.join()
+        result.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - passed to the reading thread, which raises it
+        result.set_exception(error)
 
 
 def in_loop(call: Callable[[], Result]) -> Result:
-    """The result of a call that the loop's thread makes, wherever it is needed."""
-    thread = threading.current_thread()
-    return thread.ask(call) if isinstance(thread, _ReadingThread) else call()
+    """The result of a call that the loop's thread makes, wherever it is needed: when it wants the next batch."""
+    if _READING.errands is None:
+        return call()
+    result = Future[Result]()
+    _READING.errands.put((call, result))
+    return result.result()

@@ -1,4 +1,4 @@
-"""The interface of a model family.
+"""What a model family consists of, and what all families share.
 
 An adapter loads the parts of one checkpoint and translates between the family's conventions and the common ones
 (`diffusion.batch`). It holds no training logic, and the training code knows nothing about families.
@@ -18,6 +18,14 @@ from torch import Tensor, nn
 from simpletuner.config.schema import CachingConfig, FamilyOptions, RunConfig, TextConfig
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds
 from simpletuner.models.blocks import FastBlocks
+from simpletuner.models.loading import (
+    load_denoiser,
+    load_scheduler,
+    load_vae,
+    share_zero_weights,
+    stock_pipeline,
+    with_solver,
+)
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.models.usage import Usage
@@ -72,11 +80,11 @@ class TextEncoder(Encoder, Protocol):
         """The truncated end of a caption, or None."""
 
 
-class LatentEncoder(Protocol):
+class LatentEncoder:
     """Converts pixels to the latents that the transformer sees, and back."""
 
-    vae: Any
-    device: torch.device
+    def __init__(self, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self.vae, self.device, self.dtype = vae, device, dtype
 
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
         """Encode `B 3 F H W` in [-1, 1] to z `B C F H W`, float32, on the CPU.
@@ -84,18 +92,30 @@ class LatentEncoder(Protocol):
         `seeds` has one number per sample. Where the family samples the VAE's posterior, the draw depends on that
         number alone, so latents do not depend on batching.
         """
+        raise NotImplementedError
 
     def decode(self, z: Tensor) -> Tensor:
         """Decode z `B C F H W` to pixels `B 3 F H W` in [-1, 1], float32, on the encoder's device.
 
         Gradients flow through it; callers that need none use `torch.no_grad`.
         """
+        raise NotImplementedError
+
+    def posterior(self, pixels: Tensor) -> Any:
+        """The VAE's distribution of latents."""
+        return self.vae.encode(pixels.to(self.device, self.dtype)).latent_dist
+
+    def pixels(self, latents: Tensor) -> Tensor:
+        """The VAE's pixels in [-1, 1], float32."""
+        pixels: Tensor = self.vae.decode(latents.to(self.device, self.dtype)).sample.float().clamp(-1, 1)
+        return pixels
 
     def use_less_memory(self) -> bool:
         """Enable a setting that lowers peak memory and changes latents only by rounding.
 
         Returns False if there is none left.
         """
+        return False
 
 
 def raster_order(frames: int, rows: int, columns: int) -> Tensor:
@@ -230,7 +250,7 @@ class PreviewRequest:
         return ImageOps.fit(self.source.convert("RGB"), (self.width, self.height), Resampling.LANCZOS)
 
 
-class PreviewPipeline(Protocol):
+class PreviewPipeline:
     """The family's stock diffusers pipeline, ready to sample from cached embeddings.
 
     Attributes:
@@ -242,9 +262,12 @@ class PreviewPipeline(Protocol):
 
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture or clip of exactly the requested size; returns its frames in order."""
+        raise NotImplementedError
 
     def sample(self, request: PreviewRequest) -> Callable[[], list[Image]]:
         """Like `render`, but what is returned decodes, byte for byte the same, if the family can leave it for later."""
+        frames = self.render(request)
+        return lambda: frames
 
 
 @dataclass(frozen=True)
@@ -275,25 +298,39 @@ class CheckpointSetup:
         return cls(flavour, source, config.text, config.family, config.caching, use_size, solver)
 
 
-class FamilyAdapter(Protocol):
+class FamilyAdapter:
     """One checkpoint of one family.
 
     Attributes:
-        source: where its parts are.
+        spec: of the family, with the changes of the flavour.
+        transformer_class: of diffusers, as is `pipeline_class`.
+        encoder_class: wraps the VAE.
+        dtype: dtype that the transformer was loaded in.
     """
 
     spec: FamilySpec
-    source: ModelSource
+    transformer_class: Any
+    pipeline_class: Any
+    encoder_class: type[LatentEncoder]
 
-    def __init__(self, setup: CheckpointSetup) -> None: ...
+    def __init__(self, setup: CheckpointSetup) -> None:
+        self.setup, self.source, self.task = setup, setup.source, setup.flavour.task
+        self.spec = self.spec.for_flavour(setup.flavour.name)
+        self.dtype = torch.float32
 
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> TextEncoder:
         """Load text encoders and tokenizers onto a device, quantising them on the way."""
+        raise NotImplementedError
+
+    def load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
+        """Load the VAE onto a device."""
+        return load_vae(self.spec, self.source, self.setup.caching, device, dtype)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
-        """Load the VAE onto a device."""
+        """Load the VAE onto a device, to make latents."""
+        return self.encoder_class(self.load_vae(device, dtype), device, dtype)
 
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
         """Load the transformer onto the CPU; layers that must stay float32 do.
@@ -301,6 +338,9 @@ class FamilyAdapter(Protocol):
         With `empty` no weights are read, and parameters are on `meta`; their dtype may not be the final one. A
         family that cannot do so reads them.
         """
+        self.dtype = dtype
+        transformer: nn.Module = load_denoiser(self.transformer_class, self.source["transformer"], dtype, empty=empty)
+        return transformer
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
         """Apply the flavour's changes to a noisy batch before anything else reads it.
@@ -308,33 +348,46 @@ class FamilyAdapter(Protocol):
         For i2v, frame 0 is the clean condition and is excluded from the loss; other flavours return the batch
         unchanged.
         """
+        return noisy
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         """The velocity `noise - z` that the transformer predicts, float32, `B C F H W`."""
+        raise NotImplementedError
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         """The repeated blocks of a loaded transformer."""
+        raise NotImplementedError
 
     def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks | None:
         """Replace the forward of the repeated blocks by a faster equivalent; None if the family has none."""
+        return None
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
         """Store frozen float32 modulation weights that bf16 represents exactly in bf16; returns the bytes saved."""
+        return 0
 
     def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
         """The diffusers scheduler of previews; `shift` replaces its own if given.
 
         `from_picture` means clips that start from a given frame.
         """
+        overrides = {} if shift is None else {"shift": shift}
+        return with_solver(load_scheduler(self.source["scheduler"], **overrides), self.setup.solver)
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> PreviewPipeline:
         """The stock pipeline around the transformer in training; `shift` replaces its scheduler's if given."""
+        raise NotImplementedError
 
     @staticmethod
     def usage_snippet(usage: Usage) -> str:
         """Python code that loads a result into the stock pipeline and reproduces its preview."""
+        raise NotImplementedError
 
     def load_bare_pipeline(self) -> Any:
         """A new stock pipeline whose transformer has the right layers but no weights, to load LoRA files into."""
+        settings = self.transformer_class.load_config(self.source["transformer"].fetch())
+        with torch.device("meta"):
+            transformer = self.transformer_class.from_config(settings)
+        return stock_pipeline(self.pipeline_class, self.source, transformer=share_zero_weights(transformer))

@@ -196,26 +196,6 @@ def load_vae(
     return vae
 
 
-class VaeEncoder:
-    """What the `LatentEncoder`s of all families share: pixels to a posterior, and latents to pixels."""
-
-    def __init__(self, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
-        self.vae, self.device, self.dtype = vae, device, dtype
-
-    def posterior(self, pixels: Tensor) -> Any:
-        """The VAE's distribution of latents."""
-        return self.vae.encode(pixels.to(self.device, self.dtype)).latent_dist
-
-    def pixels(self, latents: Tensor) -> Tensor:
-        """The VAE's pixels in [-1, 1], float32."""
-        pixels: Tensor = self.vae.decode(latents.to(self.device, self.dtype)).sample.float().clamp(-1, 1)
-        return pixels
-
-    def use_less_memory(self) -> bool:
-        """False: there is no such setting."""
-        return False
-
-
 def slice_convolutions(vae: nn.Module) -> int:
     """Let the causal convolutions of a HunyuanVideo VAE compute one output frame at a time; returns their number.
 
@@ -317,14 +297,6 @@ def stock_pipeline(pipeline_class: Any, source: ModelSource, **parts: Any) -> An
     pipeline = pipeline_class(**{**dict.fromkeys(source.parts), **parts})
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-def bare_pipeline(pipeline_class: Any, transformer_class: Any, source: ModelSource) -> Any:
-    """The stock pipeline around a transformer with the right layers but no weights, to load LoRA files into."""
-    settings = transformer_class.load_config(source["transformer"].fetch())
-    with torch.device("meta"):
-        transformer = transformer_class.from_config(settings)
-    return stock_pipeline(pipeline_class, source, transformer=share_zero_weights(transformer))
 
 
 def share_zero_weights(model: nn.Module) -> nn.Module:

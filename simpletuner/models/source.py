@@ -260,7 +260,7 @@ class ModelSource:
     @classmethod
     def from_config(cls, spec: FamilySpec, flavour: Flavour, config: RunConfig) -> ModelSource:
         """Parts at the configured base path, else in the flavour's repository, unless a key overrides them."""
-        model, settings = config.model, config.flat()
+        model, settings = config.model, config.flat
         base = model.pretrained_model_name_or_path or flavour.repository
         parts = {}
         for role, component in spec.components.items():

@@ -40,7 +40,7 @@ def check_config(config: RunConfig) -> list[Problem]:
 
 def unmet(config: RunConfig) -> Iterator[NoEffect]:
     """The keys, set or not, that require what does not hold."""
-    settings = config.flat()
+    settings = config.flat
     for key, option in all_options().items():
         # A group's switch comes before the conditions of a key; one reason is enough.
         if lacking := next((each for each in option.requires if not each.holds(settings)), None):
@@ -49,7 +49,7 @@ def unmet(config: RunConfig) -> Iterator[NoEffect]:
 
 def exclusions(config: RunConfig) -> Iterator[Problem]:
     """The keys that are on although others exclude it."""
-    settings = config.flat()
+    settings = config.flat
     for key, option in all_options().items():
         # A key that is off, or 1 as everywhere, excludes nothing.
         for other in option.excludes if settings[key] and settings[key] != option.default else ():
@@ -60,7 +60,7 @@ def exclusions(config: RunConfig) -> Iterator[Problem]:
 
 def remarks(config: RunConfig) -> Iterator[Problem]:
     """The values that options refuse, or have something to say of."""
-    settings = config.flat()
+    settings = config.flat
     for key, option in all_options().items():
         for texts, fatal in ((option.refused, True), (option.remarks, False)):
             if texts and settings[key] in texts and all(rule.holds(settings) for rule in option.requires):
@@ -94,7 +94,7 @@ def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Prob
 
     Of several reasons why a key has no effect, the first one is enough.
     """
-    options, settings, problems = all_options(), config.flat(), list(problems)
+    options, settings, problems = all_options(), config.flat, list(problems)
     # A key with an error need not also be called useless.
     wrong = {problem.where for problem in problems if problem.fatal and not isinstance(problem, NoEffect)}
     kept: dict[tuple[str, ...], Problem] = {}
@@ -364,7 +364,7 @@ def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
         **{key: (True, reason) for technique in config.techniques for key, reason in technique.late.items()},
         "validate_after_step": (not config.validation.validation_disable, "no previews before the last step"),
     }
-    steps = config.flat()
+    steps = config.flat
     for key, (is_on, consequence) in consequences.items():
         if is_on and steps[key] >= total_steps > 0:  # 0 in a draft whose epochs decide
             message = f"{steps[key]} is not below the {total_steps} steps of the run: {consequence}."

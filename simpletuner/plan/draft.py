@@ -64,7 +64,7 @@ class Draft:
 
     def effective(self, key: str) -> Any:
         """The value that training would use now: as written, else the family's or the key's default."""
-        return self.values[key] if key in self.values else self.config.flat()[key]
+        return self.values[key] if key in self.values else self.config.flat[key]
 
     def weigh(self, key: str, changes: Mapping[str, Any]) -> list[Problem]:
         """Problems that a key has with these changes, and new ones of other keys; None removes a key."""
@@ -76,7 +76,7 @@ class Draft:
         """Apply the changes; None removes a key. Values are converted to their type, so "1e-4" becomes a number."""
         values = self._with(changes)
         self.judgement = self.judge(values)
-        flat = self.config.flat()
+        flat = self.config.flat
         self.values = {
             # Untouched keys stay as the user wrote them; references stay references in the file.
             key: flat[key] if key in changes and not _refers_to_environment(value) else value

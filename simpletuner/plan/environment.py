@@ -120,7 +120,7 @@ def check_launch(config: RunConfig) -> Iterator[Problem]:
 
 def may_shard(config: RunConfig) -> bool:
     """Whether this run could use FSDP2."""
-    settings = config.flat()
+    settings = config.flat
     # By the rules themselves, so that advice never contradicts them.
     excluded = any(rule.holds(settings) for rule in all_options()["fsdp_enable"].excludes)
     free = not excluded and not settings["enable_group_offload"]  # its rule excludes FSDP
@@ -140,7 +140,7 @@ def _check_shards(config: RunConfig) -> Iterator[Problem]:
 
 def check_offload(config: RunConfig) -> Iterator[Problem]:
     """CUDA graphs replay their kernels at the recorded addresses, so no tensor may move; and what a disk costs."""
-    settings, graphs, disk = config.flat(), graph_key(config.launch), "group_offload_to_disk_path"
+    settings, graphs, disk = config.flat, graph_key(config.launch), "group_offload_to_disk_path"
     moving = [key for key in ("enable_group_offload", "offload_block_inputs") if settings[key]]
     if graphs is not None and moving:
         message = (

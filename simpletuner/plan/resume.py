@@ -155,7 +155,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
         **_dtypes(config, spec),
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
     }
-    settings = config.flat()
+    settings = config.flat
     changeable |= {key: settings[key] for technique in config.techniques for key in technique.related}
     # As a manifest gives it back: tuples are lists, other objects text. Old and new are compared so.
     written: dict[str, Any] = json.loads(json.dumps(changeable | fixed, default=str))

@@ -141,7 +141,7 @@ def build_callbacks(
         loader=session.loader,
         ema=ema,
         identity=plan.identity(package_versions()),
-        settings=redact_settings(config.flat()),
+        settings=redact_settings(config.flat),
         events=events,
         note=lambda state: weight_note(plan, state),
         in_background=budget.saves_in_background,

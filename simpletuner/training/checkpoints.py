@@ -219,8 +219,7 @@ class CheckpointWriter(Callback):
         shared = assembly.trained.sharers.size > 1
         # Not while others take part: if one fails, this one would wait for it forever.
         with nullcontext() if shared else assembly.world.undisturbed():
-            write = self.copy if self.in_background and not shared else self.write
-            complete = write(path, assembly, state)
+            complete = self.write(path, assembly, state)
         self.saved_step = step
         if complete is None:
             return
@@ -235,50 +234,39 @@ class CheckpointWriter(Callback):
         self._prune = partial(prune, self.output_dir, limit, rolling=rolling)
 
     def write(self, final: Path, assembly: Assembly, state: TrainState) -> Callable[[], None] | None:
-        """Write the files of a checkpoint; collective if processes share the trained weights.
+        """Write the files of a checkpoint, or copy them; collective if processes share the trained weights.
 
         Returns:
-            in the main process, what completes the checkpoint or, if it fails, removes the files. It hashes and flushes
-            them, for which it needs neither the weights nor other processes.
+            in the main process, what completes the checkpoint or, if it fails, removes the files. It writes what was
+            copied, hashes and flushes all files, for which it needs neither the weights nor other processes.
 
         Raises:
             NonFiniteError: a weight is NaN or infinite; nothing is written.
             DiskFullError: no space left; earlier checkpoints are kept.
         """
         stop_if_result_not_finite(assembly, self.ema)
+        arrived: Callable[[], list[Draft]] = list
         sharers = assembly.trained.sharers
         with ExitStack() as building:
             folder = sharers.on_main(lambda: building.enter_context(build_folder(final)))
             sharers.on_main((folder / STATE_FOLDER).mkdir)
+            # Closed at once, since the moving average may replace the weights until then.
             with closing(self._drafts(assembly, state, folder)) as drafts:
-                for draft in drafts:
-                    sharers.on_main(partial(draft.write_into, folder))
+                if self.in_background and sharers.size == 1:
+                    arrived = copy_drafts(drafts, assembly.accelerator.device)
+                else:
+                    for draft in drafts:
+                        sharers.on_main(partial(draft.write_into, folder))
             written = building.pop_all()
         manifest = partial(Manifest, state.global_step, state.epoch, self.identity)
 
         def complete() -> None:
             with written:  # which gives the folder its name
-                write_manifest(folder, manifest(describe_files(folder)))
-
-        return sharers.main_only(lambda: complete)
-
-    def copy(self, final: Path, assembly: Assembly, state: TrainState) -> Callable[[], None]:
-        """Like `write`, but copies what is to be written, and leaves writing to what is returned."""
-        stop_if_result_not_finite(assembly, self.ema)
-        # Closed at once, since the moving average may replace the weights until then.
-        with closing(self._drafts(assembly, state, final)) as drafts:
-            arrived = copy_drafts(drafts, assembly.accelerator.device)
-        manifest = partial(Manifest, state.global_step, state.epoch, self.identity)
-
-        def complete() -> None:
-            copies = arrived()
-            with build_folder(final) as folder:
-                (folder / STATE_FOLDER).mkdir()
-                for draft in copies:
+                for draft in arrived():
                     draft.write_into(folder)
                 write_manifest(folder, manifest(describe_files(folder)))
 
-        return complete
+        return sharers.main_only(lambda: complete)
 
     def _drafts(self, assembly: Assembly, state: TrainState, folder: Path) -> Generator[Draft]:
         """The files but for the manifest; collective if processes share the trained weights.

@@ -16,15 +16,16 @@ from functools import partial
 from statistics import fmean
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from simpletuner.config.schema import EvaluationConfig
+from simpletuner.config.schema import EvaluationConfig, LossConfig
 from simpletuner.data.entries import ProgressBar
 from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise
 from simpletuner.diffusion.seeds import generator_for
 from simpletuner.distributed.sharing import Keep, share_work
+from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.reporting.events import EVALUATION, Evaluated, EventStream, StepReport
 from simpletuner.reporting.metrics import EVALUATED
 from simpletuner.training.ema import Ema
@@ -129,19 +130,24 @@ class EvaluationLoss:
                         keep(place, torch.cat(losses).cpu())
 
     def _losses(self, assembly: Assembly, sample: Sample) -> Iterator[Tensor]:
-        """The loss of a sample at each noise level, each of shape `1`."""
-        batch = self.read(sample).to(assembly.accelerator.device)
-        for index, sigma in enumerate(even_sigmas(self.config.eval_timesteps)):
-            # Keyed by the sample's name: other samples keep their noise when one is added or removed.
-            noise = sample_noise(batch.latents, [generator_for(self.seed, 0, index, 0, f"evaluate {sample.full_name}")])
-            noisy = assembly.adapter.prepare(make_noisy(batch, torch.tensor([sigma]), noise))
-            prediction = assembly.adapter.predict(assembly.transformer, noisy)
-            yield diffusion_loss(prediction, noisy, assembly.settings.loss)
+        batch, sigmas = self.read(sample).to(assembly.accelerator.device), even_sigmas(self.config.eval_timesteps)
+        return sample_losses(assembly.adapter, assembly.transformer, batch, sigmas, self.seed, assembly.settings.loss)
 
     def _intervals(self, step: int, epochs: float) -> int:
         """The number of complete intervals of `epochs` epochs by the end of a step."""
         # The tolerance keeps rounding from moving the end of an interval to the next step.
         return math.floor(step / (self.steps_per_epoch * epochs) + 1e-9)
+
+
+def sample_losses(
+    adapter: FamilyAdapter, transformer: nn.Module, batch: Batch, sigmas: Sequence[float], seed: int, loss: LossConfig
+) -> Iterator[Tensor]:
+    """The loss of a batch of one sample at each noise level, each of shape `1`."""
+    for index, sigma in enumerate(sigmas):
+        # Keyed by the sample's name: other samples keep their noise when one is added or removed.
+        noise = sample_noise(batch.latents, [generator_for(seed, 0, index, 0, f"evaluate {batch.names[0]}")])
+        noisy = adapter.prepare(make_noisy(batch, torch.tensor([sigma]), noise))
+        yield diffusion_loss(adapter.predict(transformer, noisy), noisy, loss)
 
 
 def even_sigmas(count: int) -> list[float]:

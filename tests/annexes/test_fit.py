@@ -320,7 +320,7 @@ def test_auto_touches_nothing_that_the_user_set() -> None:
     mine = {"gradient_checkpointing": True, "enable_group_offload": False, "base_model_precision": "bf16"}
     for gigabytes in (4, 141):
         chosen = choose(budget(gpu(gigabytes), **mine))
-        assert {key: chosen.config.flat()[key] for key in mine} == mine
+        assert {key: chosen.config.flat[key] for key in mine} == mine
 
 
 def test_nothing_moves_under_cuda_graphs() -> None:

@@ -54,9 +54,9 @@ def whole_run(flavour: str, gigabytes: float, settings: dict[str, Any]) -> Budge
 def pick(case: str) -> dict[str, Any]:
     """The row of the table."""
     before = whole_run(*CASES[case])
-    chosen, known = choose(before), before.config.flat()
+    chosen, known = choose(before), before.config.flat
     return {
-        "settings": {key: value for key, value in chosen.config.flat().items() if known[key] != value},
+        "settings": {key: value for key, value in chosen.config.flat.items() if known[key] != value},
         "decisions": list(chosen.decisions),
         "seconds": round(chosen.step_seconds, 3),
         "before": [problem.message for problem in check_fit(before)],

@@ -16,6 +16,7 @@ from zipfile import ZipFile
 import pytest
 from PIL import Image
 
+from simpletuner.annexes.page.project import CONFIG_NAME
 from simpletuner.annexes.start import receive as receiving
 from simpletuner.annexes.start.material import Material
 from simpletuner.annexes.start.receive import MOST_FILES, receive, unpack
@@ -29,10 +30,12 @@ from tests.clips import write_clip
 Capture = pytest.CaptureFixture[str]
 
 
-def put_pictures(folder: Path, count: int, *, captions: int | None = None) -> Path:
+def put_pictures(
+    folder: Path, count: int, *, captions: int | None = None, size: tuple[int, int] = (1024, 1024)
+) -> Path:
     folder.mkdir(parents=True)
     for number in range(count):
-        Image.new("RGB", (1024, 1024), (number, 0, 0)).save(folder / f"{number}.png")
+        Image.new("RGB", size, (number, 0, 0)).save(folder / f"{number}.png")
         if captions is None or number < captions:
             (folder / f"{number}.txt").write_text("it stands there")
     return folder
@@ -78,13 +81,17 @@ def test_a_folder_of_pictures_is_trained_and_compared(commands: list[list[str]],
 def test_of_many_files_some_are_held_out_to_compare_checkpoints(commands: list[list[str]], capsys: Capture) -> None:
     put_pictures(Path("cat"), 17, captions=0)
     (folder := Path("output/cat/checkpoint-300")).mkdir(parents=True)
-    (folder / "pytorch_lora_weights.safetensors").touch()
     rows = [{"step": step, "loss/val/cat": loss} for step, loss in ((150, 0.5), (300, 0.4), (1100, 0.6))]
     (folder.parent / "training_metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (swept := Path("samples/sweep-cat")).mkdir(parents=True)
+    (swept / "cell.png").touch()
+    cell = {"short_name": "validation", "prompt": "", "path": "cell.png", "width": 64, "height": 64}
+    (swept / "sheet.json").write_text(json.dumps([{**cell, "step": step} for step in (150, 300)]))
+    (swept / "losses.json").write_text(json.dumps({"0.75": 0.38, "1": 0.4}))
     assert main(["start", "cat", "--yes"]) == 0
     told = capsys.readouterr().out
     assert "Held out: 2 of 17 files, to compare checkpoints on them (hold_out in" in told
-    assert f"memorised: {folder}/pytorch_lora_weights.safetensors" in told
+    assert f"memorised: {folder}/pytorch_lora_weights.safetensors at strength 0.75\n" in told
     config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
     # 75 steps for each of the 15 others.
     assert (config["max_train_steps"], trained["hold_out"]) == (1100, 2)
@@ -120,6 +127,51 @@ def test_three_answers_at_most(commands: list[list[str]], monkeypatch: pytest.Mo
     assert trained["video"]["num_frames"] == config["validation_num_video_frames"] == 29
 
 
+def test_small_pictures_are_trained_at_a_size_of_their_own(commands: list[list[str]], capsys: Capture) -> None:
+    put_pictures(Path("cat"), 3, captions=0, size=(700, 900))
+    assert main(["start", "cat", "--yes", "--dry-run"]) == 0
+    assert "cat: pictures: 3, 700x900; with a caption: 0" in capsys.readouterr().out
+    assert written("cat", "multidatabackend.json")[0]["resolution"] == 640
+    assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
+    told = capsys.readouterr().out
+    assert "bucket 640x640 (1.0): 3" in told
+    assert "enlarged" not in told
+
+
+@pytest.mark.parametrize(
+    ("sizes", "square", "trained"),
+    [
+        ([(2000, 1500)], True, 1024),
+        ([(1024, 1024)] * 19 + [(300, 300)], True, 1024),  # one file of twenty is enlarged
+        ([(1024, 1024)] * 9 + [(900, 700)] * 2, True, 640),
+        ([(512, 288)], False, 384),
+        ([(90, 90)], True, 256),
+        ([], True, 1024),
+    ],
+)
+def test_few_files_are_enlarged(sizes: list[tuple[int, int]], square: bool, trained: int) -> None:
+    material = Material(Path(), Scan())
+    material.__dict__["sizes"] = sizes
+    assert material.resolution(1024, square=square) == trained
+
+
+def test_settings_reach_the_datasets_too_however_they_are_spelled(commands: list[list[str]], capsys: Capture) -> None:
+    put_pictures(Path("cat"), 1)
+    assert main(["start", "cat", "--yes", "--max-train-steps", "500", "--resolution=512"]) == 0
+    config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
+    assert (config["max_train_steps"], config["resolution"]) == (500, 512)
+    assert "resolution" not in trained, "which would override it"
+    assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
+    assert "bucket 512x512 (1.0): 1" in capsys.readouterr().out
+
+
+def test_a_name_keeps_the_letters_of_every_script(commands: list[list[str]]) -> None:
+    put_pictures(Path("मेरी बिल्ली (2)"), 1)
+    assert main(["start", "मेरी बिल्ली (2)", "--yes"]) == 0
+    assert commands[0] == ["train", "env=मेरी-बिल्ली-2"]
+    assert CONFIG_NAME.fullmatch("मेरी-बिल्ली-2"), "so that the page opens it"
+
+
 def test_pairs_are_edits_and_nothing_is_asked(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     put_pictures(Path("pairs/Before"), 2, captions=0)
     put_pictures(Path("pairs/after"), 2)
@@ -153,6 +205,8 @@ def test_captions_come_before_training(commands: list[list[str]]) -> None:
         (["cat", "max_train_step=9"], "max_train_step: is not a known key. Did you mean 'max_train_steps'?"),
         (["cat", "learning_rate=fast", "lora_rank=0"], "learning_rate: 'fast'"),
         (["cat", "learning_rate=fast", "lora_rank=0"], "lora_rank: 0"),
+        (["cat", "learning_rat=1"], "learning_rat: is not a known key. Did you mean 'learning_rate'?"),
+        (["cat", "env=other"], "env: has no effect: start writes a config of its own."),
         (["cat", "--name", "a/b"], "--name 'a/b' is not the name of a folder."),
         (
             ["cat", "--name", "old"],
@@ -181,7 +235,7 @@ def test_captions_come_from_a_model_that_can_write_them(
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(64, 48))
     monkeypatch.setattr(Start, "verdict", lambda self: (self.example == "sanavideo-lora", "judged"))
     assert main(["start", "clips", "--yes", "--caption", "--model", "sanavideo"]) == 2
-    assert "--caption: the text encoder of sanavideo writes no captions" in capsys.readouterr().err
+    assert "--caption: the text encoder of sanavideo writes none" in capsys.readouterr().err
     assert not Path("config").exists()
     assert main(["start", "clips", "--yes", "--caption"]) == 0
     assert written("clips")["model_family"] == "kandinsky5-video"
@@ -189,11 +243,12 @@ def test_captions_come_from_a_model_that_can_write_them(
 
 def test_settings_are_written_by_their_names_and_the_rest_follows(commands: list[list[str]]) -> None:
     put_pictures(Path("cat"), 3)
-    assert main(["start", "cat", "--yes", "--max-train-steps=40", "--output-dir", "mine", "lr_warmup_steps=null"]) == 0
+    settings = ["--max-train-steps=40", "--output-dir", "mine", "lr_warmup_steps=null", "hub_model_id={env:HUB}"]
+    assert main(["start", "cat", "--yes", *settings]) == 0
     config = written("cat")
     assert (config["max_train_steps"], config["checkpoint_step_interval"]) == (40, 5)
     assert commands[1][:2] == ["sweep", "mine"]
-    assert config["lr_warmup_steps"] is None
+    assert (config["lr_warmup_steps"], config["hub_model_id"]) == (None, "{env:HUB}")
 
 
 def test_nothing_that_is_there_is_replaced(
@@ -254,7 +309,22 @@ def test_a_failed_command_ends_it_and_says_how_to_go_on(
     put_pictures(Path("cat"), 1)
     monkeypatch.setattr(subprocess, "call", lambda command: 130)
     assert main(["start", "cat", "--yes"]) == 130
-    assert "Stopped. To go on: simpletuner train env=cat" in capsys.readouterr().err
+    rest = "simpletuner train env=cat && simpletuner sweep output/cat --strengths 0.75,1.0"
+    assert f"Stopped. To go on: {rest}\n" in capsys.readouterr().err
+
+
+def test_ctrl_c_waits_for_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """A terminal sends it to both; killed too early, training would lose what it saves."""
+    monkeypatch.chdir(tmp_path)
+    put_pictures(Path("cat"), 1)
+    stub = tmp_path / "python"
+    # Longer than the quarter of a second that subprocess waits after a KeyboardInterrupt.
+    stub.write_text("#!/bin/sh\nkill -INT $PPID; sleep 0.5; echo > saved; exit 130\n")
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    assert main(["start", "cat", "--yes"]) == 130
+    assert Path("saved").exists()
+    assert "To go on: simpletuner train env=cat && " in capsys.readouterr().err
 
 
 def test_a_run_is_longer_with_more_files_within_bounds() -> None:

@@ -95,7 +95,7 @@ def test_a_dataset_that_conditions_itself(tmp_path: Path, link: dict[str, str]) 
     assert "masks: conditions itself" in problem
 
 
-@pytest.mark.parametrize("key", ["text_embeds", "conditioning_data", "source_dataset_id"])
+@pytest.mark.parametrize("key", ["text_embeds", "image_embeds", "conditioning_data", "source_dataset_id"])
 def test_a_reference_that_leads_nowhere(tmp_path: Path, key: str) -> None:
     sources = {"id": "sources", "dataset_type": "conditioning", "conditioning_type": "reference_strict"}
     _, problems = read(tmp_path, {**PICTURES, key: "txet"}, TEXT, sources)

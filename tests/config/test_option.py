@@ -28,7 +28,7 @@ def read(key: str, value: Any) -> tuple[Any, list[Problem]]:
     """What a config with this one setting holds, and the problems of it."""
     problems = Problems()
     config = problems.take(resolve([Layer("config.json", list({**REQUIRED, key: value}.items()))]))
-    return config.flat()[key], problems
+    return config.flat[key], problems
 
 
 def test_a_flag_takes_the_usual_words() -> None:

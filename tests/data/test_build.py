@@ -132,7 +132,6 @@ def test_captions_beside_pictures_that_nobody_asked_for_are_mentioned(context: D
         ({"conditioning": {"type": "canny"}}, "conditioning", "not available yet"),
         ({"caption_filter_list": ["x"]}, "caption_filter_list", "text_embeds"),
         ({"skip_file_discovery": ["everything"]}, "skip_file_discovery", "vae"),
-        ({"image_embeds": "nowhere"}, "image_embeds", "there are none"),
     ],
 )  # fmt: skip
 def test_bad_entries(context: DataContext, photos: Path, entry: dict[str, Any], where: str, words: str) -> None:

@@ -14,9 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from benchmarks.cost_table import table_of
 from simpletuner.config.option import Group
 from simpletuner.diffusion.batch import NoisyBatch
-from simpletuner.models.adapter import BlockLayout, CheckpointSetup
+from simpletuner.models.adapter import BlockLayout, FamilyAdapter
 from simpletuner.models.cost import STOCK, CostTable, FamilyCost, Kernels, Shape, TransformerCost
-from simpletuner.models.loading import load_whole
 from simpletuner.models.spec import AutoShift, Component, FamilyChecks, FamilySpec, FamilyWords, Flavour
 from tests.tiny import WIDTH
 
@@ -42,22 +41,10 @@ def cost(settings: Mapping[str, object], shapes: Mapping[str, Shape], kernels: K
     return TransformerCost(table(), shapes, head)
 
 
-class FourthAdapter:
+class FourthAdapter(FamilyAdapter):
     """The part of an adapter that a training step needs."""
 
-    spec: FamilySpec
-
-    def __init__(self, setup: CheckpointSetup) -> None:
-        self.source, self.dtype = setup.source, torch.float32
-
-    def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
-        self.dtype = dtype
-        part = self.source["transformer"]
-        transformer: nn.Module = load_whole(SanaTransformer2DModel, part, torch_dtype=dtype)
-        return transformer
-
-    def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
-        return noisy
+    transformer_class = SanaTransformer2DModel
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         prompts = [one["prompt_embeds"] for one in noisy.batch.embeds]

@@ -86,7 +86,7 @@ def test_shift_options_are_ignored_with_a_warning() -> None:
     config, told = settle(**mine)
     assert set(told) == set(mine)
     assert all("is ignored" in problem.message and not problem.fatal for problem in told.values())
-    assert {key: config.flat()[key] for key in TRAINING_SIGMAS} == TRAINING_SIGMAS
+    assert {key: config.flat[key] for key in TRAINING_SIGMAS} == TRAINING_SIGMAS
     assert not any(config.is_explicit(key) for key in mine)
 
 

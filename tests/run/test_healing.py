@@ -84,5 +84,5 @@ def test_what_a_reading_thread_asks_for_is_done_in_the_loops_thread() -> None:
     waiting: Any = read_ahead(planned, lambda each: each if not each else in_loop(work), 2)  # type: ignore[return-value]
     next(waiting)
     waiting.close()
-    assert "batch-reader" not in {thread.name for thread in threading.enumerate() if thread not in before}
+    assert not any("batch-reader" in thread.name for thread in threading.enumerate() if thread not in before)
     assert len(threads) == 3

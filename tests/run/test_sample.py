@@ -127,7 +127,14 @@ def test_int8_is_quantised_before_the_lora(trained: Workspace) -> None:
 def test_a_sweep_marks_the_best_and_goes_on_where_it_was(trained: Workspace, capsys: Capture) -> None:
     command = ("sweep", "output", "--strengths", "0.5,1", "validation_disable_unconditional=true", "--output", "sweep")
     assert trained.run(*command) == 0
-    assert "The evaluation loss is lowest at " in capsys.readouterr().out
+    told = " ".join(capsys.readouterr().out.split())
+    assert "The evaluation loss is lowest at " in told
+    rows = [json.loads(line) for line in trained.path("output/training_metrics.jsonl").read_text().splitlines()]
+    recorded = {row["step"]: row["loss/val/held"] for row in rows if "loss/val/held" in row}
+    best, losses = min(recorded, key=recorded.__getitem__), json.loads(trained.path("sweep/losses.json").read_text())
+    assert losses == {"0.5": pytest.approx(losses["0.5"]), "1": pytest.approx(recorded[best], rel=1e-5)}
+    assert losses["0.5"] != losses["1"]
+    assert f"Checkpoint {best} has {losses['0.5']:.4g} at strength 0.5, {losses['1']:.4g} at strength 1." in told
     cells = sorted(trained.path("sweep/cells").glob("*.png"))
     assert len(cells) == 4
     assert preview(trained, 4) in [cell.read_bytes() for cell in cells]

@@ -30,7 +30,7 @@ from simpletuner.training.manifest import (
 )
 from simpletuner.training.state import TrainState
 from simpletuner.training.step import optimizer_step
-from simpletuner.training.trained import WEIGHTS_FILE
+from simpletuner.training.trained import WEIGHTS_FILE, Draft
 from tests.distributed.sharded_run import Batches
 from tests.training.assembly import CPU, make_assembly, make_batch
 
@@ -97,13 +97,15 @@ def test_a_checkpoint_is_written_from_a_copy_while_training_goes_on(
         ema.update(step + 1)
 
     train(0)
-    writer.write(tmp_path / "checkpoint-0", assembly, TrainState(1))()
-    build = checkpoints.build_folder
-    monkeypatch.setattr(checkpoints, "build_folder", lambda final: build(final) if go_on.wait(5) else None)
+    complete, write = writer.write(tmp_path / "checkpoint-0", assembly, TrainState(1)), Draft.write_into
+    assert complete is not None
+    complete()
+    monkeypatch.setattr(Draft, "write_into", lambda draft, folder: go_on.wait(5) and write(draft, folder))
     writer.in_background = True
     writer.save(assembly, TrainState(1))
     train(1)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-0"], "nothing is written yet"
+    files = [path for path in (tmp_path / "checkpoint-1-tmp").rglob("*") if path.is_file()]
+    assert files == [], "nothing is written yet"
     go_on.set()
     writer.on_train_end(assembly, TrainState(1))
     assert [each.step for each in seen if isinstance(each, CheckpointSaved)] == [1]

@@ -68,7 +68,7 @@ def test_a_run_has_the_same_previews_and_weights(tmp_path: Path, filled: Workspa
 
 def test_training_goes_on_and_a_checkpoint_waits(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that continues from a checkpoint has the previews of all steps before it."""
-    decode, copy, steps, saved = StockPipeline._decode, CheckpointWriter.copy, list[int](), list[bool]()
+    decode, write, steps, saved = StockPipeline._decode, CheckpointWriter.write, list[int](), list[bool]()
     first = workspace.path("output/validation_images/step_1_validation_0_128x128.png")
 
     def slowly(self: StockPipeline, latents: torch.Tensor) -> list[Image]:
@@ -78,12 +78,12 @@ def test_training_goes_on_and_a_checkpoint_waits(workspace: Workspace, monkeypat
         steps.append(len(workspace.metrics()))
         return decode(self, latents)
 
-    def look(*inputs: Any) -> Callable[[], None]:
+    def look(*inputs: Any) -> Callable[[], None] | None:
         saved.append(first.exists())
-        return copy(*inputs)
+        return write(*inputs)
 
     monkeypatch.setattr(StockPipeline, "_decode", slowly)
-    monkeypatch.setattr(CheckpointWriter, "copy", look)
+    monkeypatch.setattr(CheckpointWriter, "write", look)
     workspace.write_config(
         validation_disable=False, validation_step_interval=1, checkpoint_step_interval=2, max_train_steps=2,
         validation_decode_in_background=True, disable_benchmark=True,

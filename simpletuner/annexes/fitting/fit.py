@@ -273,7 +273,7 @@ def choose(budget: Budget) -> Budget:
 
 def _open_changes(budget: Budget, role: str) -> list[Change]:
     """The changes of a role that contradict nothing that the user set."""
-    flat, is_explicit, changes = budget.config.flat(), budget.config.is_explicit, []
+    flat, is_explicit, changes = budget.config.flat, budget.config.is_explicit, []
     for change in (each for each in possible_changes(budget) if each.role == role):
         new = {key: value for key, value in change.values.items() if flat[key] != value}
         # The first key is the change itself; the others only go with it.
@@ -305,7 +305,7 @@ def _eased(budget: Budget, change: Change) -> Budget:
 def _taken(budget: Budget, changes: Sequence[Change]) -> Budget:
     """The budget after some changes, with their reasons."""
     for change in changes:
-        flat = budget.config.flat()
+        flat = budget.config.flat
         new = replace(change, values={key: value for key, value in change.values.items() if flat[key] != value})
         budget = replace(change.of(budget), decisions=[*budget.decisions, f"{new}: {change.reason}"])
     return budget

@@ -37,7 +37,7 @@ MISSING_GPU = "device"  # `where` of the warning about a missing GPU, which is s
 
 def log_plan(plan: Plan, budget: Budget) -> None:
     """Write all settings, without secrets, and the plan to the debug log, for bug reports."""
-    logger.debug("settings %s", json.dumps(redact_settings(plan.config.flat()), ensure_ascii=False))
+    logger.debug("settings %s", json.dumps(redact_settings(plan.config.flat), ensure_ascii=False))
     for line in plan_lines(plan, budget):
         logger.debug("plan %s", line)
 
@@ -102,7 +102,7 @@ def _setting_lines(plan: Plan) -> Iterator[str]:
 
 def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:
     """Settings that differ from their defaults, with value and origin; secrets are redacted."""
-    values, origins = redact_settings(plan.config.flat()), plan.config.origins
+    values, origins = redact_settings(plan.config.flat), plan.config.origins
     return [(name, values[name], origins[name]) for name in all_options() if origins[name] != "default"]
 
 

@@ -29,7 +29,7 @@ def validate(request: Request, body: dict[str, Any]) -> Response:
     not errors: those must be changed."""
     judgement, outside, of_datasets = Configuration.sent(project_of(request), body).judge()
     defaults = {key: option.default for key, option in all_options().items()}
-    effective = {key: value for key, value in judgement.config.flat().items() if value != defaults[key]}
+    effective = {key: value for key, value in judgement.config.flat.items() if value != defaults[key]}
     wrong = {problem.where for problem in judgement.problems if problem.fatal}
     content = {
         "problems": problems_json([*outside, *judgement.problems, *of_datasets]),

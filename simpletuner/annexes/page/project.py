@@ -37,7 +37,7 @@ SANDBOX_WITH_CLIPS = {"Content-Security-Policy": f"{POLICY}; sandbox allow-scrip
 LARGEST_BODY = 2 * 2**20
 BODY_SECONDS = 20.0  # a request has to be complete by then
 UPLOADS = "/api/uploads/"  # begins the addresses of files, which are neither JSON nor small
-CONFIG_NAME = re.compile(r"\w[\w.-]*")
+CONFIG_NAME = re.compile(r"\w([\w.-]|[^\x00-\xa0\s])*")  # \w lacks the vowel signs of Devanagari
 WEIGHTS = ("_name_or_path", "init_lora")  # ends of keys
 
 

@@ -38,7 +38,7 @@ def describe(plan: Plan) -> dict[str, str]:
     config, identity = plan.config, plan.identity(package_versions())
     step = "the beginning" if plan.resume is None else plan.resume.path.name
     return {
-        **{key: repr(value) for key, value in (identity.settings | identity.order | config.flat()).items()},
+        **{key: repr(value) for key, value in {**identity.settings, **identity.order, **config.flat}.items()},
         **{f"version of {name}": version for name, version in identity.versions.items()},
         **{f"content of {role}": digest[:12] for role, digest in identity.weights.items()},
         "data_backend_config": f"a list of samples with the digest {identity.datasets[:12]}",

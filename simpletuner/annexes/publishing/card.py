@@ -73,7 +73,7 @@ def describe_run(repository: str, plan: Plan, step: int, epoch: int) -> None:
 
     config, negative = plan.config, plan.config.validation.validation_negative_prompt or ""
     facts, media = card_facts(plan, repository, step, epoch), _named(read_media(plan.output_dir / MEDIA_FILE), step)
-    chosen = {key: value for key, value in config.flat().items() if config.is_explicit(key) and key not in PRIVATE}
+    chosen = {key: value for key, value in config.flat.items() if config.is_explicit(key) and key not in PRIVATE}
     settings = public_settings(chosen)
     # Runs with equal settings have equal hashes, whatever they are called.
     recipe = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]

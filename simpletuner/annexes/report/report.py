@@ -107,7 +107,7 @@ def has_accelerator(data: Mapping[str, Any]) -> bool:
 def settings_of(config: RunConfig) -> list[dict[str, Any]]:
     """All options of a run in the order of the reference page, with secrets hidden: what set each (`default`, `family
     default`, a file, the command line), and whether it differs from the global default."""
-    values = redact_settings(config.flat())
+    values = redact_settings(config.flat)
     return [
         {
             "key": name,

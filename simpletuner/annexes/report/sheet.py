@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
@@ -30,7 +30,7 @@ from simpletuner.reporting.metrics import (
 
 SAMPLES = 48  # that a page shows, the newest
 SAME = ("prompt", "seed", "index", "width", "height")  # of samples in a row
-PAGE, PICTURE, CONTENT = "sheet.html", "sheet.png", "sheet.json"
+PAGE, PICTURE, CONTENT, LOSSES = "sheet.html", "sheet.png", "sheet.json", "losses.json"
 CELL, MARGIN, FONT_SIZE = 256, 8, 14  # of the picture, in pixels
 
 
@@ -43,23 +43,27 @@ class Sheet:
         folder: paths of the records are relative to it.
         records: the cells: a row per `short_name`, a column per step.
         metrics: of the run's `training_metrics.jsonl`.
+        losses: the evaluation loss of the best checkpoint by strength, if it was measured.
     """
 
     title: str
     folder: Path
     records: Sequence[MediaRecord]
     metrics: Columns
+    losses: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path, title: str, metrics: Columns) -> Sheet:
         """The sheet that was begun last in a folder, with the cells that are rendered by now; none without one."""
         content = result_of(read_json(folder / CONTENT, list)) if (folder / CONTENT).is_file() else None
         records = [MEDIA.validate_python(each) for each in content or ()]
-        return cls(title, folder, [each for each in records if (folder / each.path).is_file()], metrics)
+        losses = result_of(read_json(folder / LOSSES, dict)) if (folder / LOSSES).is_file() else None
+        return cls(title, folder, [each for each in records if (folder / each.path).is_file()], metrics, losses or {})
 
     def begin(self) -> None:
         """Write which cells there will be, for those who watch."""
         write_json(self.folder / CONTENT, [asdict(record) for record in self.records], durable=False)
+        write_json(self.folder / LOSSES, {}, durable=False)  # those of an earlier sweep may be of another checkpoint
 
     @property
     def steps(self) -> list[int]:
@@ -75,18 +79,22 @@ class Sheet:
 
     @property
     def verdict(self) -> str:
-        """What the evaluation loss says, in one sentence."""
+        """What the evaluation loss says, in a sentence or two."""
         points = evaluation_points(self.metrics)
         if not points:
             return "No evaluation loss was measured, so no checkpoint is marked; eval_steps_interval measures it."
         (low, least), (last, loss) = min(points, key=lambda point: point[1]), points[-1]
         if low == last:
-            return f"The evaluation loss is lowest at the last step measured ({least:.4g} at step {low:,})."
-        rise = f"rises after it, to {loss:.4g} at step {last:,}"
-        return f"The evaluation loss is lowest at step {low:,} ({least:.4g}) and {rise}."
+            told = f"The evaluation loss is lowest at the last step measured ({least:.4g} at step {low:,})."
+        else:
+            rise = f"rises after it, to {loss:.4g} at step {last:,}"
+            told = f"The evaluation loss is lowest at step {low:,} ({least:.4g}) and {rise}."
+        by_strength = ", ".join(f"{loss:.4g} at strength {strength}" for strength, loss in self.losses.items())
+        return f"{told} Checkpoint {self.best:,} has {by_strength}." if by_strength else told
 
     def write(self) -> None:
-        """Write `sheet.html`, which holds the pictures, and `sheet.png`."""
+        """Write `sheet.html`, which holds the pictures, `sheet.png` and the losses."""
+        write_json(self.folder / LOSSES, self.losses, durable=False)
         kept = {"step", "train_loss", *evaluation_names(self.metrics)}
         shown = gallery(self.metrics.only(kept), self.records, self.folder, with_mfu=False)
         page = render("sheet.html.jinja", sheet=self, refresh=None, **shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, fitting_frames, probe_clip
 from simpletuner.data.discovery import Scan, is_readable, pair_key, scan
 from simpletuner.data.files import MediaError
+from simpletuner.data.media import probe
 from simpletuner.errors import UserError
 
 # The example whose settings each model starts from; the one that suits most people comes first.
@@ -19,8 +21,9 @@ EDITS = ("kandinsky5-image-edit-lora",)
 CLIPS = ("kandinsky5-video-lite-lora", "sanavideo-lora", "kandinsky5-video-pro-lora")
 # Names of two folders with the pictures of edits.
 PAIRS = (("before", "after"), ("source", "target"), ("input", "output"))
-CLIPS_LOOKED_AT = 200  # for their lengths; a folder may hold thousands
-SHORT_ONES = 10  # of a hundred clips, so many may be shorter than what is trained
+LOOKED_AT = 200  # files, for their sizes and lengths; a folder may hold thousands
+SMALL_ONES = 10  # of a hundred files, so many may be smaller or shorter than what is trained
+SIZE_STEP, SMALLEST_SIZE = 64, 256  # of the resolution; below, a model draws little that can be recognised
 
 
 @dataclass(frozen=True)
@@ -90,21 +93,46 @@ class Material:
     def clips(self) -> list[ClipFacts]:
         """The facts of readable clips; the plan tells what is wrong with the others."""
         facts = []
-        for name in self.files.files[:CLIPS_LOOKED_AT]:
+        for name in self.files.files[:LOOKED_AT]:
             with suppress(MediaError):
                 facts.append(probe_clip(self.folder / name))
         return facts
 
+    @cached_property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Width and height of readable files, the smallest first."""
+        if self.holds_clips:
+            return sorted(((clip.width, clip.height) for clip in self.clips), key=math.prod)
+        sizes = []
+        for name in self.files.files[:LOOKED_AT]:
+            with suppress(MediaError):
+                sizes.append(probe(self.folder / name))
+        return sorted(sizes, key=math.prod)
+
+    def resolution(self, largest: int, *, square: bool) -> int:
+        """The edge of a square with as many pixels as are trained, so that few files are enlarged.
+
+        Args:
+            square: the files are cropped to one.
+        """
+        edges = sorted(min(size) if square else math.isqrt(math.prod(size)) for size in self.sizes) or [largest]
+        edge = edges[len(edges) * SMALL_ONES // 100]
+        return largest if edge >= largest else max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP)
+
     def frames(self, rate: float, stride: int, longest: int) -> int:
         """How many frames to train, so that few clips are too short."""
         lengths = sorted(clip.frames_at(rate) for clip in self.clips) or [longest]
-        return fitting_frames(min(longest, lengths[len(lengths) * SHORT_ONES // 100]), stride)
+        return fitting_frames(min(longest, lengths[len(lengths) * SMALL_ONES // 100]), stride)
 
     def describe(self) -> str:
         """One line."""
         texts = len(self.files.files) - len(self.uncaptioned)
         sources = f", each with a picture in {self.sources.name}" if self.sources else ""
-        return f"{self.noun}: {len(self.files.files)}{sources}; with a caption: {texts}"
+        sizes = " to ".join(dict.fromkeys(f"{width}x{height}" for width, height in (*self.sizes[:1], *self.sizes[-1:])))
+        seconds = sorted(clip.seconds for clip in self.clips) if self.holds_clips else []
+        lengths = " to ".join(dict.fromkeys(f"{each:.1f}" for each in (*seconds[:1], *seconds[-1:])))
+        facts = [f"{len(self.files.files)}{sources}", sizes, lengths and f"{lengths} s"]
+        return f"{self.noun}: {', '.join(filter(None, facts))}; with a caption: {texts}"
 
 
 def _pair(folder: Path) -> tuple[Path, Path] | None:

@@ -12,18 +12,18 @@ from typing import Any
 from simpletuner.annexes.start.material import Material
 from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, run_name
 from simpletuner.annexes.wizard.talk import Talk
-from simpletuner.config.schema import main_name
 from simpletuner.errors import Problems, UserError, did_you_mean
 from simpletuner.plan.draft import Draft
 
 
 def ask(
-    folder: Path, talk: Talk, given: Mapping[str, str | None], settings: Sequence[tuple[str, object]], *, captions: bool
+    folder: Path, talk: Talk, given: Mapping[str, str | None], settings: Mapping[str, object], *, captions: bool
 ) -> Start:
     """Ask what the files and the command line leave open.
 
     Args:
         given: `purpose`, `trigger`, `model` and `name` from the command line.
+        settings: keys of the config from there, by their main names.
         captions: captions will be written for files that have none.
 
     Raises:
@@ -37,10 +37,10 @@ def ask(
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"], "--purpose")
     trigger = given["trigger"]
     if trigger is None and purpose != "edit":
-        what = f"A word for it that the model does not know, and what it is, as in: {TRIGGER}, a grey cat"
-        trigger = talk.read_line(f"{what} [{TRIGGER}]: ") or TRIGGER
+        what = f", and what it is, as in: {TRIGGER}, a grey cat" if purpose == "subject" else ""
+        trigger = talk.read_line(f"A word for it that the model does not know{what} [{TRIGGER}]: ") or TRIGGER
     captioned = captions or not material.uncaptioned
-    values = {main_name(key): _as_json(value) for key, value in settings}
+    values = {key: _as_json(value) for key, value in settings.items()}
 
     def start(example: str) -> Start:
         return Start(name, material, purpose, trigger or "", example, captioned, values)
@@ -49,7 +49,7 @@ def ask(
     if captions and material.uncaptioned:
         models = [model for model in models if start(model).spec.words.captioner]
         if f"{given['model']}-lora" in {*material.models} - {*models}:
-            raise UserError(f"--caption: the text encoder of {given['model']} writes no captions; choose another model.")
+            raise UserError(f"--caption: the text encoder of {given['model']} writes none; choose another model.")
     made = start(_choose_model(talk, models, given["model"], start))
     # Before anything is written; the files beside the config come with it.
     judged = {key: value for key, value in made.config().items() if key not in FILES or key in values}

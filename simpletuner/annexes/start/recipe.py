@@ -6,7 +6,6 @@ What a recipe knows stands in `examples/recipes/PURPOSE.json`, what a model need
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,12 +13,13 @@ from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unicodedata import category
 
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.start.material import Material
 from simpletuner.atomic import write_json
 from simpletuner.budget.device import find_device
-from simpletuner.config.render import render_config
+from simpletuner.config.schema import render_config
 from simpletuner.config.sources import EXAMPLES, Arguments
 from simpletuner.errors import ConfigError, Problems, UserError
 from simpletuner.models.registry import FAMILIES
@@ -145,7 +145,11 @@ class Start:
     def datasets(self) -> list[dict[str, Any]]:
         """The content of the dataset file."""
         trained, *others = _example(self.example, "multidatabackend.json")
-        trained["instance_data_dir"] = self._written(self.material.folder)
+        square = trained["crop_aspect"] == "square"
+        trained |= {
+            "instance_data_dir": self._written(self.material.folder),
+            "resolution": self.material.resolution(trained["resolution"], square=square),
+        }
         trained |= {"hold_out": self.held_out} if self.held_out else {}
         if self.phrase and not self.captions:
             trained |= {"caption_strategy": "instanceprompt", "instance_prompt": self.phrase}
@@ -156,7 +160,8 @@ class Start:
             trained["video"] |= {"num_frames": frames, "min_frames": frames}
         if self.material.sources:
             others[0]["instance_data_dir"] = self._written(self.material.sources)
-        return [trained, *others]
+        # What the command line sets for all datasets would have no effect beside a value of the dataset's own.
+        return [{key: value for key, value in trained.items() if key not in self.settings}, *others]
 
     def _written(self, folder: Path) -> str:
         return (folder.relative_to(self.root) if folder.is_relative_to(self.root) else folder).as_posix()
@@ -203,7 +208,9 @@ class Start:
 
 def run_name(folder: Path) -> str:
     """The name of a run, from that of its folder."""
-    return re.sub(r"[^\w.-]+", "-", folder.resolve().name).strip("-.") or "my-lora"
+    # Letters, digits and the vowel signs of scripts such as Devanagari, which \w lacks.
+    kept = (each if each in "_.-" or category(each)[0] in "LMN" else " " for each in folder.resolve().name)
+    return "-".join("".join(kept).split()).strip("-.") or "my-lora"
 
 
 def _example(name: str, file: str = "config.json") -> Any:

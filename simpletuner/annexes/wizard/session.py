@@ -17,8 +17,7 @@ from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_atomically, write_json
 from simpletuner.config.load import canonical, read_json_layer
-from simpletuner.config.render import render_config
-from simpletuner.config.schema import main_name
+from simpletuner.config.schema import main_name, render_config
 from simpletuner.config.sources import DATASET_FILE, EXAMPLES
 from simpletuner.config.values import read_json
 from simpletuner.errors import ConfigError, Problems, Reading, UserError, result_of

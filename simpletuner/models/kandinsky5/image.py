@@ -23,6 +23,7 @@ from simpletuner.models.adapter import (
     BlockLayout,
     CheckpointSetup,
     EncoderQuantiser,
+    FamilyAdapter,
     LatentEncoder,
     PreviewPipeline,
     PreviewRequest,
@@ -34,16 +35,8 @@ from simpletuner.models.kandinsky5 import attention, fast
 from simpletuner.models.kandinsky5.attention import TextPadding
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE, KandinskyOptions, RopeScale, is_sparse
 from simpletuner.models.kandinsky5.spec import IMAGE_SIZES, KANDINSKY5_IMAGE, TEMPLATES
-from simpletuner.models.loading import (
-    VaeEncoder,
-    bare_pipeline,
-    load_denoiser,
-    load_scheduler,
-    load_vae,
-    stock_pipeline,
-    with_solver,
-)
-from simpletuner.models.spec import FamilySpec, Task
+from simpletuner.models.loading import stock_pipeline
+from simpletuner.models.spec import Task
 from simpletuner.models.usage import EULER, Usage, snippet, solver_code, text
 
 if TYPE_CHECKING:
@@ -53,7 +46,7 @@ if TYPE_CHECKING:
 VIDEO_TASKS = ("t2v", "i2v")
 
 
-class StockPipeline:
+class StockPipeline(PreviewPipeline):
     """diffusers' own pipeline of the flavour, called with cached embeddings."""
 
     def __init__(
@@ -242,7 +235,7 @@ def cut_window(params: dict[str, Any] | None, kept: Tensor) -> dict[str, Any] | 
     return {**params, "sta_mask": window[:, None]}
 
 
-class SampledLatents(VaeEncoder):
+class SampledLatents(LatentEncoder):
     """Latents of pictures or clips: a sample from the VAE's posterior times the scaling factor."""
 
     @torch.no_grad()
@@ -259,25 +252,21 @@ class SampledLatents(VaeEncoder):
         return self.pixels(z.to(self.device, self.dtype) / self.vae.config.scaling_factor)
 
 
-class Kandinsky5Adapter:
+class Kandinsky5Adapter(FamilyAdapter):
     """One Kandinsky 5 checkpoint.
 
     Attributes:
-        encoder_class: wraps its VAE.
         takes_picture: the task starts from a picture (i2i, i2v).
-        dtype: dtype that the transformer was loaded in.
     """
 
-    spec: FamilySpec
+    transformer_class = Kandinsky5Transformer3DModel
     rope_scale: RopeScale = (1.0, 1.0, 1.0)  # of pictures: their pipelines never scale positions
-    encoder_class: Callable[[Any, torch.device, torch.dtype], LatentEncoder]
 
     def __init__(self, setup: CheckpointSetup) -> None:
-        self.source, self.text, self.caching, self.solver = setup.source, setup.text, setup.caching, setup.solver
+        super().__init__(setup)
         self.options = setup.options.of(KandinskyOptions)
-        self.task = setup.flavour.task
+        self.pipeline_class = getattr(diffusers, pipeline_name(self.task))
         self.takes_picture = self.task in ("i2i", "i2v")
-        self.dtype = torch.float32
         self._padding: attention.TextPadding | None = None
 
     def load_text_encoder(
@@ -289,10 +278,9 @@ class Kandinsky5Adapter:
         return Kandinsky5TextEncoder(self, device, dtype, quantise)
 
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
-        part = self.source["transformer"]
-        transformer: nn.Module = load_denoiser(Kandinsky5Transformer3DModel, part, dtype, empty=empty)
+        transformer = super().load_transformer(dtype, empty=empty)
         move_with_the_model(transformer)
-        self.dtype, self._padding = dtype, attention.install(transformer)
+        self._padding = attention.install(transformer)
         return transformer
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
@@ -325,33 +313,18 @@ class Kandinsky5Adapter:
             scheduler = solver_code(usage.solver, shift or "pipe.scheduler.config.shift")
         return snippet(usage, pipeline, load, imports=imports, scheduler=scheduler, more=more)
 
-    def load_bare_pipeline(self) -> Any:
-        return bare_pipeline(self._pipeline_class(), Kandinsky5Transformer3DModel, self.source)
-
     @property
     def padding(self) -> attention.TextPadding:
         if self._padding is None:
             raise RuntimeError("this needs a transformer from load_transformer()")
         return self._padding
 
-    def load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
-        return load_vae(self.spec, self.source, self.caching, device, dtype)
-
-    def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
-        return self.encoder_class(self.load_vae(device, dtype), device, dtype)
-
-    def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
-        overrides = {} if shift is None else {"shift": shift}
-        return with_solver(load_scheduler(self.source["scheduler"], **overrides), self.solver)
-
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> PreviewPipeline:
         vae = self.load_vae(device, self.dtype)
         sampler = self.load_sampler(shift, from_picture=self.takes_picture)
-        pipeline = stock_pipeline(
-            self._pipeline_class(), self.source, transformer=transformer, vae=vae, scheduler=sampler
-        )
+        pipeline = stock_pipeline(self.pipeline_class, self.source, transformer=transformer, vae=vae, scheduler=sampler)
         encoder = self.encoder_class(vae, device, self.dtype)
         return StockPipeline(pipeline, encoder, device, self.task, self.padding)
 
@@ -375,9 +348,6 @@ class Kandinsky5Adapter:
     def sparsity(self, noisy: NoisyBatch) -> dict[str, Any] | None:
         """Parameters of block-sparse attention for a batch; None for dense checkpoints."""
         return None
-
-    def _pipeline_class(self) -> Any:
-        return getattr(diffusers, pipeline_name(self.task))
 
 
 def move_with_the_model(transformer: Any) -> None:
@@ -410,9 +380,6 @@ class Kandinsky5ImageAdapter(Kandinsky5Adapter):
     """One Kandinsky 5 Image checkpoint."""
 
     spec, encoder_class = KANDINSKY5_IMAGE, FluxLatentEncoder
-
-    def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
-        return noisy
 
     def condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, ...]:
         """The source picture's latents, and a mask channel of ones."""

@@ -72,7 +72,7 @@ class Kandinsky5TextEncoder:
     ) -> None:
         source, words, self.device = adapter.source, adapter.spec.words, device
         self.template = template = select_template(adapter.options.text_template, TEMPLATES[adapter.task])
-        self.max_length = words.length(adapter.text)
+        self.max_length = words.length(adapter.setup.text)
         with told_plainly(source["tokenizer"]):
             self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
         with told_plainly(source["tokenizer_2"]):

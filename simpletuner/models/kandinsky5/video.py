@@ -46,11 +46,10 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
         self._fast: FastBlocks | None = None
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
-        vae = self.load_vae(device, dtype)
+        encoder = HunyuanLatentEncoder(self.load_vae(device, dtype), device, dtype)
         # The same values without the stock mask, which has tokens² entries.
-        attend_by_frame(vae)
-        encoder = HunyuanLatentEncoder(vae, device, dtype)
-        if self.caching.vae_enable_patch_conv:
+        attend_by_frame(encoder.vae)
+        if self.setup.caching.vae_enable_patch_conv:
             encoder.use_less_memory()
         return encoder
 

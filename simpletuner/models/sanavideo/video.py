@@ -10,10 +10,9 @@ adapter.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import diffusers
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaImageToVideoPipeline, SanaVideoPipeline
 from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformer3DModel
@@ -27,26 +26,17 @@ from simpletuner.diffusion.flow import hold_first_frame
 from simpletuner.errors import UserError
 from simpletuner.models.adapter import (
     BlockLayout,
-    CheckpointSetup,
     Compiler,
     EncoderQuantiser,
+    FamilyAdapter,
     Forward,
     LatentEncoder,
+    PreviewPipeline,
     PreviewRequest,
     TextRequest,
 )
 from simpletuner.models.blocks import FreeSizes
-from simpletuner.models.loading import (
-    VaeEncoder,
-    bare_pipeline,
-    load_denoiser,
-    load_scheduler,
-    load_vae,
-    load_whole,
-    stock_pipeline,
-    told_plainly,
-    with_solver,
-)
+from simpletuner.models.loading import load_whole, stock_pipeline, told_plainly, with_solver
 from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.sanavideo.cost import TEXT_LENGTH
 from simpletuner.models.sanavideo.fast import run_block
@@ -60,8 +50,6 @@ GEMMA_LAYERS = r"layers\.\d+\..+"
 
 def pipeline_instruction() -> list[str]:
     """The default instruction of the installed pipeline."""
-    from diffusers import SanaVideoPipeline
-
     parameters = inspect.signature(SanaVideoPipeline.__call__).parameters
     lines: list[str] = parameters["complex_human_instruction"].default
     return lines
@@ -81,9 +69,9 @@ class SanaTextEncoder:
     def __init__(
         self, adapter: SanaVideoAdapter, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None
     ) -> None:
-        source, self.max_length, self.device = adapter.source, adapter.spec.words.length(adapter.text), device
-        self.motion_score = adapter.options.sana_motion_score
-        instruction = adapter.options.sana_complex_human_instruction
+        source, self.max_length, self.device = adapter.source, adapter.spec.words.length(adapter.setup.text), device
+        options = adapter.setup.options.of(SanaOptions)
+        self.motion_score, instruction = options.sana_motion_score, options.sana_complex_human_instruction
         self.instruction = "\n".join(pipeline_instruction() if instruction is True else instruction)
         with told_plainly(source["tokenizer"]):
             self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(source["tokenizer"].fetch())
@@ -151,14 +139,15 @@ class SanaTextEncoder:
 I2V_SHIFT = 8.0
 
 
-class StockSanaPipelines:
+class StockSanaPipelines(PreviewPipeline):
     """The t2v pipeline, and the i2v pipeline for previews with a source picture.
 
-    Both use the transformer in training, and the VAE in float32; each has its own scheduler.
+    Both use the transformer in training, and the VAE in float32; each has its own scheduler. Decoding in float32
+    changes settings of the process, so it cannot go on beside training.
     """
 
     def __init__(self, adapter: SanaVideoAdapter, transformer: nn.Module, device: torch.device) -> None:
-        self.encoder: LatentEncoder = adapter.load_latent_encoder(device, torch.float32)
+        self.encoder = adapter.load_latent_encoder(device, torch.float32)
         self.vae, self.device = self.encoder.vae, device
         self.from_text, self.from_picture = (
             stock_pipeline(
@@ -177,11 +166,6 @@ class StockSanaPipelines:
         if request.source is None:
             return list(self.from_text(**inputs).frames[0])
         return list(self.from_picture(**inputs, image=request.start).frames[0])
-
-    def sample(self, request: PreviewRequest) -> Callable[[], list[Image.Image]]:
-        # Decoding in float32 changes settings of the process, so it cannot go on beside training.
-        frames = self.render(request)
-        return lambda: frames
 
     def _inputs(self, request: PreviewRequest) -> dict[str, Any]:
         dtype = request.embeds["prompt_embeds"].dtype
@@ -271,28 +255,26 @@ class CompiledOnGrid:
         return out
 
 
-class WanLatentEncoder(VaeEncoder):
-    """Latents of clips from the Wan VAE: the posterior's mode, normalised per channel with the VAE's own statistics."""
+class WanLatentEncoder(LatentEncoder):
+    """Latents of clips from the Wan or LTX-2 VAE: the posterior's mode, normalised per channel with the VAE's own
+    statistics.
+    """
 
     def __init__(self, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(vae, device, dtype)
+        # LTX-2 keeps them among its weights.
+        statistics = vae if type(vae).__name__ == LTX2 else vae.config
         self.mean, self.std = (
             torch.as_tensor(values, dtype=torch.float32, device="cpu").view(1, -1, 1, 1, 1)
-            for values in self.statistics(vae)
+            for values in (statistics.latents_mean, statistics.latents_std)
         )
-
-    @staticmethod
-    def statistics(vae: Any) -> tuple[Any, Any]:
-        """Mean and standard deviation of each channel."""
-        return vae.config.latents_mean, vae.config.latents_std
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
-        """z of `B 3 F H W` pixels in [-1, 1] with F = 4k + 1: float32, `B 16 k+1 H/8 W/8`, on the CPU.
+        """z of `B 3 F H W` pixels in [-1, 1]: float32, on the CPU.
 
-        The LTX-2 VAE takes F = 8k + 1 and gives `B 128 k+1 H/32 W/32`.
-
-        The mode is deterministic, so `seeds` has no effect.
+        Wan's takes F = 4k + 1 and gives `B 16 k+1 H/8 W/8`, LTX-2's F = 8k + 1 and `B 128 k+1 H/32 W/32`. The mode is
+        deterministic, so `seeds` has no effect.
 
         Raises:
             UserError: the VAE returned a value that is not finite.
@@ -308,42 +290,24 @@ class WanLatentEncoder(VaeEncoder):
         return self.pixels(z * self.std.to(z.device) + self.mean.to(z.device))
 
 
-class Ltx2LatentEncoder(WanLatentEncoder):
-    """Latents of clips from the LTX-2 VAE, which keeps its statistics among its weights."""
-
-    @staticmethod
-    def statistics(vae: Any) -> tuple[Any, Any]:
-        return vae.latents_mean.cpu(), vae.latents_std.cpu()
-
-
-class SanaVideoAdapter:
+class SanaVideoAdapter(FamilyAdapter):
     """One Sana Video checkpoint.
 
-    A batch with a condition is trained as i2v, any other as t2v; likewise previews with a source picture.
+    A batch with a condition is trained as i2v, any other as t2v; likewise previews with a source picture. There are no
+    fast blocks: these spend their time in convolutions and linear attention.
     """
 
-    spec = SANA_VIDEO
-
-    def __init__(self, setup: CheckpointSetup) -> None:
-        self.source, self.text, self.caching, self.solver = setup.source, setup.text, setup.caching, setup.solver
-        self.options = setup.options.of(SanaOptions)
-        self.spec = SANA_VIDEO.for_flavour(setup.flavour.name)
-        self.dtype = torch.float32
+    spec, encoder_class = SANA_VIDEO, WanLatentEncoder
+    transformer_class, pipeline_class = SanaVideoTransformer3DModel, SanaVideoPipeline
 
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> SanaTextEncoder:
         return SanaTextEncoder(self, device, dtype, quantise)
 
-    def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> WanLatentEncoder:
-        vae = load_vae(self.spec, self.source, self.caching, device, dtype)
-        return (Ltx2LatentEncoder if type(vae).__name__ == LTX2 else WanLatentEncoder)(vae, device, dtype)
-
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
-        part = self.source["transformer"]
-        transformer: nn.Module = load_denoiser(SanaVideoTransformer3DModel, part, dtype, empty=empty)
+        transformer = super().load_transformer(dtype, empty=empty)
         DistinctTimesteps().install(transformer)
-        self.dtype = dtype
         return transformer
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
@@ -367,16 +331,10 @@ class SanaVideoAdapter:
         width = settings["num_attention_heads"] * settings["attention_head_dim"]
         return BlockLayout({name: model.get_submodule(name)}, visual=name, width=width, compiled=CompiledOnGrid)
 
-    def use_fast_blocks(self, transformer: nn.Module) -> None:
-        """None: these blocks spend their time in convolutions and linear attention."""
-
-    def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
-        return 0  # the modulation tables of these blocks are small
-
     def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
         if from_picture:
-            return with_solver(FlowMatchEulerDiscreteScheduler(shift=I2V_SHIFT), self.solver)
-        return with_solver(load_scheduler(self.source["scheduler"]), self.solver)
+            return with_solver(FlowMatchEulerDiscreteScheduler(shift=I2V_SHIFT), self.setup.solver)
+        return super().load_sampler(None, from_picture=False)
 
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
@@ -398,9 +356,6 @@ class SanaVideoAdapter:
             scheduler=solver_code(solver, shift) if solver else None,
             more=(f"frames={usage.frames}", "use_resolution_binning=False"),
         )
-
-    def load_bare_pipeline(self) -> Any:
-        return bare_pipeline(diffusers.SanaVideoPipeline, SanaVideoTransformer3DModel, self.source)
 
     def _timesteps(self, noisy: NoisyBatch) -> Tensor:
         """Timesteps as in the pipelines: whole numbers for t2v, one per token with a given frame 0."""

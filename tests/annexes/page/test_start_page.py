@@ -85,7 +85,7 @@ def test_six_interactions_after_the_drop(browser: Any, folder: Path, started: li
         expect(page.get_by_role("tab", name="Start")).to_have_attribute("aria-selected", "true")
         expect(page.locator("#drop")).to_be_visible()
         page.evaluate(DROP, [(name, base64.b64encode(content).decode()) for name, content in dropped])
-        expect(page.locator("#start-told")).to_have_text("datasets/my-files: pictures: 13; with a caption: 0")
+        expect(page.locator("#start-told")).to_have_text("datasets/my-files: pictures: 13, 80x64; with a caption: 0")
         expect(page.locator("#start-skipped li")).to_have_count(2)
         expect(page.locator("#start-skipped")).to_contain_text("notes.pdf: is not a picture, a clip, a caption (.txt)")
         expect(page.get_by_label("kandinsky5-image")).to_have_count(1)

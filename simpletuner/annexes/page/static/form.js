@@ -206,7 +206,7 @@ export async function open(name) {
 
 // Why a new config cannot have this name; empty if it can.
 export async function refuseName(name) {
-  if (!/^\w[\w.-]*$/.test(name)) return "Give it a name of letters, digits and . _ -";
+  if (!/^[\p{L}\p{N}_][\p{L}\p{M}\p{N}_.-]*$/u.test(name)) return "Give it a name of letters, digits and . _ -";
   const { config } = await load(name);
   return config.ok ? `There is a config ${name} already.` : config.status === 404 ? "" : sentences(config).join("; ");
 }
