@@ -6,7 +6,6 @@ The steps are the sections of the web page (`config/sections.py`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +18,10 @@ from simpletuner.config.publishing import PACKAGES, why_missing
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, all_options
 from simpletuner.config.sections import CHOICES, Section, section_of
 from simpletuner.config.techniques import ROUTES
-from simpletuner.errors import Problem, did_you_mean, nearest
+from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.draft import Draft
 
-# Similarity (difflib's ratio) from which an answer counts as a misspelled choice, which is then proposed.
-MISSPELLED = 0.75
 # The schema's default, one epoch, is too short for most datasets.
 STEPS = 1000
 
@@ -42,7 +39,6 @@ class Question:
         is_open: answers other than `names` are allowed.
         implied: further settings that an answer decides; None removes one.
         follows: the default depends on another setting, so the key is written only if it differs.
-        alternatives: (value, draft) -> better values for one that does not fit.
         meanings: values that words stand for.
     """
 
@@ -54,7 +50,6 @@ class Question:
     is_open: bool = False
     implied: Callable[[Any], dict[str, Any]] = lambda value: {}
     follows: bool = False
-    alternatives: Callable[[str, Draft], list[str]] = lambda value, draft: []
     meanings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -90,17 +85,7 @@ class Question:
             return [Problem(self.key, message)]
         if value is None and self.option.required:
             return [Problem(self.key, "is required.")]
-        if better := self.alternatives(str(value), draft) if value is not None else []:
-            are = "nearest are" if len(better) > 1 else "nearest is"
-            return [Problem(self.key, f"{value} does not fit the model; the {are} {' and '.join(better)}.")]
         return []
-
-    def suggestion(self, answer: str, draft: Draft) -> str | None:
-        """What to propose after an invalid answer; None if it was spelled right and is wrong for another reason."""
-        better, choices = self.alternatives(answer, draft), self.choices(draft)
-        if better or answer in choices:
-            return better[-1] if better else None
-        return nearest(answer, choices, cutoff=MISSPELLED)
 
     def changes(self, value: Any, draft: Draft) -> dict[str, Any]:
         """The settings that an answer decides."""
@@ -114,45 +99,6 @@ def usable_trackers(draft: Draft) -> Mapping[str, str]:
     remarks = {"none": "nowhere; the HTML report is always written", "wandb": "wandb.ai"}
     names = ["none", *(name for name in PACKAGES if why_missing(name) is None)]
     return {name: remarks.get(name, "") for name in names}
-
-
-SIZES = re.compile(r"\d{1,6}(x\d{1,6})?(,\d{1,6}(x\d{1,6})?)*")
-
-
-def nearest_sizes(value: str, draft: Draft) -> list[str]:
-    """The next smaller and larger sizes that the model can render; empty if the value is fine or not a size."""
-    multiple = draft.spec.size_multiple
-    sizes = ",".join(part.strip().lower() for part in value.split(",") if part.strip())
-    if not SIZES.fullmatch(sizes) or all(int(side) % multiple == 0 for side in re.findall(r"\d+", sizes)):
-        return []
-
-    def rounded(added: int) -> str:
-        return re.sub(r"\d+", lambda side: str(max(multiple, (int(side[0]) + added) // multiple * multiple)), sizes)
-
-    return [rounded(0), rounded(multiple - 1)]
-
-
-LONGEST_CLIP = 10_000  # frames; more is certainly a typing error
-SEARCHED = 6  # lengths that are tried in each direction
-
-
-def nearest_lengths(value: str, draft: Draft) -> list[str]:
-    """The next shorter and longer lengths that the flavour can render; empty if the value is fine or not a number.
-
-    They fill whole latent frames and pass the flavour's own checks: an i2v flavour has a minimum length.
-    """
-    stride, key = draft.spec.frame_stride, "validation_num_video_frames"
-
-    def suits(length: int) -> bool:
-        return length > 0 and not any(problem.fatal for problem in draft.weigh(key, {key: length}))
-
-    frames = int(value) if re.fullmatch(r"\d{1,6}", value.strip()) else 0
-    if not 1 <= frames <= LONGEST_CLIP or ((frames - 1) % stride == 0 and suits(frames)):
-        return []
-    below = (frames - 1) // stride * stride + 1
-    shorter = filter(suits, (below - stride * step for step in range(SEARCHED)))
-    longer = filter(suits, (below + stride * step for step in range(1, SEARCHED)))
-    return [str(length) for length in (next(shorter, None), next(longer, None)) if length is not None]
 
 
 def _by_hand(draft: Draft) -> bool:
@@ -255,8 +201,8 @@ QUESTIONS = (
     Question("data_backend_config", "Dataset file", propose=lambda draft: draft.dataset_file),
     Question("validation_prompt", "Prompt for previews (none: only the empty prompt is rendered)"),
     Question("user_prompt_library", "File with more prompts", propose=_prompt_library),
-    Question("validation_resolution", "Preview size, width x height", alternatives=nearest_sizes),
-    Question("validation_num_video_frames", "Preview length in frames", alternatives=nearest_lengths),
+    Question("validation_resolution", "Preview size, width x height"),
+    Question("validation_num_video_frames", "Preview length in frames"),
     Question("framerate", "Frames per second"),
     Question("validation_guidance", "Guidance scale (how closely previews follow the prompt)"),
     Question("validation_num_inference_steps", "Sampling steps"),

@@ -20,6 +20,8 @@ HELP, NONE, BACK = "?", "-", "back"
 NOTHING = frozenset({"n", "no", "none"})
 # Invalid answers to a question after which its default is taken, so that piped input cannot loop for ever.
 PATIENCE = 5
+# Similarity (difflib's ratio) from which an answer counts as a misspelled choice, which is then proposed.
+MISSPELLED = 0.75
 # Unicode categories that no setting may contain: control characters, and surrogates, which stand for invalid UTF-8.
 NO_TEXT = ("Cc", "Cs")
 # A longer list would hide the question; `?` shows it.
@@ -69,12 +71,16 @@ class Talk:
                 continue
             if answer.lower() == BACK:
                 raise Back
-            value = _interpret(answer, question, proposed, question.choices(draft))
-            if self._accept(question, draft, value, is_proposed=not answer):
+            choices = question.choices(draft)
+            value = _interpret(answer, question, proposed, choices)
+            problems = _problems_of(question, draft, value)
+            if self._accept(question, problems, is_proposed=not answer):
                 draft.change(question.changes(value, draft))
                 return
-            # Enter now takes the corrected spelling.
-            proposed = question.suggestion(answer, draft) or proposed
+            # Enter now takes what would be right, else the corrected spelling.
+            remedies = [problem.remedy[question.key] for problem in problems if question.key in problem.remedy]
+            word = None if answer in choices else nearest(answer, choices, cutoff=MISSPELLED)
+            proposed = next(filter(None, [*reversed(remedies), word]), proposed)
         self._give_up(question, draft)
 
     def _give_up(self, question: Question, draft: Draft) -> None:
@@ -84,7 +90,7 @@ class Talk:
             InputEnded: the default is invalid too.
         """
         value = question.default(draft)
-        if not self._accept(question, draft, value, is_proposed=True):
+        if not self._accept(question, _problems_of(question, draft, value), is_proposed=True):
             raise InputEnded(f"{question.key}: {PATIENCE} invalid answers. Nothing was written.")
         self.refuse(f"Left at {_worded(value, question)}; name {question.key} at the end to change it.")
         draft.change(question.changes(value, draft))
@@ -146,15 +152,14 @@ class Talk:
             mark = "*" if name == proposed else " "
             self.say(f"  {mark} {number:>{digits}}  {name:<{width}}  {note}".rstrip())
 
-    def _accept(self, question: Question, draft: Draft, value: Any, *, is_proposed: bool) -> bool:
-        """Whether an answer is valid, or doubtful and confirmed; otherwise the reasons are shown.
+    def _accept(self, question: Question, problems: Sequence[Problem], *, is_proposed: bool) -> bool:
+        """Whether an answer with these problems is taken: there are none, or doubts that the user does not share.
 
         The wizard's own proposal needs no confirmation.
 
         Raises:
             ConfigError: it is invalid, and nothing is asked.
         """
-        problems = _problems_of(question, draft, value)
         fatal = [problem for problem in problems if problem.fatal]
         if self.defaults and fatal:
             raise ConfigError(fatal)
