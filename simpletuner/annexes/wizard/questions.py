@@ -18,7 +18,6 @@ from simpletuner.config.publishing import PACKAGES, why_missing
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, all_options
 from simpletuner.config.sections import CHOICES, Section, section_of
 from simpletuner.config.techniques import ROUTES
-from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.draft import Draft
 
@@ -36,7 +35,6 @@ class Question:
         when: whether it makes sense with the answers so far, if the setting has an effect with them.
         propose: a default if the file does not have the key; without it, the value that training would use.
         names: choices with a remark each; without it, those of the page, else of the schema.
-        is_open: answers other than `names` are allowed.
         implied: further settings that an answer decides; None removes one.
         follows: the default depends on another setting, so the key is written only if it differs.
         meanings: values that words stand for.
@@ -47,7 +45,6 @@ class Question:
     when: Callable[[Draft], bool] = lambda draft: True
     propose: Callable[[Draft], Any] | None = None
     names: Callable[[Draft], Mapping[str, str]] | None = None
-    is_open: bool = False
     implied: Callable[[Any], dict[str, Any]] = lambda value: {}
     follows: bool = False
     meanings: Mapping[str, Any] = field(default_factory=dict)
@@ -76,16 +73,6 @@ class Question:
     def choices(self, draft: Draft) -> Mapping[str, str]:
         """Allowed words with a remark each; empty if any answer is allowed."""
         return self.names(draft) if self.names else CHOICES.get(self.key) or dict.fromkeys(self.option.choices, "")
-
-    def refusals(self, value: Any, draft: Draft) -> list[Problem]:
-        """Why an answer cannot be used, apart from the checks of training."""
-        choices = self.choices(draft)
-        if choices and not self.is_open and value is not None and value not in choices:
-            message = f"{value!r} is not one of: {', '.join(choices)}.{did_you_mean(str(value), choices)}"
-            return [Problem(self.key, message)]
-        if value is None and self.option.required:
-            return [Problem(self.key, "is required.")]
-        return []
 
     def changes(self, value: Any, draft: Draft) -> dict[str, Any]:
         """The settings that an answer decides."""
@@ -193,7 +180,6 @@ QUESTIONS = (
         "tread_config",
         "Tokens that skip the middle of the model (TREAD: faster steps, previews as always)",
         when=lambda draft: draft.spec.token_blocks is not None,
-        is_open=True,
         meanings=ROUTES,
     ),
     Question("use_ema", "Keep a running average of the weights (EMA)?"),
@@ -211,7 +197,7 @@ QUESTIONS = (
     Question("push_to_hub", "Upload the result to the Hugging Face hub?", when=lambda draft: get_token() is not None),
     Question("hub_model_id", "Name on the hub"),
     Question("model_card_private", "Private?"),
-    Question("report_to", "Send curves to", names=usable_trackers, is_open=True),
+    Question("report_to", "Send curves to", names=usable_trackers),
     Question("tracker_project_name", "Project name there", when=_is_tracked),
     Question("tracker_run_name", "Run name there", when=_is_tracked),
     Question("checkpoint_step_interval", "Save a checkpoint every N steps; N"),

@@ -188,7 +188,7 @@ def _problems_of(question: Question, draft: Draft, value: Any) -> list[Problem]:
         return []
     changes = question.changes(value, draft)
     judged = {**dict.fromkeys(stale_keys(draft, changes)), **changes}
-    return question.refusals(value, draft) or draft.weigh(question.key, judged)
+    return draft.weigh(question.key, judged)
 
 
 def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[str, str]) -> Any:
