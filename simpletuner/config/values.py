@@ -264,6 +264,11 @@ def parse_text(value: object) -> object:
     return str(value)
 
 
+def typed(value: Any) -> str:
+    """A value as people write it: text as it is, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def home_path(text: str) -> Path:
     """A path, `~` expanded if there is such a home; unlike `Path.expanduser` it never raises."""
     return Path(os.path.expanduser(text))  # noqa: PTH111

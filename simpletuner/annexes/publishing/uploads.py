@@ -268,7 +268,6 @@ class Upload:
     """
 
     name: str
-    step: int
     folder: Path
     files: Mapping[str, Path]
     message: str
@@ -293,7 +292,7 @@ def make_upload(output_dir: Path, folder: Path, step: int, checkpoints: Iterable
     for checkpoint in checkpoints:
         files |= {f"{checkpoint.name}/{path}": local for path, local in loaded_files(checkpoint).items()}
     name = f"step {step}" if folder == output_dir else folder.name
-    return Upload(name, step, folder, files, read_notes(card).get("summary", f"Trained for {step} steps."))
+    return Upload(name, folder, files, read_notes(card).get("summary", f"Trained for {step} steps."))
 
 
 @dataclass

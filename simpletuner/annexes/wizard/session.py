@@ -19,7 +19,7 @@ from simpletuner.atomic import write_atomically, write_json
 from simpletuner.config.load import canonical, read_json_layer
 from simpletuner.config.schema import main_name, render_config
 from simpletuner.config.sources import DATASET_FILE, EXAMPLES
-from simpletuner.config.values import read_json
+from simpletuner.config.values import read_json, typed
 from simpletuner.errors import ConfigError, Problems, Reading, UserError, result_of
 from simpletuner.models.spec import FamilySpec, Task
 from simpletuner.plan.draft import Draft
@@ -224,8 +224,7 @@ def _show(draft: Draft, talk: Talk) -> tuple[bool, Mapping[str, Any]]:
     asked = [question.key for question in QUESTIONS if question.key in values]
     width = max(len(key) for key in values)
     for key in asked:
-        value = values[key] if isinstance(values[key], str) else json.dumps(values[key], ensure_ascii=False)
-        talk.say(f"  {key:<{width}}  {redact(value)}")
+        talk.say(f"  {key:<{width}}  {redact(typed(values[key]))}")
     others = [key for key in values if key not in asked]
     for title, keys in (
         ("Follows from your answers", [key for key in others if key not in draft.loaded]),
