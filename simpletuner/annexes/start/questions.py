@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,10 @@ def ask(
     def start(example: str) -> Start:
         return Start(name, material, purpose, trigger or "", example, captioned, values)
 
-    models = material.models
+    starts = {model.removesuffix("-lora"): start(model) for model in material.models}
     if captions and material.uncaptioned:
-        models = [model for model in models if start(model).spec.words.captioner]
-        if f"{given['model']}-lora" in {*material.models} - {*models}:
-            raise UserError(f"--caption: the text encoder of {given['model']} writes none; choose another model.")
-    made = start(_choose_model(talk, models, given["model"], start))
+        starts = _with_captioner(starts, given["model"])
+    made = starts[_choose_model(talk, starts, given["model"])]
     # Before anything is written; the files beside the config come with it.
     judged = {key: value for key, value in made.config().items() if key not in FILES or key in values}
     Problems(Draft(made.folder / "config.json", judged).judgement.problems).raise_if_fatal()
@@ -83,12 +81,20 @@ def _check_captions(material: Material, *, captions: bool) -> None:
     )
 
 
-def _choose_model(talk: Talk, models: Sequence[str], given: str | None, start: Any) -> str:
-    """The example of the model: what fits comes first, in the order of the list."""
-    verdicts = {model: start(model).verdict() for model in models} if len(models) > 1 and given is None else {}
-    ordered = sorted(models, key=lambda model: not verdicts.get(model, (True, ""))[0])
-    choices = {model.removesuffix("-lora"): verdicts.get(model, (True, ""))[1] for model in ordered}
-    return f"{_choose(talk, 'Which model?', choices, given, '--model')}-lora"
+def _with_captioner(starts: Mapping[str, Start], given: str | None) -> dict[str, Start]:
+    """Those whose model can write the captions."""
+    able = {model: start for model, start in starts.items() if start.spec.words.captioner}
+    if given in starts.keys() - able.keys():
+        raise UserError(f"--caption: the text encoder of {given} writes none; choose another model.")
+    return able
+
+
+def _choose_model(talk: Talk, starts: Mapping[str, Start], given: str | None) -> str:
+    """The model: what fits comes first, in the order of the list."""
+    judged = len(starts) > 1 and given is None
+    verdicts = {model: start.verdict() if judged else (True, "") for model, start in starts.items()}
+    choices = {model: verdicts[model][1] for model in sorted(starts, key=lambda model: not verdicts[model][0])}
+    return _choose(talk, "Which model?", choices, given, "--model")
 
 
 def _choose(talk: Talk, text: str, choices: Mapping[str, str], given: str | None, option: str) -> str:

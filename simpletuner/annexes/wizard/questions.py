@@ -7,7 +7,7 @@ The steps are the sections of the web page (`config/sections.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub import get_token
@@ -17,7 +17,6 @@ from simpletuner.config.option import Option
 from simpletuner.config.publishing import PACKAGES, why_missing
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, all_options
 from simpletuner.config.sections import CHOICES, Section, section_of
-from simpletuner.config.techniques import ROUTES
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.draft import Draft
 
@@ -37,7 +36,6 @@ class Question:
         names: choices with a remark each; without it, those of the page, else of the schema.
         implied: further settings that an answer decides; None removes one.
         follows: the default depends on another setting, so the key is written only if it differs.
-        meanings: values that words stand for.
     """
 
     key: str
@@ -47,7 +45,6 @@ class Question:
     names: Callable[[Draft], Mapping[str, str]] | None = None
     implied: Callable[[Any], dict[str, Any]] = lambda value: {}
     follows: bool = False
-    meanings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def option(self) -> Option:
@@ -180,7 +177,6 @@ QUESTIONS = (
         "tread_config",
         "Tokens that skip the middle of the model (TREAD: faster steps, previews as always)",
         when=lambda draft: draft.spec.token_blocks is not None,
-        meanings=ROUTES,
     ),
     Question("use_ema", "Keep a running average of the weights (EMA)?"),
     Question("ema_validation", "Previews with EMA"),

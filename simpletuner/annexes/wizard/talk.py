@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from simpletuner.annexes.wizard.questions import Question, stale_keys
+from simpletuner.config.techniques import ROUTES
 from simpletuner.config.values import parse_flag, plain_key
 from simpletuner.errors import ConfigError, Problem, UserError, nearest
 from simpletuner.plan.draft import Draft
@@ -205,8 +206,8 @@ def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[
     numbered = {str(number): name for number, name in enumerate(choices, start=1)}
     # A longer list was not shown, so its numbers mean nothing.
     answer = numbered.get(answer, answer) if 1 < len(choices) <= LONGEST_LIST else answer
-    if answer in question.meanings:
-        return question.meanings[answer]
+    if question.key == "tread_config" and answer in ROUTES:
+        return ROUTES[answer]
     if question.option.is_flag:
         return _word(answer)
     spelled = {name.lower().replace("_", "-"): name for name in choices}
@@ -228,5 +229,5 @@ def _worded(value: Any, question: Question | None) -> str:
     if value is None:
         note = question.option.default_note.replace("`", "") if question else ""
         return note or "none"
-    known = [word for word, meaning in question.meanings.items() if meaning == value] if question else []
-    return known[0] if known else f"{value:g}" if isinstance(value, float) else str(value)
+    known = (word for word, route in ROUTES.items() if route == value)
+    return next(known, f"{value:g}" if isinstance(value, float) else str(value))
