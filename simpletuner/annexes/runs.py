@@ -418,7 +418,7 @@ class Run:
         # The record first, then what the events say: a silent session has only the former.
         progress = blank["progress"] | {"current": step, "metrics": last} | story.progress
         in_loop = (state, story.status) == ("running", "running")
-        asked = [request for request in REQUESTS if in_loop and (self.folder / FOLDER / request).exists()]
+        asked = [*filter(lambda request: (self.folder / FOLDER / request).exists(), REQUESTS if in_loop else ())]
         stop = is_active and story.status != "stopping" and "stop" not in asked
         return blank | {
             "status": state,

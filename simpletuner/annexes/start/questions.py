@@ -35,15 +35,12 @@ def ask(
     talk.tell(f"{folder}: {material.describe()}")
     purposes = {purpose: Recipe.of(purpose).title for purpose in material.purposes}
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"], "--purpose")
-    trigger = given["trigger"]
-    if trigger is None and purpose != "edit":
-        what = f", and what it is, as in: {TRIGGER}, a grey cat" if purpose == "subject" else ""
-        trigger = talk.read_line(f"A word for it that the model does not know{what} [{TRIGGER}]: ") or TRIGGER
+    trigger = _ask_trigger(talk, purpose) if given["trigger"] is None else given["trigger"]
     captioned = captions or not material.uncaptioned
     values = {key: _as_json(value) for key, value in settings.items()}
 
     def start(example: str) -> Start:
-        return Start(name, material, purpose, trigger or "", example, captioned, values)
+        return Start(name, material, purpose, trigger, example, captioned, values)
 
     starts = {model.removesuffix("-lora"): start(model) for model in material.models}
     if captions and material.uncaptioned:
@@ -53,6 +50,13 @@ def ask(
     judged = {key: value for key, value in made.config().items() if key not in FILES or key in values}
     Problems(Draft(made.folder / "config.json", judged).judgement.problems).raise_if_fatal()
     return made
+
+
+def _ask_trigger(talk: Talk, purpose: str) -> str:
+    if purpose == "edit":
+        return ""
+    what = f", and what it is, as in: {TRIGGER}, a grey cat" if purpose == "subject" else ""
+    return talk.read_line(f"A word for it that the model does not know{what} [{TRIGGER}]: ") or TRIGGER
 
 
 def _free_name(name: str) -> str:

@@ -218,9 +218,24 @@ def _show(draft: Draft, talk: Talk) -> tuple[bool, Mapping[str, Any]]:
     # Late, since importing the plan would delay the first question.
     from simpletuner.annexes.wizard.verdict import judge
 
+    _show_settings(_written(draft), draft, talk)
+    lines, problems = judge(draft, draft.values.get(DEVICE_MEMORY))
+    for line in lines:
+        talk.tell(f"  {line}", "cyan")
+    told = dict.fromkeys([*draft.judgement.problems, *problems])
+    fatal = {str(problem) for problem in told if problem.fatal}
+    for problem in told:
+        if problem.fatal or str(problem) not in fatal:
+            talk.refuse(f"{'Training will refuse this' if problem.fatal else 'Note'}: {problem}")
+    talk.say()
+    is_refused = any(problem.fatal and problem.where != "device" for problem in told)
+    # Empty if the run fits, or if settings are not enough.
+    return is_refused, next((problem.remedy for problem in problems if problem.where == "memory"), {})
+
+
+def _show_settings(values: Mapping[str, Any], draft: Draft, talk: Talk) -> None:
     talk.say()
     talk.say("Your settings", "bold")
-    values = _written(draft)
     asked = [question.key for question in QUESTIONS if question.key in values]
     width = max(len(key) for key in values)
     for key in asked:
@@ -234,18 +249,6 @@ def _show(draft: Draft, talk: Talk) -> tuple[bool, Mapping[str, Any]]:
             shown = (f"{key} {redact(json.dumps(values[key], ensure_ascii=False))}" for key in keys)
             talk.say(f"  {title}: {', '.join(shown)}")
     talk.say()
-    lines, problems = judge(draft, draft.values.get(DEVICE_MEMORY))
-    for line in lines:
-        talk.tell(f"  {line}", "cyan")
-    told = dict.fromkeys([*draft.judgement.problems, *problems])
-    fatal = {str(problem) for problem in told if problem.fatal}
-    for problem in told:
-        if problem.fatal or str(problem) not in fatal:
-            talk.refuse(f"{'Training will refuse this' if problem.fatal else 'Note'}: {problem}")
-    talk.say()
-    is_refused = any(problem.fatal and problem.where != "device" for problem in told)
-    # Empty if the run fits, or if settings are not enough.
-    return is_refused, next((problem.remedy for problem in problems if problem.where == "memory"), {})
 
 
 def check_target(file: Path) -> None:

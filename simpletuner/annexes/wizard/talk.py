@@ -206,8 +206,8 @@ def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[
     numbered = {str(number): name for number, name in enumerate(choices, start=1)}
     # A longer list was not shown, so its numbers mean nothing.
     answer = numbered.get(answer, answer) if 1 < len(choices) <= LONGEST_LIST else answer
-    if question.key == "tread_config" and answer in ROUTES:
-        return ROUTES[answer]
+    if answer in question.meanings:
+        return question.meanings[answer]
     if question.option.is_flag:
         return _word(answer)
     spelled = {name.lower().replace("_", "-"): name for name in choices}
