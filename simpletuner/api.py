@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.annexes.display.progress import make_display
+from simpletuner.annexes.figures import is_number
 from simpletuner.annexes.fitting.ready import ready_plan, weigh_plan
 from simpletuner.annexes.fitting.show import plan_json
 from simpletuner.annexes.sampling import SampleRequest
@@ -28,7 +29,7 @@ from simpletuner.errors import ConfigError, Problem
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream, Subscriber
 from simpletuner.reporting.log import setup_logging
-from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, is_number, read_media, read_rows
+from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, read_media, read_rows
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER
 
 WRITTEN_DATASETS = "data_backend_config.json"  # in the output folder: datasets that were given as a list

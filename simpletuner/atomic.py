@@ -193,7 +193,7 @@ def why_unwritable(error: BaseException, folder: Path) -> str:
         if isinstance(each, OSError) and each.errno in UNWRITABLE_CODES:
             is_ours = each.errno not in NOT_PERMITTED  # the others name no file if writing itself fails
             if each.filename is not None:
-                is_ours = Path(each.filename).is_relative_to(folder)
+                is_ours = Path(each.filename).is_relative_to(folder) or folder.is_relative_to(each.filename)
             return os.strerror(each.errno or 0) if is_ours else ""
     return ""
 

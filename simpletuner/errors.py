@@ -125,13 +125,10 @@ def result_of(reading: Reading[T]) -> T:
 
 def within(place: str, reading: Reading[T]) -> Reading[T]:
     """A reading of a part, see `Problem.within`."""
-    while True:
-        try:
-            problem = next(reading)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        yield problem.within(place)
+    problems = Problems()
+    result = problems.take(reading)
+    yield from (problem.within(place) for problem in problems)
+    return result
 
 
 class WriteError(UserError):

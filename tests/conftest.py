@@ -57,8 +57,10 @@ _frozen_modules = 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long starts early, or all other processes would wait for one in the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """What takes long starts early, or all other processes would wait for one in the end. First of all comes a costly
+    setup: idle processes take tests from the end of another's queue, and would repeat the setup of a module for them.
+    """
+    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("costly_setup", "slow")])
 
 
 def pytest_collection_finish() -> None:

@@ -19,10 +19,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from simpletuner.annexes.figures import Pace, ending, line_of
 from simpletuner.atomic import writing_to
 from simpletuner.redaction import redact_texts
 from simpletuner.reporting import events, metrics
-from simpletuner.reporting.pace import Pace, ending, line_of
 
 Payload = dict[str, Any]
 

@@ -159,6 +159,16 @@ class Queue:
                     write([*(job for job in jobs if job.state != WAITING), *waiting])
                     return
 
+    def again(self, name: str) -> None:
+        """Let a job that has ended wait once more, before the others: a run continues from its newest checkpoint."""
+        with self._change() as write:
+            jobs = self.read()
+            for job in jobs:
+                if job.id == name and job.state not in (WAITING, RUNNING):
+                    fresh = Job(job.id, job.command, job.folder, job.config, job.settings, job.options)
+                    begun = [each for each in jobs if each.state != WAITING and each is not job]
+                    write([*begun, fresh, *in_state(jobs, WAITING)])
+
     def remove(self, name: str) -> None:
         """Forget a job, unless it is at work."""
         with self._change() as write:

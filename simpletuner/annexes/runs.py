@@ -20,13 +20,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.payloads import EVENTS_FILE, read_events
 from simpletuner.config.values import read_json
 from simpletuner.distributed.requests import FOLDER, REQUESTS
 from simpletuner.errors import UserError, result_of
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
-from simpletuner.reporting.metrics import METRICS_FILE, Columns, parse_row
+from simpletuner.reporting.metrics import METRICS_FILE, parse_row
 from simpletuner.reporting.pace import clock
 from simpletuner.run.lock import LOCK_FILE, Owner, read_owner
 from simpletuner.training.manifest import result_step
@@ -423,7 +424,7 @@ class Run:
         return blank | {
             "status": state,
             "job_id": story.job_id,
-            "progress": progress if is_active else progress | {"eta_seconds": None},
+            "progress": progress if state == "running" else progress | {"eta_seconds": None},
             "stages": story.stages if is_active else {key: over(stage) for key, stage in story.stages.items()},
             "config": blank["config"] | {"name": self.config},
             "message": "Stops after this step and its previews." if "stop" in asked else redact(message),

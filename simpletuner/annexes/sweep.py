@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.report.sheet import Sheet, cell
 from simpletuner.annexes.sampling import Weights, plan_evaluation
 from simpletuner.atomic import free_path, write_json
@@ -35,7 +36,7 @@ from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, list_entries
 from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import EVALUATION, PREVIEWS, EventStream, RunningPhase
-from simpletuner.reporting.metrics import METRICS_FILE, Columns, read_rows
+from simpletuner.reporting.metrics import METRICS_FILE, read_rows
 from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue, fetch
 from simpletuner.run.session import build_subjects
 from simpletuner.run.train import prepare_machine

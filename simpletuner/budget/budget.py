@@ -382,17 +382,21 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     return Budget(plan.config, parts, workload, device, listing, outcome=outcome)
 
 
-def free_batch(budget: Budget) -> int | None:
+def free_batch(budget: Budget, steps: float) -> int | None:
     """The largest train_batch_size that is as fast a step as the present one, and fits; None if that is the largest.
 
     Small pictures on a fast GPU: a step takes as long as the host takes to launch its kernels. CUDA graphs need no
     launches.
+
+    Args:
+        steps: of an epoch; after the change, the samples of each bucket still have to fill one.
     """
     batches = {bucket.batch for bucket in budget.workload.buckets}
     if len(batches) != 1 or graph_key(budget.config.launch) is not None:
         return None
     (present,) = batches
-    for batch in range(min(step.free_samples for step in budget.steps), present, -1):
+    enough = present * steps * min(bucket.share for bucket in budget.workload.buckets)
+    for batch in range(int(min(enough, *(step.free_samples for step in budget.steps))), present, -1):
         buckets = [replace(bucket, batch=batch) for bucket in budget.workload.buckets]
         if replace(budget, workload=replace(budget.workload, buckets=buckets)).fits:
             return batch

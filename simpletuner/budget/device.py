@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import PositiveFloat, TypeAdapter, ValidationError
+from pydantic import PositiveFloat
 
 from simpletuner.atomic import write_json
 from simpletuner.config.schema import Card
+from simpletuner.config.values import read_stored
 from simpletuner.distributed.world import compute_threads, launched
 from simpletuner.plan.environment import driver
 from simpletuner.reporting.pace import size_text
@@ -41,15 +42,9 @@ class DeviceRates:
     dtype: str = ""
 
 
-_RATES = TypeAdapter(DeviceRates)
-
-
 def read_rates(folder: Path) -> DeviceRates | None:
     """The rates that an earlier session measured; None if the file is absent or invalid."""
-    try:
-        return _RATES.validate_json((folder / RATES_FILE).read_bytes())
-    except (OSError, ValidationError):
-        return None
+    return read_stored(folder / RATES_FILE, DeviceRates)
 
 
 def write_rates(folder: Path, rates: DeviceRates) -> None:

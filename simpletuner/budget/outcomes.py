@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import PositiveFloat, RootModel, ValidationError
+from pydantic import PositiveFloat, RootModel
 
 from simpletuner.atomic import changing, write_atomically
 from simpletuner.budget.device import Device
 from simpletuner.budget.workload import Workload
+from simpletuner.config.values import read_stored
 from simpletuner.distributed.world import compute_threads
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import machine_folder
@@ -82,7 +83,4 @@ def _machine(device: Device) -> str:
 
 
 def _read(folder: Path) -> Outcomes:
-    try:
-        return Outcomes.model_validate_json((folder / OUTCOMES_FILE).read_bytes())
-    except (OSError, ValidationError):  # estimates do without it
-        return Outcomes({})
+    return read_stored(folder / OUTCOMES_FILE, Outcomes) or Outcomes({})  # estimates do without it

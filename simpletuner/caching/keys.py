@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from io import RawIOBase
@@ -257,19 +257,13 @@ def _safetensors_identity(path: Path) -> str:
         length = int.from_bytes(file.read(8), "little")
         # The length of a damaged file may be any number.
         header = file.read(min(length, size))
-        spans = list(_tensor_spans(header, 8 + length)) or [(0, size)]
+        try:
+            offsets = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
+        except ValueError:
+            offsets = []
+        # In file order.
+        spans = [(8 + length + start, 8 + length + end) for start, end in sorted(offsets)] or [(0, size)]
         return _slices_identity(file, header + str(size).encode(), spans, SLICES_PER_TENSOR)
-
-
-def _tensor_spans(header: bytes, data_start: int) -> Iterator[tuple[int, int]]:
-    """Start and end of each tensor in the file, in file order."""
-    try:
-        entries = json.loads(header)
-    except ValueError:
-        return
-    offsets = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
-    for start, end in sorted(offsets):
-        yield data_start + start, data_start + end
 
 
 def _slices_identity(file: RawIOBase, prefix: bytes, spans: list[tuple[int, int]], count: int) -> str:

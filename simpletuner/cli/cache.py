@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from simpletuner.cli.settings import PASS_THROUGH, planned
+from simpletuner.cli.settings import PASS_THROUGH, logged_events, planned
 from simpletuner.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,12 +37,9 @@ def fill(
     """Encode every caption and picture that is not cached yet, then stop. Settings follow as in train."""
     number, count = parse_share(shard)
     plan = planned(context.args)
-    from simpletuner.annexes.display.progress import shown_events
     from simpletuner.caching.catalogue import Share
-    from simpletuner.reporting.log import setup_logging
 
-    setup_logging()
-    with shown_events() as events:
+    with logged_events() as events:
         # Brings torch, which takes seconds: after the errors of the plan.
         from simpletuner.run.caches import fill_caches
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from simpletuner.cli.settings import Cached, planned, uncollected
+from simpletuner.cli.settings import Cached, logged_events, planned, uncollected
 
 PREVIEWED = 3
 
@@ -25,15 +25,12 @@ def caption(
     No caption is overwritten, and a call that was stopped continues when repeated. Settings follow as in train.
     """
     from simpletuner.annexes.captions.wording import Wording, check_captions, uncaptioned, unread
-    from simpletuner.annexes.display.progress import shown_events
-    from simpletuner.reporting.log import setup_logging
 
     # A survey: files without captions are errors for training only.
     plan, wording = planned(context.args, "survey"), Wording(style, trigger)
     check_captions(plan, wording, dataset)
     files = list(uncaptioned(plan.datasets, dataset))[:limit]
-    setup_logging()
-    with shown_events() as events:
+    with logged_events() as events:
         for note in unread(files):
             events.say(note, warning=True)
         # Before torch is imported: a second call on a captioned folder ends at once.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from simpletuner.cli.settings import command_settings, prepare_output, uncollected
+from simpletuner.cli.settings import command_settings, logged_events, prepare_output, uncollected
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:
@@ -105,18 +105,8 @@ def _planned(
         arguments.problems.append(Problem(key, f"{','.join(strengths)!r} {error}; write numbers such as 0.5 or 1.0."))
     folder = output or sweep_folder(Path(source or ""))
     request = SampleRequest(source, str(folder), arguments, **asked)
-    with prepared_samples(request, _logged_events()) as (plan, weights, events):
+    with prepared_samples(request, logged_events()) as (plan, weights, events):
         yield request, plan, weights, events
-
-
-@contextmanager
-def _logged_events() -> Iterator[EventStream]:
-    from simpletuner.annexes.display.progress import shown_events
-    from simpletuner.reporting.log import setup_logging
-
-    setup_logging()
-    with shown_events() as events:
-        yield events
 
 
 @contextmanager

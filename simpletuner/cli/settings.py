@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -14,11 +15,10 @@ import typer
 from simpletuner.errors import UserError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from simpletuner.config.sources import Arguments
     from simpletuner.data.discovery import Scan
     from simpletuner.plan.build import Plan
+    from simpletuner.reporting.events import EventStream
 
 # Unknown options are settings, which the option schema parses, not click.
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -51,6 +51,17 @@ def _collect_remote(*entries_and_more: Any, fetches: bool) -> Mapping[str, Scan]
     from simpletuner.annexes.remote.collect import collect
 
     return collect(*entries_and_more, fetches=fetches)
+
+
+@contextmanager
+def logged_events(debug_file: Path | None = Path("debug.log")) -> Iterator[EventStream]:
+    """A display of what happens, and a log of it."""
+    from simpletuner.annexes.display.progress import shown_events
+    from simpletuner.reporting.log import setup_logging
+
+    setup_logging(debug_file)
+    with shown_events() as events:
+        yield events
 
 
 @contextmanager

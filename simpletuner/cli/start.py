@@ -69,9 +69,10 @@ def start(
 
 def _best(output: Path) -> str:
     """The LoRA and the strength with the lowest evaluation loss, by the sweep; empty if none was measured."""
+    from simpletuner.annexes.figures import Columns
     from simpletuner.annexes.report.sheet import Sheet
     from simpletuner.models.lora_keys import LORA_FILE
-    from simpletuner.reporting.metrics import METRICS_FILE, Columns, read_rows
+    from simpletuner.reporting.metrics import METRICS_FILE, read_rows
 
     sheet = Sheet.read(sweep_folder(output), output.name, Columns.of(read_rows(output / METRICS_FILE)))
     if sheet.best is None:

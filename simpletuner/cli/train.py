@@ -14,7 +14,7 @@ import typer
 
 from simpletuner.cli.plan import print_plan
 from simpletuner.cli.server import PORT, open_page
-from simpletuner.cli.settings import command_settings, prepare_output, uncollected
+from simpletuner.cli.settings import command_settings, logged_events, prepare_output, uncollected
 from simpletuner.distributed.world import World, launched
 from simpletuner.errors import ConfigError, Interrupted, Problem, UserError, result_of
 
@@ -136,11 +136,7 @@ def start_limit(arguments: Arguments) -> float:
 
 def _replay(folder: Path, arguments: Arguments, bisect: bool) -> None:
     """Repeat a step that failed; exits with 1 if it fails again."""
-    from simpletuner.annexes.display.progress import shown_events
-    from simpletuner.reporting.log import setup_logging
-
-    setup_logging(None)
-    with shown_events() as events:
+    with logged_events(None) as events:
         with events.phase("Loading torch"):
             from simpletuner.annexes.replay import prepare, replay_step
         if replay_step(*prepare(folder, arguments), events, bisect=bisect):

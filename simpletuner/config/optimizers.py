@@ -20,6 +20,7 @@ from simpletuner.config.schema import (
     OptimizerName,
     PrecisionConfig,
     RunConfig,
+    all_options,
 )
 from simpletuner.config.speed import has_compiler
 from simpletuner.config.values import parse_flag, parse_number
@@ -287,38 +288,18 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[P
         yield from _check_means(name, optimizer_settings(config, mixed_precision))
     if spec.package is not None:
         yield from check_installed(spec.package, "optimizer", name)
+    if config.optimizer_release_gradients and not spec.per_weight:
+        message = f"cannot be combined with optimizer {name!r}: it is not known to update each weight by itself. Use"
+        yield Problem("optimizer_release_gradients", f"{message} an AdamW such as adamw_bf16.")
     if spec.rounds_randomly and not has_compiler():
         yield Problem("optimizer", f"{name!r} needs a C compiler such as gcc: torchao compiles its update.")
-
-
-def check_release(config: RunConfig) -> Iterator[Problem]:
-    """What excludes `optimizer_release_gradients`."""
-    key, optimizer, steps = "optimizer_release_gradients", config.optimizer, config.schedule.gradient_accumulation_steps
-    if not optimizer.optimizer_release_gradients:
-        return
-    name = optimizer_name(optimizer, config.precision.mixed_precision)
-    clips_norm = optimizer.grad_clip_method == "norm" and optimizer.max_grad_norm > 0
-    # Worded to follow "cannot be combined with".
-    norm = "the norm of all gradients together is known only at the end. Use value, or max_grad_norm 0."
-    accumulation = "a gradient that is freed at once cannot be added to others. Use train_batch_size."
-    several = "processes average their gradients before they update. Use fsdp_enable, which divides them."
-    for is_set, conflict, reason in (
-        (steps > 1, f"gradient_accumulation_steps {steps}", accumulation),
-        (clips_norm, "grad_clip_method norm", norm),
-        (config.precision.mixed_precision == "fp16", "mixed_precision fp16",
-         "a step that overflows could not be skipped as a whole. Use bf16."),
-        (config.launch.num_processes > 1, f"num_processes {config.launch.num_processes}", several),
-        (not OPTIMIZERS[name].per_weight, f"optimizer {name!r}",
-         "it is not known to update each weight by itself. Use an AdamW such as adamw_bf16."),
-    ):  # fmt: skip
-        if is_set:
-            yield Problem(key, f"cannot be combined with {conflict}: {reason}")
 
 
 def may_change(config: RunConfig, values: Mapping[str, object]) -> bool:
     """Whether a full fine-tune may update its weights with these keys instead."""
     changed = config.with_values(values, CHOSEN)
-    problems = (*check_release(changed), *check_optimizer(changed.optimizer, changed.precision.mixed_precision))
+    conflicts = all_options()["optimizer_release_gradients"].conflicts(changed.flat)
+    problems = (*conflicts, *check_optimizer(changed.optimizer, changed.precision.mixed_precision))
     return (
         config.model.model_type == "full"
         and (changed.optimizer, changed.offload) != (config.optimizer, config.offload)

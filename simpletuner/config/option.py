@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, Unpack, cast, get_args, get_origin
@@ -266,6 +267,18 @@ class Option:
             "Excludes": [each.stated for each in self.excludes],
         }
 
+    def conflicts(self, settings: Mapping[str, Any]) -> Iterator[Problem]:
+        """What excludes it, if it is on, and what is said of its value, in settings by key."""
+        value = settings[self.name]
+        # A key that is off, or 1 as everywhere, excludes nothing.
+        for other in self.excludes if value and value != self.default else ():
+            if other.holds(settings):
+                shown = f"{value!r} " if isinstance(value, str) else ""
+                yield Problem(self.name, f"{shown}cannot be combined with {other.shown(settings)}{other.reason}.")
+        for texts, fatal in ((self.refused, True), (self.remarks, False)):
+            if texts and value in texts and all(rule.holds(settings) for rule in self.requires):
+                yield Problem(self.name, f"{value!r} {texts[value]}.", fatal)
+
     @property
     def may_hold_secret(self) -> bool:
         """Whether values from `{env:...}` are hidden: true of texts for services elsewhere."""
@@ -346,5 +359,5 @@ def check_installed(package: Package, key: str, value: str) -> Iterator[Problem]
     # Looked up, not imported: all but boto3 would import torch.
     if importlib.util.find_spec(package.module) is None:
         name = re.split("[<>=]", package.requirement)[0]
-        install = f"pip install '{package.requirement}'"
+        install = f"pip install {shlex.quote(package.requirement)}"
         yield Problem(key, f"{value!r} needs the package {name}, which is not installed: {install}")

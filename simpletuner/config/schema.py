@@ -76,6 +76,10 @@ OptimizerName = Literal[
 ]  # fmt: skip
 
 
+of_family = partial(common, None, default_note="of the family")
+of_speed = partial(option, None, default_note="as `speed` says")
+
+
 class ModelConfig(Group):
     """Model"""
 
@@ -197,8 +201,24 @@ class OptimizerConfig(Group):
     optimizer_release_gradients: Flag = option(
         False,
         "Update each weight as soon as its gradient is there and free the gradient: full fine-tunes take less memory, "
-        "with the same results. Needs grad_clip_method value, no accumulation and one process.",
+        "with the same results.",
         requires=when(model_type="full", because="the gradients of a LoRA are small", fatal=True),
+        excludes=(
+            unless(
+                gradient_accumulation_steps=1,
+                because="a gradient that is freed at once cannot be added to others. Use train_batch_size",
+            ),
+            when(
+                grad_clip_method="norm",
+                because="the norm of all gradients together is known only at the end. Use value, or max_grad_norm 0",
+            )
+            & when("max_grad_norm"),
+            when(mixed_precision="fp16", because="a step that overflows could not be skipped as a whole. Use bf16"),
+            unless(
+                num_processes=1,
+                because="processes average their gradients before they update. Use fsdp_enable, which divides them",
+            ),
+        ),
     )
     learning_rate: Number | None = common(
         None, "Peak learning rate.", gt=0, default_note="1e-4 for lora, 5e-5 for full"
@@ -240,19 +260,14 @@ class SpeedConfig(Group):
     speed: Literal["auto", "reference"] = option(
         "auto", "auto: all optimizations that keep the results (docs/SPEED.md). reference: unmodified diffusers code."
     )
-    speed_plain_math: Flag | None = option(
-        None, "Blocks of Kandinsky with less arithmetic and bit-identical results.", default_note="as `speed` says"
-    )
-    speed_keep_attention: Flag | None = recomputed(
-        None,
+    speed_plain_math: Flag | None = of_speed("Blocks of Kandinsky with less arithmetic and bit-identical results.")
+    speed_keep_attention: Flag | None = of_speed(
         "With gradient_checkpointing: keep the result of self-attention, tokens x width x 2 bytes per block, instead "
         "of recomputing it.",
-        default_note="as `speed` says",
+        requires=when("gradient_checkpointing"),
     )
-    speed_bf16_modulation: Flag | None = option(
-        None,
-        "Store frozen float32 modulation weights of Kandinsky as bf16 if that is lossless.",
-        default_note="as `speed` says",
+    speed_bf16_modulation: Flag | None = of_speed(
+        "Store frozen float32 modulation weights of Kandinsky as bf16 if that is lossless."
     )
     speed_fused_lora: Flag = option(
         False,
@@ -460,12 +475,10 @@ beta = partial(option, requires=when("flow_use_beta_schedule"))
 class FlowConfig(Group):
     """Flow matching"""
 
-    flow_schedule_shift: Number | None = common(
-        None,
+    flow_schedule_shift: Number | None = of_family(
         "Training sigmas become s·k / (1 + (k-1)·s): above 1 favours composition, below 1 detail. If set, "
         "previews use it, too.",
         gt=0,
-        default_note="of the family",
     )
     # The two points are those of FLUX.1: `calculate_shift` in diffusers.
     flow_schedule_auto_shift: Flag = common(
@@ -515,9 +528,7 @@ class TextConfig(Group):
         le=1,
         remarks={0: "means that the model never sees the empty caption, so guidance will suffer; 0.1 is usual"},
     )
-    tokenizer_max_length: Integer | None = common(
-        None, "Longer captions are truncated, with a warning.", ge=1, default_note="of the family"
-    )
+    tokenizer_max_length: Integer | None = of_family("Longer captions are truncated, with a warning.", ge=1)
 
 
 Decoding = Literal["whole", "strips", "tiles"]
@@ -537,28 +548,17 @@ class ValidationConfig(Group):
     validation_prompt: Text | None = common(None, "The primary prompt; its files are named `validation`.")
     user_prompt_library: PathText | None = common(None, "JSON file that maps nicknames to prompts.")
     validation_prompt_library: Flag = option(False, "Also render a built-in list of prompts.")
-    validation_negative_prompt: Text | None = common(
-        None, "Prompt that guidance steers away from.", default_note="of the family"
-    )
+    validation_negative_prompt: Text | None = of_family("Prompt that guidance steers away from.")
     validation_seed: Integer | None = common(None, "Seed of previews.", default_note="`seed`")
     validation_randomize: Flag = option(False, "Use a new seed for every validation.")
     validation_seed_source: Literal["cpu", "gpu"] = option("cpu", "Which generator draws the noise.")
-    validation_guidance: Number | None = common(None, "Guidance scale.", ge=1, default_note="of the family")
-    validation_num_inference_steps: Integer | None = common(
-        None, "Sampling steps.", ge=1, le=NOISE_LEVELS, default_note="of the family"
+    validation_guidance: Number | None = of_family("Guidance scale.", ge=1)
+    validation_num_inference_steps: Integer | None = of_family("Sampling steps.", ge=1, le=NOISE_LEVELS)
+    validation_resolution: Sizes | None = of_family(
+        "N, WxH or a comma-separated list; rendered at exactly this size.", form="text"
     )
-    validation_resolution: Sizes | None = common(
-        None,
-        "N, WxH or a comma-separated list; rendered at exactly this size.",
-        default_note="of the family",
-        form="text",
-    )
-    validation_num_video_frames: Integer | None = common(
-        None, "Frames of a preview clip, 4k+1; 8k+1 with 2b-720p.", ge=1, default_note="of the family"
-    )
-    framerate: Integer | None = common(
-        None, "Frames per second of clips.", aliases=("frame_rate",), ge=1, default_note="of the family"
-    )
+    validation_num_video_frames: Integer | None = of_family("Frames of a preview clip, 4k+1; 8k+1 with 2b-720p.", ge=1)
+    framerate: Integer | None = of_family("Frames per second of clips.", aliases=("frame_rate",), ge=1)
     validation_using_datasets: Flag = option(False, "Use pictures of a dataset as conditions of previews.")
     eval_dataset_id: TextList | None = option(None, "The dataset (or list) of these pictures.")
     validation_preview: Flag = option(
@@ -642,16 +642,12 @@ class SharedKeys(Group):
 class DatasetDefaults(SharedKeys):
     """Dataset defaults"""
 
-    resolution: Number | None = common(
-        None, "Target size of buckets.", gt=0, le=LARGEST_SIZE, default_note="of the family"
-    )
+    resolution: Number | None = of_family("Target size of buckets.", gt=0, le=LARGEST_SIZE)
     resolution_type: Literal["pixel", "area", "pixel_area"] = common(
         "pixel_area", "Unit of resolution: short edge, megapixels, or edge of a square of equal area."
     )
     aspect_bucket_rounding: Integer = option(2, "Decimals of a bucket's ratio.", ge=1, le=9)
-    aspect_bucket_alignment: Alignment | None = option(
-        None, "Pixel grid of bucket sizes.", default_note="of the family"
-    )
+    aspect_bucket_alignment: Alignment | None = of_family("Pixel grid of bucket sizes.", common=False)
     caption_strategy: CaptionStrategy = common("filename", "Where captions come from.")
     prepend_instance_prompt: Flag = option(False, "Prepend instance_prompt to all captions.")
     only_instance_prompt: Flag = option(False, "Use instance_prompt instead of captions.")

@@ -73,6 +73,7 @@ EVERYDAY_WORDS = {
     "blurry blur": ("resolution", "max_upscale_threshold", "validation_num_inference_steps", "validation_guidance"),
     "flicker flickering": ("crepa_enabled", "video.num_frames", "video.frame_rate", "validation_num_inference_steps"),
     "trigger word": ("instance_prompt", "prepend_instance_prompt", "validation_prompt", "model_card_trigger"),
+    "lr": ("learning_rate",),
     "disk space": ("checkpoints_total_limit", "compress_disk_cache", "disk_low_threshold", "vae_cache_disable"),
 }  # fmt: skip
 # What choices mean, on the page and in the wizard.

@@ -6,9 +6,9 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from simpletuner.config.launch import LaunchConfig
+from simpletuner.config.option import Package, check_installed
 from simpletuner.config.schema import PrecisionConfig, RunConfig, SpeedConfig
 from simpletuner.errors import NoEffect, Problem, did_you_mean
 
@@ -19,21 +19,13 @@ BLOCK_KEYS = ("speed_plain_math", "speed_keep_attention", "speed_bf16_modulation
               "attention_mechanism")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class AttentionPackage:
-    """A package with an attention kernel that has a backward pass: name for pip, module, function."""
-
-    name: str
-    module: str
-    function: str
-
-
 # Keys that have an effect only if blocks are compiled.
 COMPILE_KEYS = ("dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic", "dynamo_cpp_wrapper", "validation_torch_compile")
+# Packages with an attention kernel that has a backward pass, and `module:function` of the kernel.
 ATTENTION_PACKAGES = {
-    "flash-attn-2": AttentionPackage("flash-attn", "flash_attn", "flash_attn_func"),
-    "flash-attn-3": AttentionPackage("flash-attn-3", "flash_attn_interface", "flash_attn_func"),
-    "xformers": AttentionPackage("xformers", "xformers.ops", "memory_efficient_attention"),
+    "flash-attn-2": (Package("flash_attn", "flash-attn"), "flash_attn:flash_attn_func"),
+    "flash-attn-3": (Package("flash_attn_interface", "flash-attn-3"), "flash_attn_interface:flash_attn_func"),
+    "xformers": (Package("xformers", "xformers"), "xformers.ops:memory_efficient_attention"),
 }
 
 
@@ -116,15 +108,13 @@ def check_speed(config: SpeedConfig, precision: PrecisionConfig, launch: LaunchC
 
 def check_mechanism(config: SpeedConfig, mechanism: str) -> Iterator[Problem]:
     """Check that the attention kernel is installed, can train and is used."""
-    package = ATTENTION_PACKAGES.get(mechanism)
-    # Of xformers.ops, only xformers is looked up: find_spec imports parents, and with them torch.
-    if package is not None and importlib.util.find_spec(package.module.partition(".")[0]) is None:
-        message = f"{mechanism!r} needs the package {package.name}, which is not installed: pip install {package.name}"
-        yield Problem("attention_mechanism", message)
-    elif package is not None and not plain_math(config):
-        message = f"{mechanism!r} needs speed_plain_math: diffusers' own blocks use torch's attention."
-        yield Problem("attention_mechanism", message)
-    elif mechanism == "xformers" and config.deterministic:
+    if mechanism in ATTENTION_PACKAGES:
+        package, _ = ATTENTION_PACKAGES[mechanism]
+        yield from check_installed(package, "attention_mechanism", mechanism)
+        if not plain_math(config):
+            message = f"{mechanism!r} needs speed_plain_math: diffusers' own blocks use torch's attention."
+            yield Problem("attention_mechanism", message)
+    if mechanism == "xformers" and config.deterministic:
         message = "'xformers' sums gradients in any order, which deterministic excludes; use diffusers."
         yield Problem("attention_mechanism", message)
 

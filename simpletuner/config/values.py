@@ -12,9 +12,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from simpletuner.errors import Problem, Problems, Reading
@@ -26,10 +26,19 @@ ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
 UNSET = "needs the environment variable {}, which is not set"
 DEEPEST_NESTING = 100  # levels; far below the 1000 frames that Python allows functions which recurse into a value
 Pairs = list[tuple[str, Any]]
+Stored = TypeVar("Stored")
 
 
 class UnusableJsonError(ValueError):
     """Valid JSON with a value that cannot be used."""
+
+
+def read_stored(path: Path, kind: type[Stored]) -> Stored | None:
+    """What the program itself has written to a JSON file; None if it is absent, damaged or not of that kind."""
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
 
 
 def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]:

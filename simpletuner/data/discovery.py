@@ -10,7 +10,7 @@ import hashlib
 import os
 import stat
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -106,19 +106,6 @@ def classify(names: Iterable[tuple[str, tuple[str, str] | None]], wanted: frozen
             texts.append(name)
         else:
             ignored[name] = _foreign(name, wanted)
-    captions = _captions(media, texts, ignored)
-    return Scan(tuple(media), captions, ignored)
-
-
-def _foreign(name: str, wanted: frozenset[str]) -> tuple[str, str]:
-    if wanted >= PICTURE_SUFFIXES:
-        return "not a picture", "does not have the extension of a picture"
-    if _suffix(name) in PICTURE_SUFFIXES:
-        return "not a clip", "is a picture; pictures need a separate dataset (dataset_type image)"
-    return "not a clip", "does not have the extension of a clip"
-
-
-def _captions(media: Sequence[str], texts: Sequence[str], ignored: dict[str, tuple[str, str]]) -> dict[str, str]:
     keys = {pair_key(name) for name in media}
     captions: dict[str, str] = {}
     for name in texts:
@@ -129,7 +116,15 @@ def _captions(media: Sequence[str], texts: Sequence[str], ignored: dict[str, tup
             ignored[name] = ("unused caption", f"has the same name as {captions[key]}, which is used")
         else:
             captions[key] = name
-    return captions
+    return Scan(tuple(media), captions, ignored)
+
+
+def _foreign(name: str, wanted: frozenset[str]) -> tuple[str, str]:
+    if wanted >= PICTURE_SUFFIXES:
+        return "not a picture", "does not have the extension of a picture"
+    if _suffix(name) in PICTURE_SUFFIXES:
+        return "not a clip", "is a picture; pictures need a separate dataset (dataset_type image)"
+    return "not a clip", "does not have the extension of a clip"
 
 
 def _walk(root: Path) -> Iterator[tuple[str, tuple[str, str] | None]]:

@@ -299,44 +299,31 @@ def _check_start(trained: Sequence[DatasetConfig]) -> Iterator[Problem]:
 def link_partners(configs: Sequence[DatasetConfig], context: DataContext) -> Reading[dict[str, list[DatasetConfig]]]:
     """The conditioning entries that each dataset is paired with and that the flavour can use."""
     conditioning = {config.id: config for config in configs if config.is_conditioning}
+    usable = (*MASKS, *(REFERENCES if context.task == "i2i" else ()))
     links: dict[str, list[DatasetConfig]] = {}
-    unused = list(conditioning)
+    unused = set(conditioning)
     for config in configs:
         if config.is_conditioning or not holds_files(config):
             continue
-        entries = _conditions_of(config, conditioning)
-        # Entries that the flavour cannot use are not unused: `_check_link` warns of them.
-        unused = [name for name in unused if conditioning[name] not in entries]
-        links[config.id] = [entry for entry in entries if _is_usable(entry, context)]
+        belonging = [entry.id for entry in conditioning.values() if entry.source_dataset_id == config.id]
+        # Both sides may name the link.
+        names = dict.fromkeys([*(config.conditioning_data or []), *belonging])
+        entries = [conditioning[name] for name in names if name in conditioning]
+        links[config.id] = [entry for entry in entries if entry.conditioning_type in usable]
+        # Entries that the flavour cannot use are not unused: they get a warning of their own.
+        unused -= names.keys()
         for entry in entries:
-            yield from _check_link(entry, config, context)
+            if entry.conditioning_type is None:
+                message = f"is required: {' or '.join(REFERENCES)} for source pictures, {' or '.join(MASKS)} for masks."
+                yield Problem(f"{entry.id}.conditioning_type", message)
+            elif entry.conditioning_type not in usable:
+                pictures = f"{entry.conditioning_type} pictures: those of {entry.id}"
+                message = f"this flavour cannot use {pictures} are neither cached nor used."
+                yield Problem(f"{config.id}.conditioning_data", message, fatal=False)
         yield from _check_partners(config, links[config.id], context)
     message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
-    yield from (Problem(name, message, fatal=False) for name in unused)
+    yield from (Problem(name, message, fatal=False) for name in conditioning if name in unused)
     return links
-
-
-def _conditions_of(config: DatasetConfig, conditioning: Mapping[str, DatasetConfig]) -> list[DatasetConfig]:
-    """The entries that a dataset names, and those that name it."""
-    belonging = [entry.id for entry in conditioning.values() if entry.source_dataset_id == config.id]
-    # Both sides may name the link.
-    names = dict.fromkeys([*(config.conditioning_data or []), *belonging])
-    return [conditioning[name] for name in names if name in conditioning]
-
-
-def _is_usable(entry: DatasetConfig, context: DataContext) -> bool:
-    kind = entry.conditioning_type
-    return kind in MASKS or (context.task == "i2i" and kind in REFERENCES)
-
-
-def _check_link(entry: DatasetConfig, source: DatasetConfig, context: DataContext) -> Iterator[Problem]:
-    kind = entry.conditioning_type
-    if kind is None:
-        message = f"is required: {' or '.join(REFERENCES)} for source pictures, {' or '.join(MASKS)} for masks."
-        yield Problem(f"{entry.id}.conditioning_type", message)
-    elif not _is_usable(entry, context):
-        message = f"this flavour cannot use {kind} pictures: those of {entry.id} are neither cached nor used."
-        yield Problem(f"{source.id}.conditioning_data", message, fatal=False)
 
 
 def _check_partners(config: DatasetConfig, entries: Sequence[DatasetConfig], context: DataContext) -> Iterator[Problem]:

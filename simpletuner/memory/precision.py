@@ -408,32 +408,32 @@ def check_device(config: PrecisionConfig, device: torch.device) -> None:
     Raises:
         ConfigError: it does not.
     """
-    asked = multiplied(config)
-    _check_kernel(config.quantized_matmul_kernel, device)
-    if not asked or device.type == "cpu":
-        return
-    if device.type != "cuda" or torch.version.hip:
-        name = "ROCm" if device.type == "cuda" else device.type
-        message = "needs an NVIDIA GPU, not {}; set it to {}."
-        raise ConfigError(
-            [Problem(key, message.format(name, UNPACKED if one.always else "false")) for key, one in asked.items()]
-        )
-    if problems := [*check_capability(config, torch.cuda.get_device_capability(device))]:
+    if problems := [*_lacking(config, device)]:
         raise ConfigError(problems)
-    refused = [
-        Problem(key, f"{stored.name} {why}") for key, stored in asked.items() if (why := refusal(stored, device))
-    ]
-    if refused:
-        raise ConfigError(refused)
 
 
-def _check_kernel(kernel: str, device: torch.device) -> None:
-    if kernel == "torch":
-        return
+def _lacking(config: PrecisionConfig, device: torch.device) -> Iterator[Problem]:
+    """The first kind of problem: a kernel, the maker of the GPU, its capability, or an operation that fails."""
+    asked, is_nvidia = multiplied(config), device.type == "cuda" and not torch.version.hip
     # Ampere's are the first tensor cores for which Triton compiles int8 products.
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+    if config.quantized_matmul_kernel != "torch" and not (
+        is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
+    ):
         message = "'triton' needs an NVIDIA GPU of compute capability 8.0; set it to torch."
-        raise ConfigError([Problem("quantized_matmul_kernel", message)])
+        yield Problem("quantized_matmul_kernel", message)
+    elif not asked or device.type == "cpu":
+        return
+    elif not is_nvidia:
+        name = "ROCm" if device.type == "cuda" else device.type
+        for key, stored in asked.items():
+            instead_of_it = UNPACKED if stored.always else "false"
+            yield Problem(key, f"needs an NVIDIA GPU, not {name}; set it to {instead_of_it}.")
+    elif problems := [*check_capability(config, torch.cuda.get_device_capability(device))]:
+        yield from problems
+    else:
+        for key, stored in asked.items():
+            if why := refusal(stored, device):
+                yield Problem(key, f"{stored.name} {why}")
 
 
 def refusal(stored: Quantisation, device: torch.device) -> str:

@@ -219,17 +219,6 @@ class PreviewRequest:
         Args:
             z_of: the pipeline's latents -> z.
         """
-        return {
-            "height": self.height,
-            "width": self.width,
-            "num_inference_steps": self.num_inference_steps,
-            "guidance_scale": self.guidance_scale,
-            "generator": torch.Generator(self.seed_device).manual_seed(self.seed),
-            "callback_on_step_end": self._on_step_end(z_of),
-        }
-
-    def _on_step_end(self, z_of: Callable[[Tensor], Tensor]) -> Callable[..., dict[str, Any]]:
-        """A `callback_on_step_end` for diffusers' pipelines, which changes no tensor."""
 
         def after_step(pipeline: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             self.between_steps()
@@ -240,7 +229,14 @@ class PreviewRequest:
             # diffusers takes tensors that are returned in place of its own.
             return {}
 
-        return after_step
+        return {
+            "height": self.height,
+            "width": self.width,
+            "num_inference_steps": self.num_inference_steps,
+            "guidance_scale": self.guidance_scale,
+            "generator": torch.Generator(self.seed_device).manual_seed(self.seed),
+            "callback_on_step_end": after_step,
+        }
 
     @property
     def start(self) -> Image | None:

@@ -255,17 +255,15 @@ def attend_by_frame(vae: nn.Module) -> int:
     """Let the mid blocks of encoder and decoder attend frame by frame; returns the number of attentions."""
     found = 0
     for block in vae.modules():
-        if isinstance(block, HunyuanVideoMidBlock3D) and all(_is_plain(attn) for attn in block.attentions):
+        if not isinstance(block, HunyuanVideoMidBlock3D) or None in block.attentions:
+            continue
+        # Any other attention keeps its mask: the processor does not compute it.
+        if all((attn.spatial_norm, attn.norm_q, attn.norm_k) == (None, None, None) for attn in block.attentions):
             for attn in block.attentions:
                 attn.set_processor(FrameCausalProcessor())
             block.forward = partial(_mid_block_forward, block)
             found += len(block.attentions)
     return found
-
-
-def _is_plain(attn: Any) -> bool:
-    """Whether `FrameCausalProcessor` computes this attention; any other keeps its mask."""
-    return attn is not None and (attn.spatial_norm, attn.norm_q, attn.norm_k) == (None, None, None)
 
 
 def _mid_block_forward(block: Any, hidden_states: Tensor) -> Tensor:

@@ -423,7 +423,9 @@ def _pickled_shapes(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[int
                 weights = _Shapes(file).load()
     except Exception:  # noqa: BLE001 - damaged archives and opcodes raise anything; loading reports the fault
         return {}
-    return dict(weights) if isinstance(weights, dict) and all(map(_is_shape, weights.values())) else {}
+    shapes = list(weights.values()) if isinstance(weights, dict) else [None]
+    are_shapes = all(isinstance(shape, tuple) and all(type(side) is int for side in shape) for shape in shapes)
+    return dict(weights) if are_shapes else {}
 
 
 class _StateDict(dict[str, Any]):
@@ -438,23 +440,10 @@ class _Shapes(pickle.Unpickler):
             return None
         return {
             ("collections", "OrderedDict"): _StateDict,
-            ("torch._utils", "_rebuild_tensor_v2"): _shape_of,
-            ("torch._utils", "_rebuild_parameter"): _same,
+            # Of what a tensor is rebuilt from, the shape; a parameter is rebuilt from a tensor.
+            ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, shape, *rest: shape,
+            ("torch._utils", "_rebuild_parameter"): lambda shape, *rest: shape,
         }[module, name]
 
     def persistent_load(self, pid: Any) -> None:
         """The values of a tensor, which are not read."""
-
-
-def _shape_of(storage: None, offset: int, shape: tuple[int, ...], *rest: Any) -> tuple[int, ...]:
-    """torch's arguments for rebuilding a tensor, reduced to the shape."""
-    return shape
-
-
-def _same(shape: tuple[int, ...], *rest: Any) -> tuple[int, ...]:
-    """A parameter is rebuilt from a tensor."""
-    return shape
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and all(type(length) is int for length in value)

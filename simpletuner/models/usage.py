@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from simpletuner.config.schema import FamilyOptions
 from simpletuner.config.values import Size
@@ -40,10 +42,6 @@ class Usage:
     shift: float | None = None
     solver: str | None = None
 
-    @property
-    def needs_picture(self) -> bool:
-        return self.task in ("i2i", "i2v")
-
 
 EULER = "FlowMatchEulerDiscreteScheduler"
 # diffusers' schedulers by value of `validation_noise_scheduler`; the last two need arguments to sample flow models.
@@ -76,33 +74,18 @@ def snippet(
         scheduler: an expression, which begins with the class, to replace the checkpoint's.
         more: arguments of the pipeline's call that other families lack.
     """
-    is_clip, (width, height) = usage.task in ("t2v", "i2v"), usage.size
-    classes = sorted({pipeline, scheduler.partition("(")[0].partition(".")[0]} if scheduler else {pipeline})
-    lines = ["from pathlib import Path", ""] if is_clip else []
-    lines += ["import torch", f"from diffusers import {', '.join(classes)}"]
-    lines += ["from PIL import Image, ImageOps"] if usage.needs_picture else []
-    lines += imports
-    # Not diffusers' `export_to_video`, which stretches frames to sides that are multiples of 16.
-    lines += ["from simpletuner.validation.clip_writer import write_mp4"] if is_clip else []
-    lines += ["", *load]
-    lines += [] if usage.lora is None else [f"pipe.load_lora_weights({text(usage.lora)})"]
-    lines += [f"pipe.scheduler = {scheduler}"] if scheduler else []
-    lines += ['pipe.to("cuda" if torch.cuda.is_available() else "cpu")', ""]
-    if usage.needs_picture:
-        lines += [f'source = ImageOps.fit(Image.open("source.png").convert("RGB"), {usage.size})  # your picture', ""]
-    arguments = [
-        f"prompt={text(usage.prompt)}",
-        f"negative_prompt={text(usage.negative_prompt)}",
-        *(["image=source"] if usage.needs_picture else []),
-        f"height={height}",
-        f"width={width}",
-        *more,
-        f"num_inference_steps={usage.steps}",
-        f"guidance_scale={usage.guidance:g}",
-        f"generator=torch.Generator().manual_seed({usage.seed})",
-        *(['output_type="pil"'] if is_clip else []),
-    ]
-    lines += [f"{'frames' if is_clip else 'picture'} = pipe(", *(f"    {argument}," for argument in arguments)]
-    if is_clip:
-        return "\n".join([*lines, ").frames[0]", f'write_mp4(Path("clip.mp4"), frames, rate={usage.frame_rate:g})'])
-    return "\n".join([*lines, ").image[0]", 'picture.save("picture.png")'])
+    from jinja2 import Environment, StrictUndefined  # for the pages about a result alone
+
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
+    template = environment.from_string(Path(__file__).with_name("usage.py.jinja").read_text(encoding="utf-8"))
+    return template.render(
+        usage=usage,
+        is_clip=usage.task in ("t2v", "i2v"),
+        takes_picture=usage.task in ("i2i", "i2v"),
+        classes=sorted({pipeline, *re.findall(r"^\w+", scheduler or "")}),
+        load=load,
+        imports=imports,
+        scheduler=scheduler,
+        more=more,
+        text=text,
+    ).rstrip()

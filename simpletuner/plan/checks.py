@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletuner.config.optimizers import check_optimizer, check_release, learning_rate
+from simpletuner.config.optimizers import check_optimizer, learning_rate
 from simpletuner.config.precision import check_packages, check_products, text_encoder_dtype, transformer_dtype
 from simpletuner.config.publishing import check_publishing, check_trackers, check_typed, check_webhooks
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, RunConfig, all_options, family_groups
@@ -47,24 +47,11 @@ def unmet(config: RunConfig) -> Iterator[NoEffect]:
             yield NoEffect(key, lacking.lacking, lacking.fatal)
 
 
-def exclusions(config: RunConfig) -> Iterator[Problem]:
-    """The keys that are on although others exclude it."""
+def conflicts(config: RunConfig) -> Iterator[Problem]:
+    """What the values of options exclude, refuse or have to say; see `Option.conflicts`."""
     settings = config.flat
-    for key, option in all_options().items():
-        # A key that is off, or 1 as everywhere, excludes nothing.
-        for other in option.excludes if settings[key] and settings[key] != option.default else ():
-            if other.holds(settings):
-                value = f"{settings[key]!r} " if isinstance(settings[key], str) else ""
-                yield Problem(key, f"{value}cannot be combined with {other.shown(settings)}{other.reason}.")
-
-
-def remarks(config: RunConfig) -> Iterator[Problem]:
-    """The values that options refuse, or have something to say of."""
-    settings = config.flat
-    for key, option in all_options().items():
-        for texts, fatal in ((option.refused, True), (option.remarks, False)):
-            if texts and settings[key] in texts and all(rule.holds(settings) for rule in option.requires):
-                yield Problem(key, f"{settings[key]!r} {texts[settings[key]]}.", fatal)
+    for option in all_options().values():
+        yield from option.conflicts(settings)
 
 
 def findings(settings: Settings, purpose: Purpose) -> Iterator[Problem]:
@@ -175,7 +162,6 @@ def check_evaluation(config: RunConfig) -> Iterator[Problem]:
 def check_rest(config: RunConfig) -> Iterator[Problem]:
     """Rules that are kept next to the settings that they are about."""
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
-    yield from check_release(config)
     if config.model.model_type == "lora":  # of a full fine-tune, no weight is multiplied as it is stored
         yield from check_products(config.precision)
     yield from check_speed(config.speed, config.precision, config.launch)
@@ -374,8 +360,7 @@ def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
 # `unmet` first: of several reasons why a key has no effect, `worth_reporting` keeps the first.
 RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     unmet,
-    exclusions,
-    remarks,
+    conflicts,
     check_output,
     check_launch,
     check_schedule,
@@ -387,4 +372,4 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     check_rest,
 )
 # What training needs, such as packages of an optimizer, may be missing here.
-SAMPLE_RULES = (exclusions, remarks, check_output, check_offload)
+SAMPLE_RULES = (conflicts, check_output, check_offload)

@@ -9,21 +9,16 @@ from __future__ import annotations
 import errno
 import json
 import math
-import sys
 import time
-from array import array
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from itertools import repeat
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from simpletuner.atomic import write_atomically, writing_to
-from simpletuner.config.schema import NOISE_LEVELS
 from simpletuner.errors import WriteError
 
 METRICS_FILE = "training_metrics.jsonl"
@@ -32,12 +27,10 @@ REPORT_FILE = "training_report.html"
 MIME = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 VIDEO_MIME = {".mp4": "video/mp4", ".webm": "video/webm"}
 
-BARS = 20  # of the histogram of timesteps
 EVALUATED = "loss/val/"  # prefix of the names of evaluation losses
 COMPUTE, WEIGHTS, DATA = "compute", "weights", "data"
 
 Value = float | int | bool | str | list[float] | None
-Point = tuple[int, float]
 
 
 @dataclass(frozen=True)
@@ -151,78 +144,6 @@ class MediaFile(StepLines):
         self.write(record.step, asdict(record))
 
 
-@dataclass(eq=False)
-class Columns:
-    """The metrics of all steps by name, at 8 bytes a number: as rows they take fifty times that.
-
-    Attributes:
-        steps: oldest first.
-        timesteps: how many samples were drawn in each of `BARS` ranges of timesteps.
-    """
-
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    timesteps: Counter[int] = field(default_factory=Counter)
-    _values: dict[str, array[float]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, rows: Iterable[Mapping[str, Any]]) -> Columns:
-        """The columns of some rows."""
-        columns = cls()
-        for row in rows:
-            columns.add(row)
-        return columns
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Take in a row; it adds to the one before it if both are of one step (losses, then an evaluation)."""
-        if not self.steps or row["step"] != self.steps[-1]:
-            self.steps.append(row["step"])
-        place = len(self.steps) - 1
-        for name, value in row.items():
-            if name != "step" and is_number(value):
-                column = self._values.get(name) or self._values.setdefault(name, array("d"))
-                if len(column) < place:
-                    # A column has the indices of `steps`: NaN where its metric is missing. It may end earlier.
-                    column.extend(repeat(math.nan, place - len(column)))
-                del column[place:]  # a second row of the step replaces the value of the first
-                column.append(value)
-        drawn = row.get("timesteps")
-        for each in filter(is_number, drawn if isinstance(drawn, list) else ()):
-            # Pure noise, 1000, belongs to the last bar.
-            self.timesteps[int(min(each, NOISE_LEVELS - 1)) * BARS // NOISE_LEVELS] += 1
-
-    @property
-    def names(self) -> list[str]:
-        """Of all metrics, in the order in which they first appear."""
-        return list(self._values)
-
-    def points(self, name: str, newest: int | None = None) -> list[Point]:
-        """(step, value) of every step, or of the newest ones, at which a metric is a number."""
-        start = max(0, len(self.steps) - newest) if newest else 0
-        # Not strict: a column ends at the last step that has its metric.
-        pairs = zip(self.steps[start:], self._values.get(name, ())[start:], strict=False)
-        return [(step, value) for step, value in pairs if not math.isnan(value)]
-
-    def only(self, names: Collection[str]) -> Columns:
-        """Some of the columns."""
-        return Columns(self.steps, _values={name: self._values[name] for name in self.names if name in names})
-
-
-def evaluation_names(metrics: Columns) -> list[str]:
-    """The names of the evaluation losses in a record."""
-    return [key for key in metrics.names if key.startswith(EVALUATED)]
-
-
-def evaluation_points(metrics: Columns) -> list[Point]:
-    """(step, evaluation loss) where it was measured: of the trained weights if possible, the mean over the datasets."""
-    # The pooled loss is a mean over the datasets already.
-    names = [name for name in sorted(evaluation_names(metrics)) if not name.endswith("/pooled")]
-    plain = [name for name in names if not name.endswith("/ema")] or names
-    curves = [dict(metrics.points(name)) for name in plain]
-    # Only where all datasets were evaluated: means over different datasets would jump.
-    steps = sorted(set.intersection(*map(set, curves))) if curves else []
-    return [(step, sum(curve[step] for curve in curves) / len(curves)) for step in steps]
-
-
 def shares(seconds: float, data_seconds: float, weights_seconds: float | None = None) -> dict[str, float]:
     """Shares of the time for computing and waiting; they add up to 1.
 
@@ -236,12 +157,6 @@ def shares(seconds: float, data_seconds: float, weights_seconds: float | None = 
     # Waits are measured separately and may come out slightly longer than the step they are part of.
     parts = {name: min(1.0, wait / seconds) for name, wait in waits.items()}
     return {COMPUTE: max(0.0, 1.0 - sum(parts.values())), **parts}
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value can be a point of a curve; true, false and what is not finite cannot."""
-    # Not isinstance, since true is an int; NaN fails the comparison.
-    return type(value) in (float, int) and abs(value) <= sys.float_info.max
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -27,7 +27,7 @@ from simpletuner.distributed.sharing import share_work
 from simpletuner.distributed.world import World
 from simpletuner.errors import Problems, UserError
 from simpletuner.memory.heap import trim_heap
-from simpletuner.memory.offload.attach import LayerQuantiser, offload_layers
+from simpletuner.memory.offload.attach import LayerQuantiser, Offload
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import (
     CheckpointSetup,
@@ -168,7 +168,7 @@ class Encoding:
         config = self.plan.config
         encoder = self.adapter.load_latent_encoder(self.device, DTYPES[vae_dtype(config.precision, config.caching)])
         if config.offload.group_offload_vae:
-            offload_layers(encoder.vae, config.offload, self.device)
+            Offload(config.offload, self.device).attach_to_stacks(encoder.vae)
         return encoder
 
 
@@ -290,7 +290,7 @@ def load_encoder(
     # Loaded on the CPU, since it may not fit on the device as a whole; quantised while it is packed.
     encoder = load(torch.device("cpu"), dtype, quantise_encoder)
     for model in encoder.models:
-        offload_layers(model, config.offload, device, waiting.get(model))
+        Offload(config.offload, device).attach_to_stacks(model, waiting.get(model))
     encoder.device = device
     return encoder
 

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import TypeAdapter, ValidationError
-
 from simpletuner.atomic import write_json
+from simpletuner.config.values import read_stored
 
 if TYPE_CHECKING:
     from simpletuner.budget.budget import Budget
@@ -52,10 +51,7 @@ class Ledger:
 
 def read_ledger(output_dir: Path) -> Ledger | None:
     """What is left to do in an output folder; None if nothing is."""
-    try:
-        return TypeAdapter(Ledger).validate_json((output_dir / LEDGER_FILE).read_bytes())
-    except (OSError, ValidationError):
-        return None
+    return read_stored(output_dir / LEDGER_FILE, Ledger)
 
 
 def strike(output_dir: Path, *done: Task) -> None:

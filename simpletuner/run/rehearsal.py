@@ -21,7 +21,7 @@ from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.sharding import local
 from simpletuner.errors import UserError, is_out_of_memory
-from simpletuner.training.losses import HostLosses, Losses
+from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly, random_states, restore_random_states
 from simpletuner.training.step import run_micro_step
 from simpletuner.validation.runner import ValidationRunner
@@ -61,7 +61,7 @@ def rehearse(
         yield _measure(assembly, budget, "a preview", "rendering previews", lambda: validation.rehearse(assembly))
 
 
-def rehearse_micro_step(assembly: Assembly, batch: Batch, global_step: int = 0, micro_step: int = 0) -> HostLosses:
+def rehearse_micro_step(assembly: Assembly, batch: Batch, global_step: int = 0, micro_step: int = 0) -> Losses:
     """Forward and backward of one micro-batch as at a place in the run; the caller clears the gradients."""
     losses = Losses()
     assembly.transformer.train()

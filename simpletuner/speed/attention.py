@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
+import pkgutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -56,8 +56,8 @@ def kernel_chooser(mechanism: str, device: torch.device, dtype: torch.dtype) -> 
 
 def load_kernel(mechanism: str) -> AttentionKernel:
     """The attention function of an installed package, `B S H D` in and out."""
-    package = ATTENTION_PACKAGES[mechanism]
-    function: Any = getattr(importlib.import_module(package.module), package.function)
+    _, name = ATTENTION_PACKAGES[mechanism]
+    function: Any = pkgutil.resolve_name(name)
     if torch.are_deterministic_algorithms_enabled():
         function = partial(function, deterministic=True)
 

@@ -7,7 +7,7 @@ checkpointing and weight streaming stay outside.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -101,15 +101,15 @@ class CheckedForward:
         return (self.compiled if self.verdicts[case] else self.eager)(*inputs, **named)
 
     def _is_right(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        name, (error_of, of) = type(self.block).__name__, (gradient_error, "gradients")
-        if not torch.is_grad_enabled():
-            error_of, of = output_error, "output"
+        name, training = type(self.block).__name__, torch.is_grad_enabled()
+        forwards = [partial(each, **named) for each in (self.eager, self.compiled)]
         try:
-            worst = error_of(self.block, (self.eager, self.compiled), inputs, named)
+            worst = gradient_error(self.block, forwards, inputs) if training else output_error(forwards, inputs)
         except TorchDynamoException as error:
             logger.warning("%s is not compiled at this size: %s", name, _reason(error))
             return False
         if worst >= TOLERANCE:
+            of = "gradients" if training else "output"
             logger.warning("%s is not compiled at this size: relative error of its %s %.2g.", name, of, worst)
         return worst < TOLERANCE
 
@@ -195,19 +195,15 @@ def with_gradient(hidden: Tensor) -> Tensor:
     return hidden if hidden.requires_grad else hidden.detach().requires_grad_()
 
 
-def gradient_error(
-    block: nn.Module, forwards: Sequence[Callable[..., Any]], inputs: tuple[Any, ...], named: dict[str, Any]
-) -> float:
+def gradient_error(block: nn.Module, forwards: Iterable[Callable[..., Any]], inputs: Sequence[Any]) -> float:
     """The largest relative error, in norms, of a block's gradients of weights and inputs by the second forward."""
-    right, wrong = (_gradients(block, forward, inputs, named) for forward in forwards)
+    right, wrong = (_gradients(block, forward, inputs) for forward in forwards)
     return max(map(_error, right, wrong), default=0.0)
 
 
-def output_error(
-    block: nn.Module, forwards: Sequence[Callable[..., Any]], inputs: tuple[Any, ...], named: dict[str, Any]
-) -> float:
+def output_error(forwards: Iterable[Callable[..., Any]], inputs: Sequence[Any]) -> float:
     """The relative error, in norms, of a block's output by the second forward."""
-    return _error(*(forward(*inputs, **named) for forward in forwards))
+    return _error(*(forward(*inputs) for forward in forwards))
 
 
 def _error(right: Tensor, wrong: Tensor) -> float:
@@ -216,9 +212,7 @@ def _error(right: Tensor, wrong: Tensor) -> float:
     return error if error == error else float("inf")  # NaN must not lose against numbers in `max`
 
 
-def _gradients(
-    block: nn.Module, forward: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any]
-) -> list[Tensor]:
+def _gradients(block: nn.Module, forward: Callable[..., Any], inputs: Sequence[Any]) -> list[Tensor]:
     """Gradients of half the squared norm of the output."""
     copies = [
         value.detach().requires_grad_(value.requires_grad)
@@ -227,7 +221,7 @@ def _gradients(
         for value in inputs
     ]
     with outside_checkpoints():
-        output = forward(*copies, **named)
+        output = forward(*copies)
         wanted = [each for each in (*copies, *block.parameters()) if isinstance(each, Tensor) and each.requires_grad]
         gradients = torch.autograd.grad(output, wanted, output.detach(), allow_unused=True)
     return [torch.zeros_like(like) if each is None else each for each, like in zip(gradients, wanted, strict=True)]
@@ -290,7 +284,8 @@ class FirstGradients:
         devices = [inputs[0].device] if inputs[0].is_cuda else []
         # The run's random streams must not notice this measurement.
         with torch.random.fork_rng(devices), self._uncompiled():
-            error = gradient_error(self.block, (self._referred, self._own), inputs, named)
+            forwards = (partial(each, **named) for each in (self._referred, self._own))
+            error = gradient_error(self.block, forwards, inputs)
         logger.info(self.message, error)
 
     def _referred(self, *inputs: Any, **named: Any) -> Any:

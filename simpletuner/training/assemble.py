@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.precision import quantisation, transformer_dtype, vae_dtype
@@ -36,7 +35,7 @@ from simpletuner.diffusion.seeds import seeded, step_seed
 from simpletuner.distributed.sharding import shard
 from simpletuner.distributed.world import World
 from simpletuner.memory.heap import large_tensors_apart
-from simpletuner.memory.offload.attach import attach_offload, in_groups, pack_group, place_model, streamed_blocks
+from simpletuner.memory.offload.attach import Offload, place_model, streamed_blocks
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.image import WeightImage, share_by_machine
 from simpletuner.memory.offload.streamer import RememberedPlaces, Streamer
@@ -109,6 +108,9 @@ def assemble(
     optimizer = build_optimizer(
         parameters.values(), config.optimizer, precision.mixed_precision, spec.learning_rate, modules, faster, ratio
     )  # fmt: skip
+    host = HostState(optimizer, device) if config.offload.offload_optimizer_state else None
+    releases = config.optimizer.optimizer_release_gradients
+    release = GradientRelease(parameters, optimizer, config.optimizer, host) if releases else None
     # FSDP2 exchanges the gradients of what it shards. A LoRA is whole in every process, and needs DDP.
     prepared = transformer if sharded and not is_lora else _replicate(transformer, accelerator, sharded=sharded)
     streamer = None if sharded else _stream(transformer, layout, config, device, world, packed)
@@ -126,19 +128,10 @@ def assemble(
         streamer=streamer,
         sample_flops=count_flops(transformer, adapter.spec.cost, trained.adapters, techniques),
         take_tiles=layout.take_tiles,
-        release=_release(config, parameters, optimizer, device),
+        release=release,
         world=world,
         is_sharded=sharded,
     )  # fmt: skip
-
-
-def _release(
-    config: RunConfig, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, device: torch.device
-) -> GradientRelease | None:
-    if not config.optimizer.optimizer_release_gradients:
-        return None
-    host = HostState(optimizer, device) if config.offload.offload_optimizer_state else None
-    return GradientRelease(parameters, optimizer, config.optimizer, host)
 
 
 def _load(
@@ -183,7 +176,7 @@ def load_frozen(
         on_host: leave all blocks on the CPU.
 
     Returns:
-        the transformer, and the images of the blocks that will stream, in order; see `attach_offload`.
+        the transformer, and the images of the blocks that will stream, in order; see `Offload.stream`.
     """
     dtype = dtype or DTYPES[transformer_dtype(config.precision)]
     stored = quantisation(config.precision.base_model_precision)
@@ -191,8 +184,8 @@ def load_frozen(
     layout, images = adapter.block_layout(transformer), []
     in_bf16 = bf16_modulation(config.speed) and _adapts_only(transformer, adapted, adapter.spec.quantised_layers)
     weights = DeferredWeights(transformer, adapter.source["transformer"], dtype)
-    moving = blocks_to_stream(layout, config.offload)
-    streamed, staying = in_groups(moving, config.offload), [[block] for block in layout.blocks if block not in moving]
+    offload, moving = Offload(config.offload, device, world), blocks_to_stream(layout, config.offload)
+    streamed, staying = offload.groups(moving), [[block] for block in layout.blocks if block not in moving]
     for modules in [*streamed, *staying, [transformer]]:
         weights.fill(modules)
         if stored is not None:
@@ -201,7 +194,7 @@ def load_frozen(
         for module in modules if in_bf16 else ():
             adapter.store_modulation_in_bf16(module)
         if modules in streamed:
-            images.append(pack_group(modules, config.offload, device, world))
+            images.append(offload.pack(modules))
         elif modules in staying and sharers.size > 1:
             share_by_machine(modules, sharers)
         elif modules in staying and not on_host:
@@ -372,6 +365,5 @@ def _stream(
         return None
     # Without recomputation, autograd saves weights that leave the device before the backward pass.
     streamed, keeps_saved = blocks_to_stream(layout, config.offload), not config.precision.checkpoints_all
-    return attach_offload(
-        transformer, streamed, config.offload, device, keeps_saved=keeps_saved, world=world, packed=packed
-    )  # fmt: skip
+    offload = Offload(config.offload, device, world)
+    return offload.attach(transformer, streamed, keeps_saved=keeps_saved, packed=packed)

@@ -27,10 +27,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
-from simpletuner.atomic import build_folder, open_atomically, write_json
+from simpletuner.atomic import build_folder, open_atomically
 from simpletuner.config.schema import CheckpointConfig
 from simpletuner.data.loader import BatchLoader
 from simpletuner.distributed.sharding import is_part, load_shards, shard_moments, without_shards
@@ -144,10 +143,6 @@ def _save_state(folder: Path, content: Any) -> None:
     with open_atomically(folder / STATE_FOLDER / STATE_FILE) as file:
         # Straight into the file: a full fine-tune's state may not fit into memory a second time.
         torch.save(content, file)
-
-
-def _save_module(name: str, folder: Path, weights: dict[str, Tensor]) -> None:
-    save_file(weights, folder / STATE_FOLDER / name)
 
 
 @dataclass
@@ -289,8 +284,8 @@ class CheckpointWriter(Callback):
         yield Draft(_save_state, without_shards(content, shards, assembly.trained.sharers))
         for name, module in assembly.modules.items():
             weights = {key: tensor.detach().contiguous() for key, tensor in module.state_dict().items()}
-            yield Draft(partial(_save_module, f"{name}{MODULE_SUFFIX}"), weights)
-        yield Draft(lambda folder, settings: write_json(folder / "config.json", settings), dict(self.settings))
+            yield Draft.of_tensors(f"{STATE_FOLDER}/{name}{MODULE_SUFFIX}", weights)
+        yield Draft.of_json("config.json", dict(self.settings))
 
     def _settle(self) -> None:
         """Wait for the checkpoint that is being completed, and publish it."""

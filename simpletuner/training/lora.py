@@ -65,10 +65,9 @@ class LoraAdapter(AdapterWeights):
 
     def drafts(self, *, ema: Ema | None, note: Mapping[str, str]) -> Generator[Draft]:
         averages = {} if ema is None else {f"ema/{LORA_FILE}": plain_names(ema.average)}
-        header = self._header(note)
+        header = self.header(note)
         for name, weights in {LORA_FILE: self.state_dict(), **averages}.items():
-            write = partial(lora_files.write_named, name, header)
-            yield Draft(write, self.file_weights(weights))
+            yield Draft(partial(lora_files.write_weights, name, header), self.file_weights(weights))
         yield self.exact()
 
     @contextmanager
@@ -98,9 +97,9 @@ class LoraAdapter(AdapterWeights):
 
     def _publish(self, folder: Path, publication: Publication, weights: Mapping[str, Tensor]) -> tuple[Path, int]:
         """Write a file, verify it, then move it into place; returns its path and the number of tensors."""
-        write = partial(self.write, weights=weights, note=publication.note)
-        expected, pipeline = self.file_weights(weights), publication.adapter.load_bare_pipeline()
-        return lora_files.write_verified(folder, write, expected, self.form, pipeline), len(expected)
+        named, header = self.file_weights(weights), self.header(publication.note)
+        pipeline = publication.adapter.load_bare_pipeline()
+        return lora_files.write_verified(folder, named, header, self.form, pipeline), len(named)
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<module>.lora_A.weight` and `lora_B.weight` as they are trained, on the CPU."""
@@ -138,16 +137,8 @@ class LoraAdapter(AdapterWeights):
             result[lora_files.PREFIXES[self.form] + name] = folded.contiguous()
         return result
 
-    def write(self, folder: Path, *, weights: Mapping[str, Tensor] | None = None, note: Mapping[str, str]) -> Path:
-        """Write `pytorch_lora_weights.safetensors` into a folder, atomically.
-
-        Args:
-            weights: see `file_weights`.
-            note: additional entries for the safetensors header.
-        """
-        return lora_files.write_weights(folder / LORA_FILE, self.file_weights(weights), self._header(note))
-
-    def _header(self, note: Mapping[str, str]) -> dict[str, str]:
+    def header(self, note: Mapping[str, str]) -> dict[str, str]:
+        """The header of a file of these weights, with additional entries."""
         # `_with_initial` doubles the rank. The scale is in B already, so alpha is the rank.
         rank, targets = self.settings.r * (2 if self.initial else 1), self.settings.target_modules
         settings = {

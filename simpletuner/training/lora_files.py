@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,30 +62,21 @@ def file_settings(settings: Mapping[str, Any], form: LoraForm) -> dict[str, str]
     return {METADATA_KEY: json.dumps(prefixed, indent=2, sort_keys=True)}
 
 
-def write_weights(path: Path, weights: Mapping[str, Tensor], header: Mapping[str, str]) -> Path:
-    """Write a safetensors file with header entries, atomically; returns its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_weights(name: str, header: Mapping[str, str], folder: Path, weights: Mapping[str, Tensor]) -> Path:
+    """Write a safetensors file with header entries into a folder, atomically; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
     content = {name: each.cpu().contiguous() for name, each in weights.items()}
-    write_atomically(path, with_metadata(to_safetensors(content), {"format": "pt", **header}))
-    return path
-
-
-def write_named(name: str, header: Mapping[str, str], folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """`write_weights` with its arguments in the order of a draft's `write`."""
-    write_weights(folder / name, weights, header)
+    write_atomically(folder / name, with_metadata(to_safetensors(content), {"format": "pt", **header}))
+    return folder / name
 
 
 def write_verified(
-    folder: Path, write: Callable[[Path], Path], expected: Mapping[str, Tensor], form: LoraForm, pipeline: Any
+    folder: Path, weights: Mapping[str, Tensor], header: Mapping[str, str], form: LoraForm, pipeline: Any
 ) -> Path:
-    """Write a LoRA file, verify it (see `verify_file`), then move it into place; returns its path.
-
-    Args:
-        write: writes the file into a folder and returns its path.
-    """
+    """Write a LoRA file, verify it (see `verify_file`), then move it into place; returns its path."""
     trial = folder / f"unverified{UNFINISHED_FOLDER_SUFFIX}"
-    candidate = write(trial)
-    verify_file(candidate, expected, form, pipeline)
+    candidate = write_weights(LORA_FILE, header, trial, weights)
+    verify_file(candidate, weights, form, pipeline)
     # In one step, so that no file under this name is ever unverified.
     final = candidate.replace(folder / LORA_FILE)
     trial.rmdir()

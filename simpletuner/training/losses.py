@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from simpletuner.diffusion.batch import NoisyBatch, upload
 from simpletuner.techniques.base import Technique
@@ -20,13 +21,16 @@ Item = TypeVar("Item")
 
 @dataclass
 class Losses:
-    """Losses of the micro-steps. They stay on the device, so that the host waits for it only once a step."""
+    """Losses of the micro-steps, one item for each.
 
-    total: list[Tensor] = field(default_factory=list)
-    diffusion: list[Tensor] = field(default_factory=list)  # the total without what techniques add to it
-    per_sample: list[Tensor] = field(default_factory=list)
-    timesteps: list[Tensor] = field(default_factory=list)
-    extra: list[dict[str, Tensor]] = field(default_factory=list)  # by names that not all micro-steps have
+    They are tensors on the device, so that the host waits for it only once a step; `on_host` makes them numbers.
+    """
+
+    total: list[Any] = field(default_factory=list)
+    diffusion: list[Any] = field(default_factory=list)  # the total without what techniques add to it
+    per_sample: list[Any] = field(default_factory=list)
+    timesteps: list[Any] = field(default_factory=list)
+    extra: list[dict[str, Any]] = field(default_factory=list)  # by names that not all micro-steps have
     names: list[list[str]] = field(default_factory=list)
 
     def begin(self, noisy: NoisyBatch, loss: Tensor) -> None:
@@ -46,32 +50,19 @@ class Losses:
         """Samples of each micro-batch."""
         return [len(names) for names in self.names]
 
-    def on_host(self, more: Sequence[Tensor] = ()) -> tuple[HostLosses, Iterator[float]]:
-        """Copies the losses and extra scalars to the host in one transfer."""
-        scalars = [*self.total, *self.diffusion, *(value for extra in self.extra for value in extra.values())]
-        # One tensor, one copy, one wait. The reads below follow its order.
-        flat = [torch.stack(scalars), *self.per_sample, *self.timesteps, *(each[None] for each in more)]
-        numbers = iter(torch.cat(flat).tolist())
-        total, diffusion = (list(islice(numbers, len(self.total))) for _ in range(2))
-        extra = [dict(zip(each, islice(numbers, len(each)), strict=True)) for each in self.extra]
-        samples, timesteps = ([list(islice(numbers, count)) for count in self.counts] for _ in range(2))
-        return HostLosses(total, diffusion, samples, timesteps, extra, self.names), numbers
-
-
-@dataclass(frozen=True)
-class HostLosses:
-    """What `Losses` holds, as numbers: one item per micro-step."""
-
-    total: list[float]
-    diffusion: list[float]
-    per_sample: list[list[float]]
-    timesteps: list[list[float]]
-    extra: list[dict[str, float]]
-    names: list[list[str]]
+    def on_host(self, more: Sequence[Tensor] = ()) -> tuple[Losses, Iterator[float]]:
+        """The losses as numbers, and more scalars."""
+        tensors = (self.total, self.diffusion, self.per_sample, self.timesteps, self.extra, list(more))
+        each, structure = tree_flatten(tensors)
+        # One tensor, one copy, one wait.
+        numbers = iter(torch.cat([tensor.flatten() for tensor in each]).tolist())
+        read = [list(islice(numbers, len(tensor))) if tensor.ndim else next(numbers) for tensor in each]
+        total, diffusion, per_sample, timesteps, extra, scalars = tree_unflatten(read, structure)
+        return Losses(total, diffusion, per_sample, timesteps, extra, self.names), iter(scalars)
 
     @classmethod
-    def merged(cls, parts: Sequence[HostLosses]) -> HostLosses:
-        """The losses of all processes as those of one, with samples in the order of the global batch.
+    def merged(cls, parts: Sequence[Losses]) -> Losses:
+        """The numbers of all processes as those of one, with samples in the order of the global batch.
 
         Raises:
             NonFiniteError: naming the files of the micro-batches of one process.
@@ -90,7 +81,7 @@ class HostLosses:
 
     def means(self, techniques: Iterable[Technique]) -> dict[str, float]:
         """The metrics of the step: every sample has the same weight, and every micro-step in what techniques log."""
-        counts = torch.tensor([len(names) for names in self.names], dtype=torch.float32)
+        counts = torch.tensor(self.counts, dtype=torch.float32)
         shares = counts / counts.mean()  # all 1 if the batches are of one size
         means = {
             "train_loss": torch.tensor([*chain.from_iterable(self.per_sample)]).mean().item(),

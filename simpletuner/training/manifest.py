@@ -12,11 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from simpletuner.atomic import write_json
 from simpletuner.caching.keys import hash_file
-from simpletuner.config.values import read_json
+from simpletuner.config.values import read_json, read_stored
 from simpletuner.errors import Problem, Reading, result_of
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_keys import LORA_FILE as LORA_FILE
@@ -79,9 +77,6 @@ class Manifest:
     files: dict[str, tuple[int, str]]
 
 
-_MANIFEST = TypeAdapter(Manifest)
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint folder."""
@@ -105,9 +100,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a folder, or None unless all its files exist in the right size."""
-    try:
-        manifest = _MANIFEST.validate_json((folder / FILE_NAME).read_bytes())
-    except (OSError, ValidationError):
+    manifest = read_stored(folder / FILE_NAME, Manifest)
+    if manifest is None:
         return None
     # Sizes alone: hashing gigabytes would delay whatever lists checkpoints. A resume hashes (`damaged_files`).
     sizes = {folder / name: size for name, (size, _) in manifest.files.items()}

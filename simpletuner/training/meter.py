@@ -26,7 +26,6 @@ class StepMeter:
         self._assembly = assembly
         self._started = time.perf_counter()
         self._work = Work()
-        self._tiles: dict[int, tuple[float, int]] = {}
         self._shapes: list[tuple[int, ...]] = []
         self._data_seconds, self._passes = 0.0, assembly.passes
         if assembly.streamer is not None:
@@ -44,15 +43,16 @@ class StepMeter:
         self._shapes.append(tuple(batch.latents.shape))
         self._work += batch_work(self._assembly, batch).times(1 / self._assembly.settings.sequence)
 
-    def visit(self, tiles: dict[int, tuple[float, int]]) -> None:
-        """Note the pairs of tiles that block-sparse attention visited, and all pairs, by tokens of a sample."""
-        self._tiles = tiles
-
     def report(
-        self, step: int, loader: BatchLoader, metrics: Mapping[str, float], timesteps: Sequence[float]
-    ) -> StepReport:
-        """The report of the step, which ends now."""
-        assembly, work, tiles = self._assembly, self._work, self._tiles
+        self, step: int, loader: BatchLoader, metrics: Mapping[str, float], timesteps: Sequence[float],
+        tiles: Mapping[int, tuple[float, int]],
+    ) -> StepReport:  # fmt: skip
+        """The report of the step, which ends now.
+
+        Args:
+            tiles: pairs of tiles that block-sparse attention visited, and all pairs, by tokens of a sample.
+        """
+        assembly, work = self._assembly, self._work
         visited, pairs = (sum(counts) for counts in zip(*tiles.values(), strict=True)) if tiles else (1, 1)
         return StepReport(
             step=step,

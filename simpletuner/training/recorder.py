@@ -110,10 +110,10 @@ class RequestHandler(Callback):
         # One process looks for all: a file could appear between two looks, and requests are carried out together.
         for request in assembly.world.on_main(partial(take_requests, self.output_dir)):
             if request == "stop":
-                self._stop(assembly, state, "as a file requests.")
+                self._stop(assembly, state, "as requested.")
             elif request == "stop_at_epoch_end":
                 self.ends_with_epoch = True
-                self.events.say(f"The run will stop at the end of epoch {report.epoch}, as a file requests.")
+                self.events.say(f"The run will stop at the end of epoch {report.epoch}, as requested.")
             else:
                 self.actions[request](assembly, state)
         if self.ends_with_epoch and report.epochs_done > state.epochs_done:
@@ -125,7 +125,7 @@ class RequestHandler(Callback):
     def _is_asked_to_stop(self, assembly: Assembly, state: TrainState) -> bool:
         """Looked at between steps and, while previews are rendered, between their sampling steps."""
         if asked := take_request(self.output_dir, "stop"):
-            self._stop(assembly, state, "as a file requests.")
+            self._stop(assembly, state, "as requested.")
         return asked
 
     def _stop(self, assembly: Assembly, state: TrainState, reason: str) -> None:

@@ -1,7 +1,7 @@
 """Updates each weight as soon as its gradient is complete (optimizer in backward), so gradients are never held at once.
 
 The optimizer is the usual one, restricted to one parameter at a time, so the weights are those of an update at the end
-of the step, bit for bit. What needs all gradients first is refused by the plan (`check_release`).
+of the step, bit for bit. What needs all gradients first is refused by the plan: the key excludes it.
 
 `HostState` keeps the optimizer's state in host memory, and a weight's state on the device only for its update.
 """
@@ -107,7 +107,7 @@ class GradientRelease:
         (size,) = torch._foreach_norm([parameter.grad], math.inf if by_value else 2.0)
         self._sizes[name] = size.float()
         if self._updates:
-            # By norm would need all gradients; `check_release` refuses it.
+            # By norm would need all gradients; the plan refuses it.
             if limit > 0 and by_value:
                 parameter.grad.clamp_(-limit, limit)
             self.is_halfway = True

@@ -22,7 +22,7 @@ from simpletuner.diffusion.flow import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.reporting.events import StepReport
 from simpletuner.training import guard
-from simpletuner.training.losses import HostLosses, Losses, loss_divisor
+from simpletuner.training.losses import Losses, loss_divisor
 from simpletuner.training.meter import StepMeter
 from simpletuner.training.noise import add_noise
 from simpletuner.training.optimizers import RATE_RATIO, SEED, learning_rate_at
@@ -60,10 +60,10 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     tiles = assembly.take_tiles()
     # Without released gradients, the step's only wait for the device.
     mine, numbers = losses.on_host(
-        [*(size for sizes in measured for size in sizes.values()), *(visited for visited, _ in tiles.values())]
+        [*(size for sizes in measured for size in sizes.values()), *(count for count, _ in tiles.values())]
     )
     size, module_size = ({name: next(numbers) for name in sizes} for sizes in measured)
-    meter.visit({tokens: (next(numbers), pairs) for tokens, (_, pairs) in tiles.items()})
+    visited = {tokens: (next(numbers), pairs) for tokens, (_, pairs) in tiles.items()}
     if assembly.release is not None:
         size = assembly.release.read_size(losses.names)
     sizes = (*size.values(), *module_size.values())
@@ -73,7 +73,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         _update(assembly, size, module_size)
     with assembly.world.exchanging(f"Step {global_step + 1}"):
         gathered = assembly.world.gather(mine)
-    everyone = HostLosses.merged(gathered[:: settings.sequence])  # one of each group
+    everyone = Losses.merged(gathered[:: settings.sequence])  # one of each group
     is_halfway = assembly.release is not None
     guard.stop_if_gradients_not_finite(sizes, model | modules, assembly.scaler, everyone.names, is_halfway=is_halfway)
     # After the check, which judges by the scale that this step was computed with.
@@ -82,7 +82,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     assembly.optimizer.zero_grad(set_to_none=True)
     metrics = everyone.means(assembly.techniques) | size | {"learning_rate": rate, "epoch": loader.epoch}
     timesteps = [*chain.from_iterable(everyone.timesteps)]
-    return meter.report(global_step + 1, loader, metrics, timesteps)
+    return meter.report(global_step + 1, loader, metrics, timesteps, visited)
 
 
 def _update(assembly: Assembly, size: Mapping[str, float], module_size: Mapping[str, float]) -> None:

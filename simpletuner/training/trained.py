@@ -70,6 +70,16 @@ class Draft:
     def write_into(self, folder: Path) -> None:
         self.write(folder, self.content)
 
+    @classmethod
+    def of_tensors(cls, name: str, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> Draft:
+        """A safetensors file of that name."""
+        return cls(lambda folder, content: save_file(content, folder / name, header), tensors)
+
+    @classmethod
+    def of_json(cls, name: str, content: Mapping[str, Any]) -> Draft:
+        """A JSON file of that name."""
+        return cls(lambda folder, content: write_json(folder / name, content), content)
+
     def copied(self) -> Draft:
         """With a copy of its content in host memory, which training does not change."""
         return replace(self, content=replaced(self.content, _to_host))
@@ -160,7 +170,7 @@ class AdapterWeights:
     def exact(self) -> Draft:
         """The parameters exactly as they are trained."""
         weights = {name: parameter.detach().contiguous() for name, parameter in self.parameters().items()}
-        return Draft(lambda folder, content: save_file(content, folder / STATE_FOLDER / WEIGHTS_FILE), weights)
+        return Draft.of_tensors(f"{STATE_FOLDER}/{WEIGHTS_FILE}", weights)
 
     def load(self, folder: Path) -> None:
         keys = "lora_type, lora_rank and peft_lora_target_modules, or lycoris_config"
@@ -240,7 +250,8 @@ class FullModel:
             folder = self.sharers.on_main(lambda: building.enter_context(build_folder(final)))
             self.sharers.on_main(lambda: copy_parts(publication, folder))
             with nullcontext() if ema is None else ema.applied():
-                self._write(folder)
+                for draft in self._files(FOLDER):
+                    self.sharers.on_main(partial(draft.write_into, folder))
                 self.verify(folder / FOLDER)
             self.sharers.on_main(lambda: write_json(folder / NOTE_FILE, dict(publication.note)))
         return f"Saved {final}; it loads with from_pretrained."
@@ -263,10 +274,6 @@ class FullModel:
         if found := self.sharers.broadcast(sorted(wrong)):
             raise RuntimeError(f"{folder}: {shorten(found)} is not what was trained")
 
-    def _write(self, folder: Path) -> None:
-        for draft in self._files(FOLDER):
-            self.sharers.on_main(partial(draft.write_into, folder))
-
     def _files(self, name: str) -> Iterator[Draft]:
         """What diffusers' `save_pretrained` writes into a folder of that name, gathered one file at a time."""
         model: Any = self.transformer
@@ -279,19 +286,15 @@ class FullModel:
         files = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS_PATTERN, max_shard_size="5GB")
         yield Draft(lambda folder, content: model.save_config(folder / name))
         for file, keys in files.filename_to_tensors.items():
-            tensors = {}
+            tensors: dict[str, Any] = {}
             for key in keys:
                 # Gathering is collective, so all processes do it; only the main one keeps the result.
                 whole = gathered(weights[key]) if is_part(weights[key]) else weights[key].detach()
                 tensors[key] = self.sharers.main_only(whole.contiguous)
-            yield Draft(partial(_save_weights, f"{name}/{file}"), tensors)
+            yield Draft.of_tensors(f"{name}/{file}", tensors, {"format": "pt"})
         if files.is_sharded:
             index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
-            yield Draft(lambda folder, content: write_json(folder / name / SAFE_WEIGHTS_INDEX_NAME, content), index)
-
-
-def _save_weights(name: str, folder: Path, weights: dict[str, Tensor]) -> None:
-    save_file(weights, folder / name, {"format": "pt"})
+            yield Draft.of_json(f"{name}/{SAFE_WEIGHTS_INDEX_NAME}", index)
 
 
 def copy_parts(publication: Publication, folder: Path) -> None:

@@ -30,7 +30,7 @@ from simpletuner.data.entries import ProgressBar
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.distributed.sharing import Keep, share_work
-from simpletuner.memory.offload.attach import offload_layers
+from simpletuner.memory.offload.attach import Offload
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import FamilyAdapter, PreviewPipeline, PreviewRequest
 from simpletuner.models.decoding import decode_in
@@ -155,7 +155,7 @@ def warn_of_one_colour(frames: Sequence[Image], path: Path) -> None:
 def place_vae(vae: nn.Module, transformer: nn.Module, config: OffloadConfig, device: torch.device) -> None:
     """Apply the configured offloading to a loaded VAE; by default it stays on the device."""
     if config.group_offload_vae:
-        offload_layers(vae, config, device)
+        Offload(config, device).attach_to_stacks(vae)
     elif config.enable_model_cpu_offload:
         take_turns(transformer, vae, device)
 

@@ -14,6 +14,7 @@ import pytest
 from simpletuner import STARTED
 from simpletuner.annexes.display.progress import PlainDisplay, Start, make_display, shown_events
 from simpletuner.annexes.display.terminal import LiveDisplay, sparkline
+from simpletuner.annexes.figures import Pace, RunningMean
 from simpletuner.reporting.events import (
     CACHING,
     EVALUATION,
@@ -28,7 +29,7 @@ from simpletuner.reporting.events import (
     StepReport,
 )
 from simpletuner.reporting.log import setup_logging
-from simpletuner.reporting.pace import Pace, RunningMean, clock, pace_text, size_text
+from simpletuner.reporting.pace import clock, pace_text, size_text
 
 
 class Clock:

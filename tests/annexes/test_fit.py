@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -609,7 +610,7 @@ def small(gigabytes: float = 80, **settings: Any) -> Budget:
 
 def test_a_larger_batch_is_proposed_where_the_gpu_waits_for_the_host() -> None:
     before = small()
-    batch = free_batch(before)
+    batch = free_batch(before, math.inf)
     assert batch is not None
     assert batch > 1
     after, beyond = (
@@ -617,14 +618,16 @@ def test_a_larger_batch_is_proposed_where_the_gpu_waits_for_the_host() -> None:
         for count in (batch, batch + 1)
     )
     assert after.step_seconds == before.step_seconds < beyond.step_seconds
-    assert free_batch(after) is None
-    assert free_batch(budget(gpu(80, 1e12), PICTURE, "t2i-lite-sft")) is None, "computing takes longer"
-    assert free_batch(small(dynamo_mode="reduce-overhead")) is None, "a CUDA graph needs no launches"
+    assert free_batch(after, math.inf) is None
+    assert free_batch(budget(gpu(80, 1e12), PICTURE, "t2i-lite-sft"), math.inf) is None, "computing takes longer"
+    assert free_batch(small(dynamo_mode="reduce-overhead"), math.inf) is None, "a CUDA graph needs no launches"
+    assert free_batch(before, batch / 2) == batch // 2, "an epoch has no more samples"
+    assert free_batch(before, 1.5) is None
 
 
 def test_a_proposed_batch_fits() -> None:
     roomy, peak = small(), small().peaks[0]
-    batch = free_batch(roomy)
+    batch = free_batch(roomy, math.inf)
     tight = replace(roomy, device=gpu((peak * 1.02 + DEVICE_OVERHEAD) / (1 - FRAGMENTS) / 1e9, 1e12))
     assert tight.fits
-    assert (free_batch(tight) or 1) < (batch or 1)
+    assert (free_batch(tight, math.inf) or 1) < (batch or 1)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from simpletuner.annexes.display.progress import in_red
+from simpletuner.annexes.figures import duration
 from simpletuner.budget import device
 from simpletuner.budget.device import Gpu, find_device, torch_uses_gpus
-from simpletuner.reporting.pace import duration
 from tests.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]

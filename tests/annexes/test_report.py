@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.publishing.card import Result, public_settings
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import (
@@ -39,7 +40,7 @@ from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.errors import Problems, result_of
 from simpletuner.reporting.environment import describe_environment
-from simpletuner.reporting.metrics import Columns, MediaRecord
+from simpletuner.reporting.metrics import MediaRecord
 
 VOID = {"br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"}
 NASTY = "</script><script>alert(1)</script> & \"quotes\" 'too' <img src=x onerror=alert(2)> चमक"

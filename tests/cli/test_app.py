@@ -182,7 +182,7 @@ def test_every_way_to_stop_has_its_exit_code(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(app, "app", fail)
+    monkeypatch.setattr(app, "get_command", lambda commands: fail)
     assert main(["train"]) == code
     assert capsys.readouterr().err == told
 
@@ -191,7 +191,7 @@ def test_what_nobody_foresaw_has_a_traceback(capsys: Capture, monkeypatch: pytes
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(app, "app", fail)
+    monkeypatch.setattr(app, "get_command", lambda commands: fail)
     assert main(["train"]) == 1
     told = capsys.readouterr().err
     assert "Traceback" in told

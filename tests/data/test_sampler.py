@@ -94,7 +94,7 @@ def test_batches_are_made_on_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPa
         torch.cuda, "set_device", lambda device: calls.append((threading.current_thread().name, device))
     )
     next(planned_by([make_dataset({"1.0": 9})]))
-    assert calls == [("batch-reader", 3)]
+    assert calls == [("batch-reader_0", 3)]
 
 
 def test_a_restart_anywhere_goes_on_exactly() -> None:

@@ -13,6 +13,8 @@ from tests.distributed.sharded_run import BATCH_FILE
 from tests.processes import run_together
 from tests.training.assembly import make_batch
 
+pytestmark = [pytest.mark.slow, pytest.mark.costly_setup]
+
 PIECES = 3  # of Kandinsky's blocks
 
 
@@ -25,7 +27,6 @@ def results(tmp_path_factory: pytest.TempPathFactory, t2i_checkpoint: Path) -> d
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_a_run_that_compiles_nothing(results: dict[str, Any], name: str) -> None:
     plain, compiled = results[name]

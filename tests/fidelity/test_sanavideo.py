@@ -14,7 +14,6 @@ from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise
 from simpletuner.errors import UserError
 from simpletuner.models.adapter import PreviewRequest, TextRequest
-from simpletuner.models.sanavideo.video import WanLatentEncoder
 from tests.closeness import ELEMENTWISE, MODEL, SAMPLING, VAE, assert_all_close, assert_close, limit
 from tests.fidelity.family import CPU
 from tests.fidelity.sana import (
@@ -99,7 +98,7 @@ def test_oracle(sana_checkpoint: Path, task: str) -> None:
     """With a model that answers `noise - z` the loss is 0 and both stock pipelines land on z."""
     adapter = make_sana_adapter(sana_checkpoint)
     embeds = adapter.load_text_encoder(CPU, torch.float32).encode([TextRequest("a ball")])
-    encoder = adapter.load_latent_encoder(CPU, torch.float32)
+    encoder: Any = adapter.load_latent_encoder(CPU, torch.float32)
     latents, first = encoder.encode(clip(), [0]), encoder.encode(clip()[:, :, :1], [0])
     noise = sample_noise(latents, [torch.Generator().manual_seed(1)])
     batch = Batch(latents, embeds, ["x"], condition=first if task == "i2v" else None)
@@ -226,7 +225,7 @@ class TestLatents:
         assert_close(decoded, stock, terms=VAE)
 
     def test_a_failure_stops(self, sana_checkpoint: Path) -> None:
-        encoder: WanLatentEncoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)
+        encoder = make_sana_adapter(sana_checkpoint).load_latent_encoder(CPU, torch.float32)
         with pytest.raises(UserError, match="not finite"):
             encoder.encode(torch.full_like(clip(), torch.nan), [0])
 

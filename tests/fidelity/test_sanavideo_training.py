@@ -22,7 +22,7 @@ from simpletuner.training.state import Assembly, TrainingSpec
 from tests.closeness import MODEL, assert_all_close, assert_close
 from tests.fidelity.family import CPU
 from tests.fidelity.sana import make_sana_adapter, make_sana_config, stock_pipeline
-from tests.training.assembly import lora_of
+from tests.training.assembly import lora_of, write_lora
 
 ALL_LINEAR = SANA_VIDEO.lora_presets["all-linear"]
 DEFAULT = list(SANA_VIDEO.lora_targets)
@@ -85,7 +85,7 @@ def test_lora_file_in_the_stock_pipeline(sana_checkpoint: Path, tmp_path: Path, 
     assert lora is not None
     for index, parameter in enumerate(assembly.parameters.values()):
         parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 4
-    path = lora.write(tmp_path, note={})
+    path = write_lora(lora, tmp_path)
     adapter = make_sana_adapter(sana_checkpoint)
     verify_file(path, lora.file_weights(), lora.form, adapter.load_bare_pipeline())
     assert 0 < rounding_error(lora, torch.bfloat16) < 0.01

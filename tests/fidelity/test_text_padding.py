@@ -11,7 +11,7 @@ from diffusers import Kandinsky5Transformer3DModel
 from simpletuner.diffusion.batch import Batch, TextEmbeds
 from simpletuner.diffusion.flow import make_noisy
 from simpletuner.models.adapter import TextRequest
-from simpletuner.models.kandinsky5 import attention
+from simpletuner.models.kandinsky5 import blocks
 from simpletuner.models.kandinsky5.image import channels_last, collate_text
 from simpletuner.speed.recomputation import enable_checkpointing
 from tests.closeness import ROTATION, distance
@@ -88,7 +88,7 @@ def test_sampling_is_left_alone_after_training(t2i_checkpoint: Path, embeds: lis
     transformer = adapter.load_transformer(torch.float32)
     batch = make_batch(embeds)
     adapter.predict(transformer, make_noisy(batch, torch.tensor([0.3, 0.6, 0.9]), noise_like(batch.latents)))
-    padding = attention.TextPadding()
+    padding = blocks.TextPadding()
     with padding.hidden(torch.ones(1, 2, dtype=torch.bool)):
         assert padding.mask is not None
     assert padding.mask is not None, "the recomputation in backward still needs it"

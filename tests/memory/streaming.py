@@ -15,12 +15,13 @@ from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.schema import OffloadConfig, PrecisionConfig
+from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.memory.offload import attach
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.streamer import Lane, RememberedPlaces, Streamer
 from simpletuner.memory.precision import quantise, use_quantised_products
-from simpletuner.models.kandinsky5 import attention, fast
-from simpletuner.models.kandinsky5.image import block_layout, predict_velocity
+from simpletuner.models.kandinsky5.blocks import mask_padding, use_fast_blocks
+from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.spec import ALL_LINEAR
 from simpletuner.speed.compile import compile_blocks
 from simpletuner.speed.recomputation import enable_checkpointing
@@ -84,7 +85,7 @@ class Trained:
             if not any(part in name for part in Kandinsky5Transformer3DModel._keep_in_fp32_modules):
                 parameter.data = parameter.data.to(dtype)
         self.dtype = dtype
-        self.padding = attention.install(self.model)
+        self.padding = mask_padding(self.model)
         self.model.requires_grad_(False)
         if prepare is not None:
             prepare(self.model)
@@ -94,8 +95,11 @@ class Trained:
             fill_zeros(self.lora_weights())
         precision = PrecisionConfig(gradient_checkpointing=checkpointing, gradient_checkpointing_interval=interval)
         self.keeps_saved = not precision.checkpoints_all
-        self.layout = block_layout(self.model)
-        self.fast = fast.install(self.model, self.padding) if recomputing else None
+        # Without a checkpoint.
+        self.adapter = Kandinsky5ImageAdapter.__new__(Kandinsky5ImageAdapter)
+        self.adapter.dtype, self.adapter.padding, self.adapter.takes_picture = self.dtype, self.padding, False
+        self.layout = self.adapter.block_layout(self.model)
+        self.fast = use_fast_blocks(self.model, self.padding) if recomputing else None
         enable_checkpointing(
             self.model,
             self.layout,
@@ -122,7 +126,7 @@ class Trained:
         config = OffloadConfig(enable_group_offload=True, **settings)
         blocks = attach.streamed_blocks(self.layout.blocks, config.group_offload_resident_blocks)
         attach.place_model(self.model, blocks, device)
-        streamer = attach.attach_offload(self.model, blocks, config, device, keeps_saved=self.keeps_saved, slots=slots)
+        streamer = attach.Offload(config, device).attach(self.model, blocks, keeps_saved=self.keeps_saved, slots=slots)
         assert streamer is not None
         if self.fast is not None:
             self.fast.outside_checkpoint = RememberedPlaces(streamer)
@@ -138,10 +142,11 @@ class Trained:
     def predict(self, timestep: float = 300.0) -> Tensor:
         pairs = zip(self.texts, self.pooled, strict=True)
         embeds = [{"prompt_embeds": text, "pooled_prompt_embeds": pooled} for text, pooled in pairs]
-        return predict_velocity(
-            self.model, self.padding, self.latents, torch.tensor([timestep, 700.0], device=self.latents.device), embeds,
-            rope_scale=(1.0, 1.0, 1.0), dtype=self.dtype,
-        )  # fmt: skip
+        latents, timesteps = self.latents.movedim(-1, 1), torch.tensor([timestep, 700.0], device=self.latents.device)
+        batch = Batch(latents, embeds, ["a", "b"])
+        return self.adapter.predict(
+            self.model, NoisyBatch(batch, latents, timesteps / 1000, latents, timesteps, target=latents)
+        )
 
     def sample(self) -> Tensor:
         with torch.no_grad():

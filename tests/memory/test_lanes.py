@@ -17,7 +17,7 @@ from torch import nn
 from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.schema import OffloadConfig
 from simpletuner.memory.offload import attach, image
-from simpletuner.memory.offload.attach import offload_layers
+from simpletuner.memory.offload.attach import Offload
 from simpletuner.memory.offload.image import ALIGNMENT, WeightImage
 from simpletuner.memory.offload.streamer import CudaLane, DiskLane, Lane, StreamClock, choose_lane
 from simpletuner.memory.precision import quantise
@@ -135,7 +135,8 @@ def test_stacks_of_layers(name: str, tmp_path: Path) -> None:
         later = partial(quantise, model, r".*", QUANTISATIONS[name], accelerator=CPU)
     with torch.no_grad():
         expected = whole(x)
-        streamers = offload_layers(model, OffloadConfig(group_offload_to_disk_path=str(tmp_path)), CPU, later)
+        offload = Offload(OffloadConfig(group_offload_to_disk_path=str(tmp_path)), CPU)
+        streamers = offload.attach_to_stacks(model, later)
         assert [len(each.images) for each in streamers] == [5]
         for _ in range(2):
             assert torch.equal(model(x), expected)

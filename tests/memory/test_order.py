@@ -76,7 +76,7 @@ def streamed(gpu: LyingGpu, *, blocks: int = 5, keeps: bool = False, **settings:
             model, layout, PrecisionConfig(gradient_checkpointing=True), dropout=False, block_inputs=BlockInputs(GPU)
         )
     attach.place_model(model, [*model.blocks], GPU)
-    attach.attach_offload(model, [*model.blocks], OffloadConfig(**settings), GPU, keeps_saved=keeps)
+    attach.Offload(OffloadConfig(**settings), GPU).attach(model, [*model.blocks], keeps_saved=keeps)
     for size in (2, 3):
         model(torch.randn(size, 8).to(GPU)).backward()
         with torch.no_grad():

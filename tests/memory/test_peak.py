@@ -21,9 +21,9 @@ from simpletuner.config.schema import OptimizerConfig, PrecisionConfig
 from simpletuner.distributed.sequence import SequenceGroup
 from simpletuner.memory.precision import QuantisedLinear, QuantisedProducts, linear_layers
 from simpletuner.models.cost import Adapters, BatchShape, Kernels, TransformerCost
-from simpletuner.models.kandinsky5 import attention, fast, nabla
+from simpletuner.models.kandinsky5 import blocks, nabla
 from simpletuner.models.kandinsky5.cost import IMAGE_COST, VIDEO_COST
-from simpletuner.models.kandinsky5.image import ROPE, block_layout
+from simpletuner.models.kandinsky5.image import ROPE, Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.lora_keys import linear_modules, matching_modules
 from simpletuner.models.sanavideo.cost import COST as SANA_COST
@@ -134,7 +134,7 @@ def planned_by_metered(
     model = train(model, cost, adapters, checkpointed)
     if sequence > 1:
         group = SequenceGroup(0, sequence, None)
-        fast.install(model, attention.TextPadding()).self_attention.group = group
+        blocks.use_fast_blocks(model, blocks.TextPadding()).self_attention.group = group
         group.attach(list(model.visual_transformer_blocks), ROPE)
     with fake_step(monkeypatch):
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
@@ -168,8 +168,9 @@ def test_the_planned_peak_of_sparse_attention_is_the_metered_one(
         monkeypatch.setattr(nabla, "choose_attend", lambda *given: nabla.compiled(nabla.tile_blocks, {}, {}))
         hollow(model, lambda path, parameter: torch.float32 if cost.stays_float32(path) else BF16)
         nabla.install(model)
-        keep = fast.install(model, attention.install(model)).self_attention
-        enable_checkpointing(model, block_layout(model), precision, dropout=False, keep=keep)
+        keep = blocks.use_fast_blocks(model, blocks.mask_padding(model)).self_attention
+        layout = Kandinsky5ImageAdapter.__new__(Kandinsky5ImageAdapter).block_layout(model)
+        enable_checkpointing(model, layout, precision, dropout=False, keep=keep)
         inputs = kandinsky_inputs(load, _channels(settings))
         shape = tuple(inputs["hidden_states"].shape)
         inputs["sparse_params"] = nabla.sparse_params(shape, dict(model.config), torch.device("cpu"))

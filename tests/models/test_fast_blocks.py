@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from simpletuner.models.kandinsky5 import attention, fast, nabla
-from simpletuner.models.kandinsky5.fast import store_in_bf16
+from simpletuner.models.kandinsky5 import blocks, nabla
+from simpletuner.models.kandinsky5.blocks import store_in_bf16
 from tests.tiny import WIDTH, build_kandinsky
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -45,7 +45,7 @@ def inputs(dtype: torch.dtype, samples: int, channels: int = 16) -> dict[str, An
     }
 
 
-def output_and_gradients(model: Any, padding: attention.TextPadding, mask: Tensor | None, named: Any) -> list[Tensor]:
+def output_and_gradients(model: Any, padding: blocks.TextPadding, mask: Tensor | None, named: Any) -> list[Tensor]:
     with padding.hidden(mask):
         out = model(**named)
     out.float().square().mean().backward()
@@ -70,9 +70,9 @@ def test_outputs_and_all_gradients_are_equal(dtype: torch.dtype, padded: bool, v
     found = []
     for is_fast in (False, True):
         model = build(dtype, visual_cond=visual_cond)
-        padding = attention.install(model)
+        padding = blocks.mask_padding(model)
         if is_fast:
-            fast.install(model, padding)
+            blocks.use_fast_blocks(model, padding)
         found.append(output_and_gradients(model, padding, mask, inputs(dtype, 2, 33 if visual_cond else 16)))
     assert_same(*found)
 
@@ -83,13 +83,13 @@ def test_block_sparse_attention_is_equal(dtype: torch.dtype) -> None:
     named = inputs(dtype, 1)
     for is_fast in (False, True):
         model = build(dtype, nabla=True)
-        padding = attention.install(model)
+        padding = blocks.mask_padding(model)
         nabla.install(model)
         named["sparse_params"] = nabla.sparse_params(
             tuple(named["hidden_states"].shape), dict(model.config), torch.device("cpu")
         )
         if is_fast:
-            fast.install(model, padding)
+            blocks.use_fast_blocks(model, padding)
         found.append(output_and_gradients(model, padding, None, named))
     assert_same(*found)
 
@@ -103,15 +103,15 @@ def test_positions_of_each_sample_may_differ() -> None:
     found = []
     for is_fast in (False, True):
         model = build(torch.float32)
-        padding = attention.install(model)
+        padding = blocks.mask_padding(model)
         if is_fast:
-            fast.install(model, padding)
+            blocks.use_fast_blocks(model, padding)
         found.append([model.visual_transformer_blocks[0](hidden, text, time[:, 0], rope, None)])
     assert_same(*found)
 
 
 def test_tables_are_made_once_and_go_with_their_tensor() -> None:
-    cache = fast.FastForward(fast.FastBlocks({}), attention.TextPadding())
+    cache = blocks.FastForward(blocks.FastBlocks({}), blocks.TextPadding())
     rope = torch.randn(1, 5, 1, 8, 2, 2)
     tables = cache.tables(rope, 2)
     assert cache.tables(rope, 2) is tables
@@ -132,8 +132,8 @@ def test_modulation_in_bf16_is_equal_where_it_is_exact(kept: bool) -> None:
             if "modulation" in name and kept:
                 parameter.data = parameter.data.to(torch.bfloat16).float()
             parameter.requires_grad_("to_" in name)
-        padding = attention.install(model)
-        fast.install(model, padding)
+        padding = blocks.mask_padding(model)
+        blocks.use_fast_blocks(model, padding)
         if is_narrow:
             saved.append(store_in_bf16(model))
         found.append(output_and_gradients(model, padding, None, inputs(torch.float32, 1)))
@@ -153,8 +153,8 @@ def test_trained_modulation_stays_float32() -> None:
 
 def test_hooks_on_blocks_are_called() -> None:
     model = build(torch.float32)
-    padding = attention.install(model)
-    fast.install(model, padding)
+    padding = blocks.mask_padding(model)
+    blocks.use_fast_blocks(model, padding)
     seen: list[nn.Module] = []
     for block in model.visual_transformer_blocks:
         block.register_forward_pre_hook(lambda module, _: seen.append(module))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from simpletuner.models.kandinsky5.fast import store_in_bf16
+from simpletuner.models.kandinsky5.blocks import store_in_bf16
 from simpletuner.models.loading import full_float32, full_linear, keep_full_float32
 from tests.fidelity.sana import make_sana_adapter
 from tests.tiny import WIDTH, build_kandinsky

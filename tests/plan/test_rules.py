@@ -13,7 +13,7 @@ from simpletuner.config.load import Layer, resolve
 from simpletuner.config.option import Option, When, unless, when
 from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.errors import Problems
-from simpletuner.plan.checks import check_config, exclusions, unmet
+from simpletuner.plan.checks import check_config, conflicts, unmet
 from simpletuner.plan.draft import Draft
 
 OPTIONS = all_options()
@@ -111,13 +111,13 @@ def test_what_an_option_excludes(key: str, other: When) -> None:
     for condition in option.requires:
         alone |= state(condition, holds=True)
     both = {**alone, **state(other, holds=True)}
-    (told,) = [each for each in exclusions(config(both)) if each.where == key]
+    (told,) = [each for each in conflicts(config(both)) if each.where == key]
     assert told.fatal
     value = f"{both[key]!r} " if option.choices else ""
     begin = f"{value}cannot be combined with {next(iter(other.keys))}"
     assert (told.message.startswith(begin), other.because in told.message) == (True, True)
     assert told in check_config(config(both))
-    assert not [each for each in exclusions(config(alone)) if each.where == key]
+    assert not [each for each in conflicts(config(alone)) if each.where == key]
     assert other.stated in " ".join(" ".join(explain_key(option)).split())
 
 

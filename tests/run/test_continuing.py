@@ -13,7 +13,7 @@ from PIL import Image
 
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.adapter import PreviewRequest, TextRequest
-from simpletuner.models.kandinsky5.attention import TextPadding
+from simpletuner.models.kandinsky5.blocks import TextPadding
 from simpletuner.models.kandinsky5.image import StockPipeline
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.training.manifest import NOTE_FILE

@@ -75,13 +75,13 @@ def test_what_a_reading_thread_asks_for_is_done_in_the_loops_thread() -> None:
         return "healed"
 
     planned: Any = range(5)
-    made: Any = read_ahead(planned, lambda each: (each, in_loop(work)), 2)  # type: ignore[return-value]
+    made: Any = read_ahead(planned, lambda each: (each, in_loop(work)), 2)
     assert [next(made), next(made)] == [(0, "healed"), (1, "healed")]
     with pytest.raises(ValueError, match="damaged"):
         next(made)
     assert set(threads) == {threading.main_thread()}
     before = threading.enumerate()
-    waiting: Any = read_ahead(planned, lambda each: each if not each else in_loop(work), 2)  # type: ignore[return-value]
+    waiting: Any = read_ahead(planned, lambda each: each if not each else in_loop(work), 2)
     next(waiting)
     waiting.close()
     assert not any("batch-reader" in thread.name for thread in threading.enumerate() if thread not in before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
 from simpletuner.run.session import publish_result
+from simpletuner.training import lora_files
 from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, STEP_NOTE
 from simpletuner.training.trained import FullModel, Publication
 from tests.fidelity.family import make_config
-from tests.training.assembly import lora_of, make_assembly, make_batch
+from tests.training.assembly import lora_of, make_assembly, make_batch, write_lora
 from tests.workspace import Workspace
 
 
@@ -53,14 +54,14 @@ def test_a_file_that_was_not_written_as_trained_never_replaces_a_good_one(
     lora, publication = lora_of(assembly), make_publication(t2i_checkpoint, assembly.adapter)
     good = tmp_path / LORA_FILE
     assert f"all {len(lora.state_dict())} tensors load" in lora.publish(tmp_path, publication, None)
-    before, write = good.read_bytes(), lora.write
+    before, write = good.read_bytes(), lora_files.write_weights
 
-    def flawed(folder: Path, *, weights: Any = None, note: Mapping[str, str]) -> Path:
-        path = write(folder, weights=weights, note=note)
+    def flawed(*given: Any) -> Path:
+        path = write(*given)
         spoil(path)
         return path
 
-    monkeypatch.setattr(lora, "write", flawed)
+    monkeypatch.setattr(lora_files, "write_weights", flawed)
     with pytest.raises(RuntimeError, match="does not load as it was saved"):
         lora.publish(tmp_path, publication, None)
     assert good.read_bytes() == before
@@ -91,9 +92,9 @@ def test_only_the_result_of_the_last_step_is_reported(tmp_path: Path, t2i_checkp
     with workspace.inside():
         plan, _ = ready_plan(parse_arguments([]))
         assert published_result(plan, 4) is None
-        lora.write(plan.output_dir, note={STEP_NOTE: "2"})
+        write_lora(lora, plan.output_dir, **{STEP_NOTE: "2"})
         assert published_result(plan, 4) is None, "a stale file is no result"
-        lora.write(plan.output_dir, note={STEP_NOTE: "4"})
+        write_lora(lora, plan.output_dir, **{STEP_NOTE: "4"})
         found = published_result(plan, 4)
         assert found is not None
         assert found.path == LORA_FILE
@@ -105,13 +106,13 @@ def test_a_pipeline_that_was_not_written_as_trained_is_not_published(
     assembly = make_assembly(t2i_checkpoint, model_type="full")
     full, publication = assembly.trained, make_publication(t2i_checkpoint, assembly.adapter)
     assert isinstance(full, FullModel)
-    write = full._write
+    verify = full.verify
 
     def flawed(folder: Path) -> None:
-        write(folder)
-        spoil(next(folder.glob("transformer/*.safetensors")))
+        spoil(next(folder.glob("*.safetensors")))
+        verify(folder)
 
-    monkeypatch.setattr(full, "_write", flawed)
+    monkeypatch.setattr(full, "verify", flawed)
     with pytest.raises(RuntimeError, match="is not what was trained"):
         full.publish(tmp_path, publication, None)
     assert not (tmp_path / PIPELINE_FOLDER).exists()

@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.report.sheet import Sheet, still
-from simpletuner.reporting.metrics import Columns, MediaRecord
+from simpletuner.reporting.metrics import MediaRecord
 from tests.workspace import DATASETS, Workspace
 
 pytestmark = pytest.mark.slow

@@ -26,9 +26,9 @@ from simpletuner.config.speed import has_compiler
 from simpletuner.config.techniques import Route
 from simpletuner.diffusion.batch import Batch
 from simpletuner.models.adapter import PreviewRequest
-from simpletuner.models.kandinsky5 import attention, fast, nabla
+from simpletuner.models.kandinsky5 import blocks, nabla
+from simpletuner.models.kandinsky5.blocks import store_in_bf16
 from simpletuner.models.kandinsky5.cost import VIDEO_COST
-from simpletuner.models.kandinsky5.fast import store_in_bf16
 from simpletuner.models.sanavideo.video import CompiledOnGrid
 from simpletuner.speed.compile import Case, CheckedForward, CompiledPiece, settle_compiler
 from simpletuner.speed.recomputation import checkpointed
@@ -153,7 +153,7 @@ def test_a_block_with_sparse_attention_launches_what_a_dense_one_does(monkeypatc
             latents = tuple(inputs["hidden_states"].shape)
             inputs["sparse_params"] = nabla.sparse_params(latents, dict(model.config), torch.device("cpu"))
         model = with_lora(model, adapters_of(cost_of(VIDEO_COST, model), KANDINSKY_TARGETS, 2))
-        pieces = fast.install(model, attention.install(model)).pieces
+        pieces = blocks.use_fast_blocks(model, blocks.mask_padding(model)).pieces
         for name in ("before_attention", "after_attention"):
             pieces[name] = CompiledPiece(pieces[name], torch.compile(pieces[name], fullgraph=True))
         block = model.visual_transformer_blocks[1]
@@ -270,7 +270,7 @@ def test_what_the_backward_pass_does_not_read_is_not_recomputed() -> None:
     tokens = [torch.randn(1, count, WIDTH, requires_grad=True) for count in (8, 5)]
     inputs = tokens[0], tokens[0].unflatten(-1, (2, -1)), torch.randn(1, 9 * WIDTH), tokens[1], None
     gradients = []
-    for function in (fast.after_attention, checkpointed(fast.after_attention)):
+    for function in (blocks.after_attention, checkpointed(blocks.after_attention)):
         piece = CompiledPiece(function, torch.compile(function, backend=backend), strict=True)
         out = piece(block, *inputs)
         gradients.append(torch.autograd.grad(out, tokens, out.detach()))
@@ -282,7 +282,7 @@ def test_what_the_backward_pass_does_not_read_is_not_recomputed() -> None:
 
 def test_functions_that_recompute_themselves_share_no_sizes() -> None:
     """torch remembers by code object which sizes have differed, and compiles these as symbols."""
-    codes = {checkpointed(function).__code__ for function in (fast.after_attention, fast.text_block)}
+    codes = {checkpointed(function).__code__ for function in (blocks.after_attention, blocks.text_block)}
     assert len(codes) == 2
 
 
@@ -359,7 +359,7 @@ def test_inductor_on_one_block() -> None:
     inputs = torch.randn(2, 6, WIDTH), torch.randn(2, WIDTH), torch.randn(2, 6, 1, 8), torch.randn(2, 6, 1, 8), mask
     found = []
     for compiler in (None, torch.compile):
-        pieces = fast.install(model, attention.install(model)).pieces
+        pieces = blocks.use_fast_blocks(model, blocks.mask_padding(model)).pieces
         piece = pieces["text"] if compiler is None else CompiledPiece(pieces["text"], compiler(pieces["text"]))
         piece(block, *inputs).square().sum().backward()
         found.append({name: each.grad.clone() for name, each in block.feed_forward.named_parameters()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -380,7 +381,7 @@ def test_a_fixed_order_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert kernel_chooser("diffusers", torch.device("cuda"), torch.bfloat16) is None
     flash = SimpleNamespace(flash_attn_func=lambda *inputs, deterministic=False: deterministic)
-    monkeypatch.setattr(attention.importlib, "import_module", lambda name: flash)
+    monkeypatch.setitem(sys.modules, "flash_attn", flash)
     assert attention.load_kernel("flash-attn-2")(*[torch.ones(1)] * 3)
 
 

@@ -16,6 +16,8 @@ from simpletuner.models.adapter import FamilyAdapter, TextRequest
 from simpletuner.techniques.base import HiddenStates, Site, Technique
 from simpletuner.training.assemble import assemble, make_accelerator
 from simpletuner.training.lora import LoraAdapter
+from simpletuner.training.lora_files import write_weights
+from simpletuner.training.manifest import LORA_FILE
 from simpletuner.training.state import Assembly, TrainingSpec
 from tests.fidelity.family import CPU, make_adapter, make_config
 
@@ -35,6 +37,11 @@ def lora_of(assembly: Assembly) -> LoraAdapter:
     """The LoRA that an assembly trains."""
     assert isinstance(assembly.trained, LoraAdapter)
     return assembly.trained
+
+
+def write_lora(lora: LoraAdapter, folder: Path, **note: str) -> Path:
+    """The file of a LoRA."""
+    return write_weights(LORA_FILE, lora.header(note), folder, lora.file_weights())
 
 
 def make_site(adapter: FamilyAdapter, transformer: nn.Module, *others: Technique) -> Site:

@@ -15,14 +15,13 @@ from torch import nn
 from simpletuner.config.precision import quantisation
 from simpletuner.errors import UserError
 from simpletuner.memory.heap import LARGE, large_tensors_apart
-from simpletuner.memory.offload.attach import attach_offload, pack_group, streamed_blocks
+from simpletuner.memory.offload.attach import Offload, streamed_blocks
 from simpletuner.memory.offload.image import WeightImage, leaves
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.loading import DeferredWeights
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource
-from simpletuner.training import assemble as assembling
 from simpletuner.training.assemble import load_frozen
 from tests.fidelity.family import CPU, make_adapter, make_config
 from tests.memory.test_precision import gradients
@@ -103,7 +102,8 @@ def test_weights_are_those_of_from_pretrained(
 def test_a_block_is_packed_before_the_next_is_read(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever a block has been packed, all weights are in images or still to be read."""
     config, adapter = parts(t2i_checkpoint, base_model_precision="int8-quanto", enable_group_offload=True)
-    load, models, images = adapter.load_transformer, list[nn.Module](), list[int]()
+    load, pack_group = adapter.load_transformer, Offload.pack
+    models, images = list[nn.Module](), list[int]()
 
     def pack(*arguments: Any) -> WeightImage:
         image = pack_group(*arguments)
@@ -116,7 +116,7 @@ def test_a_block_is_packed_before_the_next_is_read(t2i_checkpoint: Path, monkeyp
     monkeypatch.setattr(
         adapter, "load_transformer", lambda *words, **more: models.append(load(*words, **more)) or models[0]
     )
-    monkeypatch.setattr(assembling, "pack_group", pack)
+    monkeypatch.setattr(Offload, "pack", pack)
     load_frozen(config, adapter, CPU)
     assert len(images) == len(adapter.block_layout(models[0]).blocks)
 
@@ -162,7 +162,7 @@ def test_what_streams_is_in_its_image_alone(t2i_checkpoint: Path, tmp_path: Path
         assert image.holds([block])
         inside = {image.flat.untyped_storage().data_ptr()}
         assert {leaf.untyped_storage().data_ptr() for tensor in image.tensors for leaf in leaves(tensor)} == inside
-    streamer = attach_offload(transformer, blocks, config.offload, CPU, keeps_saved=False, packed=packed)
+    streamer = Offload(config.offload, CPU).attach(transformer, blocks, keeps_saved=False, packed=packed)
     assert streamer is not None
     assert all(one is other for one, other in zip(streamer.images, images, strict=True)), "nothing is packed again"
     assert packed == []

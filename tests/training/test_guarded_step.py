@@ -22,7 +22,7 @@ from simpletuner.training import step
 from simpletuner.training.checkpoints import CheckpointWriter
 from simpletuner.training.ema import Ema
 from simpletuner.training.guard import equalise_samples, stop_if_weights_not_finite
-from simpletuner.training.losses import HostLosses, loss_divisor
+from simpletuner.training.losses import Losses, loss_divisor
 from simpletuner.training.manifest import STATE_FOLDER, Identity
 from simpletuner.training.noise import add_noise
 from simpletuner.training.state import Assembly, TrainState
@@ -193,10 +193,10 @@ class Logged(World):
 
 def test_weights_are_updated_before_records_are_gathered(t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the device has work while the host waits for other processes and computes means."""
-    assembly, world, merged = make_assembly(t2i_checkpoint), Logged(), HostLosses.merged
+    assembly, world, merged = make_assembly(t2i_checkpoint), Logged(), Losses.merged
     update, log = assembly.optimizer.step, world.log
     monkeypatch.setattr(assembly.optimizer, "step", lambda: log.append("update") or update())
-    monkeypatch.setattr(HostLosses, "merged", lambda parts: log.append("merge") or merged(parts))
+    monkeypatch.setattr(Losses, "merged", lambda parts: log.append("merge") or merged(parts))
     step.optimizer_step(replace(assembly, world=world), Batches(make_batch(t2i_checkpoint, CAPTIONS[:1])), 0)
     assert log == ["update", "gather", "merge"]
 

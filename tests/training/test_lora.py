@@ -18,7 +18,7 @@ from simpletuner.training.lora import LoraAdapter, rounding_error, start_from
 from simpletuner.training.lora_files import read_lora_file, verify_file
 from tests.closeness import ELEMENTWISE, ROTATION, assert_close, distance
 from tests.fidelity.family import make_adapter
-from tests.training.assembly import fixed_noise, lora_of, make_assembly, make_batch
+from tests.training.assembly import fixed_noise, lora_of, make_assembly, make_batch, write_lora
 
 
 def trained(checkpoint: Path, **settings: object) -> LoraAdapter:
@@ -49,7 +49,7 @@ def test_the_base_takes_half_the_bytes_of_what_is_trained(t2i_checkpoint: Path, 
 
 def test_file_form(t2i_checkpoint: Path, tmp_path: Path) -> None:
     adapter = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6)
-    path = adapter.write(tmp_path, note={"modelspec.title": "name"})
+    path = write_lora(adapter, tmp_path, **{"modelspec.title": "name"})
     weights = load_file(path)
     assert all(name.startswith("transformer.") and ".lora_" in name for name in weights)
     header = read_header(path)[METADATA]
@@ -67,7 +67,7 @@ def test_stock_transformer_with_the_file_equals_the_trained_one(
     t2i_checkpoint: Path, tmp_path: Path, settings: dict[str, object]
 ) -> None:
     adapter = trained(t2i_checkpoint, **settings)
-    adapter.write(tmp_path, note={})
+    write_lora(adapter, tmp_path)
     batch = fixed_noise(make_batch(t2i_checkpoint, ["a star"]))
     ours, stock = make_adapter(t2i_checkpoint), make_adapter(t2i_checkpoint)
     ours.load_transformer(torch.float32)
@@ -86,7 +86,7 @@ def test_stock_transformer_with_the_file_equals_the_trained_one(
 
 def test_verification_finds_a_wrong_file(t2i_checkpoint: Path, tmp_path: Path) -> None:
     adapter = trained(t2i_checkpoint)
-    path = adapter.write(tmp_path, note={})
+    path = write_lora(adapter, tmp_path)
     verify_file(path, adapter.file_weights(), adapter.form, make_adapter(t2i_checkpoint).load_bare_pipeline())
     weights = load_file(path)
     name = next(iter(weights))
@@ -128,7 +128,7 @@ def test_a_file_of_another_model_is_refused(t2i_checkpoint: Path, tmp_path: Path
 
 
 def test_another_rank_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> None:
-    path = trained(t2i_checkpoint, lora_rank=4).write(tmp_path, note={})
+    path = write_lora(trained(t2i_checkpoint, lora_rank=4), tmp_path)
     other = lora_of(make_assembly(t2i_checkpoint, lora_rank=8))
     with pytest.raises(UserError, match="rank 4"):
         start_from(other, path)
@@ -138,7 +138,7 @@ def test_a_file_that_is_not_finite_is_refused(t2i_checkpoint: Path, tmp_path: Pa
     lora = trained(t2i_checkpoint)
     name, parameter = next(iter(lora.parameters().items()))
     parameter.data[0] = float("nan")
-    path = lora.write(tmp_path, note={})
+    path = write_lora(lora, tmp_path)
     module = name.partition(".lora_")[0]
     with pytest.raises(UserError, match=f"init_lora: .* NaN or infinite values in {module}"):
         start_from(trained(t2i_checkpoint), path)
@@ -155,7 +155,7 @@ def test_untrained_lora_changes_nothing(t2i_checkpoint: Path) -> None:
 
 def test_dora_file_loads_or_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> None:
     adapter = trained(t2i_checkpoint, use_dora=True, lora_rank=4)
-    path = adapter.write(tmp_path, note={})
+    path = write_lora(adapter, tmp_path)
     assert any("magnitude" in name for name in load_file(path))
     verify_file(path, adapter.file_weights(), adapter.form, make_adapter(t2i_checkpoint).load_bare_pipeline())
 
@@ -163,7 +163,7 @@ def test_dora_file_loads_or_is_refused(t2i_checkpoint: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_comfyui_computes_the_weight_that_was_trained(t2i_checkpoint: Path, tmp_path: Path, use_dora: bool) -> None:
     adapter = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6, lora_format="comfyui", use_dora=use_dora)
-    path = adapter.write(tmp_path, note={})
+    path = write_lora(adapter, tmp_path)
     verify_file(path, adapter.file_weights(), adapter.form, make_adapter(t2i_checkpoint).load_bare_pipeline())
     stock: dict[str, torch.Tensor] = make_adapter(t2i_checkpoint).load_transformer(torch.float32).state_dict()
     weights = load_file(path)
@@ -193,7 +193,7 @@ def test_init_lora_reads_what_was_written(t2i_checkpoint: Path, tmp_path: Path, 
         for name, parameter in first.transformer.named_parameters():
             if "magnitude" in name:
                 parameter.mul_(1.5)
-    path = first.write(tmp_path, note={})
+    path = write_lora(first, tmp_path)
     second = lora_of(make_assembly(t2i_checkpoint, lora_rank=4, lora_alpha=2, use_dora=use_dora))
     start_from(second, path)
     strength = first.scale / second.scale
@@ -203,7 +203,7 @@ def test_init_lora_reads_what_was_written(t2i_checkpoint: Path, tmp_path: Path, 
 
 
 def test_a_dora_does_not_start_a_lora(t2i_checkpoint: Path, tmp_path: Path) -> None:
-    path = trained(t2i_checkpoint, lora_rank=4, use_dora=True).write(tmp_path, note={})
+    path = write_lora(trained(t2i_checkpoint, lora_rank=4, use_dora=True), tmp_path)
     plain = lora_of(make_assembly(t2i_checkpoint, lora_rank=4))
     with pytest.raises(UserError, match="set use_dora"):
         start_from(plain, path)
@@ -211,7 +211,7 @@ def test_a_dora_does_not_start_a_lora(t2i_checkpoint: Path, tmp_path: Path) -> N
 
 def test_verification_finds_a_name_that_comfyui_does_not_know(t2i_checkpoint: Path, tmp_path: Path) -> None:
     adapter = trained(t2i_checkpoint, lora_format="comfyui")
-    path = adapter.write(tmp_path, note={})
+    path = write_lora(adapter, tmp_path)
     weights = load_file(path)
     name = next(iter(weights))
     weights[name.replace("blocks.0", "blocks.9")] = weights.pop(name)
@@ -223,7 +223,7 @@ def test_verification_finds_a_name_that_comfyui_does_not_know(t2i_checkpoint: Pa
 def test_a_bf16_lora_is_folded_without_rounding(t2i_checkpoint: Path, tmp_path: Path) -> None:
     """1.5 times a bf16 number is none, in general; what a bf16 pipeline rounds is measured."""
     adapter = trained(t2i_checkpoint, lora_rank=4, lora_alpha=6, mixed_precision="bf16", optimizer="optimi-adamw")
-    raw, saved = adapter.state_dict(), load_file(adapter.write(tmp_path, note={}))
+    raw, saved = adapter.state_dict(), load_file(write_lora(adapter, tmp_path))
     for name, tensor in raw.items():
         assert tensor.dtype == torch.bfloat16
         factor = 1.5 if ".lora_B." in name else 1.0

@@ -15,6 +15,7 @@ from simpletuner.config.lora import LoraConfig
 from simpletuner.training.lora import add_lora
 from simpletuner.training.lora_files import applied_loras
 from tests.closeness import SAMPLING, assert_close
+from tests.training.assembly import write_lora
 from tests.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]
@@ -32,7 +33,7 @@ def test_a_file_at_a_strength_does_what_peft_does(
     with torch.no_grad():
         for parameter in adapter.parameters().values():
             parameter.add_(torch.linspace(-0.1, 0.1, parameter.numel()).view_as(parameter))
-    file = adapter.write(tmp_path, note={})
+    file = write_lora(adapter, tmp_path)
     x = torch.linspace(-1, 1, 12).view(2, 6, *[1] * (plain.inner.weight.dim() - 2))
     before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     with torch.no_grad():

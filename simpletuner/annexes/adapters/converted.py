@@ -35,7 +35,6 @@ from simpletuner.training.lora_files import (
     PREFIXES,
     LoraHook,
     file_settings,
-    write_named,
     write_verified,
     write_weights,
 )
@@ -156,7 +155,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
         }
         header = {**file_settings(_lora_settings(lora.ranks), form), **publication.note, **errors}
         pipeline = publication.adapter.load_bare_pipeline()
-        write_verified(folder, lambda trial: write_weights(trial / LORA_FILE, weights, header), weights, form, pipeline)
+        write_verified(folder, weights, header, form, pipeline)
         return lora, errors
 
     @torch.no_grad()
@@ -203,7 +202,7 @@ class ProductAdapter(ConvertedAdapter):
         weights = {f"{prefix}{name.removesuffix(end)}": each.detach() for name, each in self.parameters().items()}
         settings = {key: sorted(each) if isinstance(each, set) else each for key, each in vars(self.settings).items()}
         kept = {key: settings[key] for key in ("r", "alpha", "target_modules", "decompose_factor") if key in settings}
-        return Draft(partial(write_named, self.native_file, {**file_settings(kept, "diffusers"), **note}), weights)
+        return Draft(partial(write_weights, self.native_file, {**file_settings(kept, "diffusers"), **note}), weights)
 
     def disabled(self) -> AbstractContextManager[None]:
         return without_adapters(self.transformer)

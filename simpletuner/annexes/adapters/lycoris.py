@@ -63,7 +63,7 @@ class LycorisAdapter(ConvertedAdapter):
         return Draft(partial(self._write, {**note, MULTIPLIER: str(self.file.content["multiplier"])}), weights)
 
     def _write(self, header: Mapping[str, str], folder: Path, weights: Mapping[str, Tensor]) -> None:
-        write_weights(folder / self.native_file, weights, header)
+        write_weights(self.native_file, header, folder, weights)
         write_json(folder / CONFIG_FILE, dict(self.file.content))
 
     @contextmanager

@@ -14,8 +14,9 @@ from contextlib import closing, contextmanager, suppress
 from typing import TextIO
 
 from simpletuner import STARTED
+from simpletuner.annexes.figures import Pace, ending, line_of, reached
 from simpletuner.reporting import events
-from simpletuner.reporting.pace import Pace, clock, ending, line_of, pace_text, reached, size_text
+from simpletuner.reporting.pace import clock, pace_text, size_text
 
 # A log should stay readable: about this many lines per run, and at least one in this many seconds.
 TRAINING_LINES = 30

@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from simpletuner.annexes.display.progress import Display, LastingStream
+from simpletuner.annexes.figures import Pace, ending, line_of
 from simpletuner.reporting import events
-from simpletuner.reporting.pace import Pace, clock, ending, line_of, pace_text, size_text
+from simpletuner.reporting.pace import clock, pace_text, size_text
 
 REFRESHES_PER_SECOND = 4
 SPARKS = "▁▂▃▄▅▆▇█"

@@ -20,7 +20,7 @@ from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS, RunConfig
 from simpletuner.config.speed import graph_key, keeps_attention, plain_math
 from simpletuner.config.values import typed
 from simpletuner.errors import Problem
-from simpletuner.plan.checks import exclusions
+from simpletuner.plan.checks import conflicts
 from simpletuner.plan.environment import check_launch, check_offload, may_shard
 
 HEADROOM = 0.05  # share of memory that auto leaves free, for other programs and errors of the estimate
@@ -211,7 +211,7 @@ def _shared_tokens(budget: Budget) -> Iterator[Change]:
     if budget.parts.spec.heads is None or size <= config.launch.sequence_parallel_size or not plain_math(config.speed):
         return
     change = Change({"sequence_parallel_size": size}, words=f"sequence_parallel_size {size}, with fewer samples a step")
-    if not any(exclusions(change.of(budget).config)):
+    if not any(problem.fatal for problem in conflicts(change.of(budget).config)):
         yield change
 
 
@@ -410,7 +410,7 @@ def _other_way(budget: Budget, name: str) -> Budget | str:
     if name == way_of(budget.config):
         return budget
     config = budget.config.with_values(WAYS[name], CHOSEN)
-    problems = (*exclusions(config), *check_launch(config), *check_offload(config))
+    problems = (*conflicts(config), *check_launch(config), *check_offload(config))
     excluded = next((problem for problem in problems if problem.fatal), None)
     return f"{excluded.where} {excluded.message}" if excluded else replace(budget, config=config)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.fit import STATE_ON_HOST, Change, check_fit, check_ways, choose
 from simpletuner.annexes.fitting.show import MISSING_GPU
 from simpletuner.budget import device as devices
@@ -17,6 +18,7 @@ from simpletuner.budget.budget import (
     free_batch,
     make_budget,
     remaining_seconds,
+    steps_per_epoch,
     with_faster_previews,
     with_strips,
 )
@@ -30,7 +32,6 @@ from simpletuner.distributed.world import launched
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, result_of
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing
-from simpletuner.reporting.pace import duration
 
 FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
 FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
@@ -136,7 +137,7 @@ def _sparing(plan: Plan, budget: Budget) -> dict[str, object]:
 def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
     """The plan and its budget with what `offload: auto` chooses."""
     budget = choose(budget)
-    if batch := free_batch(budget):
+    if batch := free_batch(budget, steps_per_epoch(plan)):
         # It changes results, so that it is only proposed.
         advice = f"train_batch_size {batch} would be as fast a step: the GPU waits for the host"
         budget = replace(budget, decisions=[*budget.decisions, advice])

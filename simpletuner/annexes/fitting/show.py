@@ -12,8 +12,16 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from simpletuner.annexes.display.progress import in_red
+from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.fit import find_ways, way_of
-from simpletuner.budget.budget import Budget, free_batch, preview_rounds, remaining_seconds, remaining_steps
+from simpletuner.budget.budget import (
+    Budget,
+    free_batch,
+    preview_rounds,
+    remaining_seconds,
+    remaining_steps,
+    steps_per_epoch,
+)
 from simpletuner.budget.device import gigabytes
 from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.budget.outcomes import UNCORRECTED
@@ -27,7 +35,6 @@ from simpletuner.errors import Problem
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, previews_of_a_round
 from simpletuner.redaction import redact_settings
-from simpletuner.reporting.pace import duration
 
 logger = logging.getLogger(__name__)
 # Of longer ledgers, only counts and rejected files are shown.
@@ -259,7 +266,7 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
         yield f"  {_count(count, 'round')} of previews, {share:.0%} of that time; {plan.halved_previews} halves it"
     if budget.outcome != UNCORRECTED:
         yield f"  {budget.outcome}"
-    if batch := free_batch(budget):
+    if batch := free_batch(budget, steps_per_epoch(plan)):
         yield f"  the GPU waits for the host, which launches its kernels: train_batch_size {batch} is as fast a step"
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.plans import PROGRAM
-from simpletuner.annexes.page.project import CONFIG_NAME, EXAMPLE, Project, Refusal, chosen_by
+from simpletuner.annexes.page.project import EXAMPLE, Project, Refusal, chosen_by
 from simpletuner.annexes.payloads import EVENTS_FILE, last_id
 from simpletuner.annexes.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
 from simpletuner.atomic import write_json
@@ -189,11 +189,7 @@ class Runs:
         """
         if not run.status()["can"]["new"]:
             raise Refusal(400, "A new run needs the config and the LoRA of a run that has ended.")
-        if not CONFIG_NAME.fullmatch(name) or name == "config":
-            raise Refusal(422, f"{name!r} cannot name a config: use letters, digits, '.', '_' and '-'.")
-        file = self.project.config_file(name)
-        if file.exists():
-            raise Refusal(409, f"There is a config {name!r} already.")
+        file = self.project.new_config(name)
         datasets = {"data_backend_config": str(self._existing(run.config).with_name(DATASET_FILE))}
         given = datasets | Configuration.saved(self.project, run.config, run.settings).values
         write_json(file, {**given, "init_lora": str(run.folder / LORA_FILE), "output_dir": f"output/{name}"})

@@ -124,6 +124,12 @@ def move(request: Request, body: dict[str, Any]) -> Response:
     return JSONResponse({})
 
 
+def again(request: Request, body: dict[str, Any]) -> Response:
+    """Let a job that was cut off or failed wait again, before the others: `{"job": ID}`."""
+    queue_of(request).again(str(body.get("job")))
+    return JSONResponse({})
+
+
 def remove(request: Request, body: dict[str, Any]) -> Response:
     """Take a job out of the queue: `{"job": ID}`; one at work is stopped instead, as with Ctrl-C."""
     job = queue_of(request).find(str(body.get("job")))

@@ -18,6 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 
+from simpletuner.annexes.figures import Columns, is_number
 from simpletuner.annexes.page.control import Runs, ask, cancel
 from simpletuner.annexes.page.project import SANDBOX_WITH_CLIPS, Refusal, project_of, wanted
 from simpletuner.annexes.payloads import EVENTS_FILE, last_id, offset_after
@@ -27,14 +28,7 @@ from simpletuner.annexes.runs import Run, Tail, record_in
 from simpletuner.atomic import writing_to
 from simpletuner.errors import UserError, WriteError
 from simpletuner.redaction import redact
-from simpletuner.reporting.metrics import (
-    MIME,
-    REPORT_FILE,
-    VIDEO_MIME,
-    Columns,
-    is_number,
-    parse_row,
-)
+from simpletuner.reporting.metrics import MIME, REPORT_FILE, VIDEO_MIME, parse_row
 from simpletuner.reporting.pace import clock, pace_text
 
 POLL, HEARTBEAT = 0.5, 15.0  # seconds

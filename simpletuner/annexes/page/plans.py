@@ -109,7 +109,9 @@ async def run_while_wanted(request: Request, command: Sequence[str], folder: Pat
 def document_in(output: str, messages: str, folder: str) -> dict[str, Any]:
     """The document that the command printed, without the names of its temporary files."""
     try:
-        document: dict[str, Any] = json.loads(output.replace(f" ({folder}/config.json)", "").replace(f"{folder}/", ""))
+        document: dict[str, Any] = json.loads(
+            output.replace(f" ({folder}/config.json)", "").replace(f"{folder}/", "").replace(" (command line)", "")
+        )
         document["problems"] = [{**each, "message": redact(each["message"])} for each in document["problems"]]
         return document
     except json.JSONDecodeError:

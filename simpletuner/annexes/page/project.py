@@ -115,6 +115,21 @@ class Project:
         first = self.inside("config.json")  # training prefers it, too
         return first if first.is_file() else self.inside("config/config.json")
 
+    def new_config(self, name: str) -> Path:
+        """The file of a config that is about to be written.
+
+        Raises:
+            Refusal: 422 if a new config cannot have this name, 409 if there is a folder of this name.
+        """
+        if name == "config":
+            raise Refusal(422, "'config' is the name of config/config.json; choose another.")
+        if not CONFIG_NAME.fullmatch(name):
+            raise Refusal(422, f"{name!r} cannot name a config: use letters, digits and . _ -")
+        file = self.config_file(name)
+        if file.parent.exists():
+            raise Refusal(409, f"There is a config {name!r} already.")
+        return file
+
     def config_names(self) -> list[str]:
         """The names of the configs that exist, also of those that may not be opened."""
         # Unlike Path.is_file, os.path.isfile raises nothing for a folder that may not be entered.

@@ -107,6 +107,7 @@ PAGE = [
     taking("/api/training/queue", jobs.add),
     taking("/api/training/render", jobs.add_rendering),
     taking("/api/training/queue/move", jobs.move),
+    taking("/api/training/queue/again", jobs.again),
     taking("/api/training/queue/remove", jobs.remove),
     Route("/queue", jobs.show_queue),
     Route("/api/training/events", live.events),

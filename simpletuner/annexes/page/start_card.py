@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from simpletuner.annexes.page import files
-from simpletuner.annexes.page.project import CONFIG_NAME, Project, Refusal, project_of
+from simpletuner.annexes.page.project import Project, Refusal, project_of
 from simpletuner.annexes.start.material import Material
 from simpletuner.annexes.start.receive import LARGEST_FILE, MOST_FILES, USED, ZIP
 from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, run_name
@@ -80,12 +80,8 @@ def write(request: Request, body: dict[str, Any]) -> Response:
     """
     project = project_of(request)
     start = answered(project, material_in(project, body), body)
-    if not CONFIG_NAME.fullmatch(start.name) or start.name == "config":
-        raise Refusal(422, [Problem("name", f"{start.name!r} cannot name a config: use letters, digits and . _ -")])
-    folder = project.inside(project.config_file(start.name).parent)
     with _writing:
-        if folder.exists():
-            raise Refusal(409, [Problem("name", f"There is a config {start.name!r} already.")])
+        project.new_config(start.name)
         start.save()
     return JSONResponse({"config": start.name}, 201)
 

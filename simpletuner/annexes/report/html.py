@@ -24,18 +24,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
+from simpletuner.annexes.figures import BARS, Columns, Point, RunningMean, evaluation_names
 from simpletuner.config.schema import NOISE_LEVELS
-from simpletuner.reporting.metrics import (
-    BARS,
-    EVALUATED,
-    MIME,
-    VIDEO_MIME,
-    Columns,
-    MediaRecord,
-    Point,
-    evaluation_names,
-)
-from simpletuner.reporting.pace import RunningMean
+from simpletuner.reporting.metrics import EVALUATED, MIME, VIDEO_MIME, MediaRecord
 
 FOLDER = Path(__file__).parent
 PROGRAM = re.compile(r'class="snippet">.*?<pre>(.*?)</pre>', re.DOTALL)  # in report.html.jinja

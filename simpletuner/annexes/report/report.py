@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from simpletuner.annexes.figures import Columns, shares_text
 from simpletuner.annexes.publishing.card import published_result
 from simpletuner.annexes.report.html import TrainingSample, gallery, render, thin, thumbnail
 from simpletuner.atomic import write_atomically
@@ -28,8 +29,8 @@ from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting import events as happened
 from simpletuner.reporting.environment import describe_environment
 from simpletuner.reporting.events import ENDED, PREVIEWS, Event, EventStream
-from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, REPORT_FILE, Columns, read_media, read_rows, shares
-from simpletuner.reporting.pace import clock, pace_text, shares_text
+from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, REPORT_FILE, read_media, read_rows, shares
+from simpletuner.reporting.pace import clock, pace_text
 from simpletuner.run.companions import Companion, Ledger
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, islice
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -14,19 +14,12 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
+from simpletuner.annexes.figures import Columns, evaluation_names, evaluation_points
 from simpletuner.annexes.report.html import gallery, grid_order, render
 from simpletuner.atomic import open_atomically, write_atomically, write_json
 from simpletuner.config.values import read_json
 from simpletuner.errors import result_of
-from simpletuner.reporting.metrics import (
-    MEDIA,
-    MIME,
-    VIDEO_MIME,
-    Columns,
-    MediaRecord,
-    evaluation_names,
-    evaluation_points,
-)
+from simpletuner.reporting.metrics import MEDIA, MIME, VIDEO_MIME, MediaRecord
 
 SAMPLES = 48  # that a page shows, the newest
 SAME = ("prompt", "seed", "index", "width", "height")  # of samples in a row
@@ -149,7 +142,8 @@ def samples_in(folder: Path) -> list[MediaRecord]:
             title = f"{recipe['prompt']:.50}, seed {recipe['seed']}" + (f", at {strength:g}" if strength != 1 else "")
             record = cell({**recipe, "step": 0} if is_untrained else recipe, title, name)
             records.setdefault((*record.row, record.step), record)
-    return [*records.values()]
+    newest = [*strengths]  # the strengths of a prompt stay together
+    return sorted(records.values(), key=lambda each: (newest.index(attrgetter(*SAME)(each)), each.short_name))
 
 
 def recipes_in(folder: Path) -> dict[str, dict[str, Any]]:

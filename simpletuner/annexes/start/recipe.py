@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unicodedata import category
 
+from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.start.material import Material
 from simpletuner.atomic import write_json
@@ -24,7 +25,6 @@ from simpletuner.config.sources import EXAMPLES, Arguments
 from simpletuner.errors import ConfigError, Problems, UserError
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
-from simpletuner.reporting.pace import duration
 
 TRIGGER = "zkt"  # no word, and a single token in no language
 # Of so many files an eighth is held out, up to four: with fewer files each of them is worth more in training. Each is

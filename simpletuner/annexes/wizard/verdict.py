@@ -10,6 +10,7 @@ from typing import Any
 
 from PIL import Image
 
+from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.remote.collect import collect_cached
 from simpletuner.annexes.wizard.session import example_datasets
@@ -22,7 +23,6 @@ from simpletuner.errors import ConfigError, Problem, Problems
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
 from simpletuner.plan.draft import Draft
-from simpletuner.reporting.pace import duration
 from simpletuner.validation.clip_writer import write_mp4
 
 NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb below and enter the memory of yours."

@@ -31,8 +31,8 @@ from simpletuner.models.adapter import (
     raster_order,
 )
 from simpletuner.models.blocks import FastBlocks
-from simpletuner.models.kandinsky5 import attention, fast
-from simpletuner.models.kandinsky5.attention import TextPadding
+from simpletuner.models.kandinsky5 import blocks
+from simpletuner.models.kandinsky5.blocks import TextPadding
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE, KandinskyOptions, RopeScale, is_sparse
 from simpletuner.models.kandinsky5.spec import IMAGE_SIZES, KANDINSKY5_IMAGE, TEMPLATES
 from simpletuner.models.loading import stock_pipeline
@@ -154,63 +154,9 @@ def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tens
     return text, pooled, upload(mask, text.device)
 
 
-def predict_velocity(
-    transformer: nn.Module,
-    padding: TextPadding,
-    hidden_states: Tensor,
-    timesteps: Tensor,
-    embeds: Sequence[TextEmbeds],
-    *,
-    rope_scale: tuple[float, float, float],
-    dtype: torch.dtype,
-    sparse_params: dict[str, Any] | None = None,
-) -> Tensor:
-    """Run the transformer as the pipelines do.
-
-    Args:
-        hidden_states: all input channels, `B F H W C`, float32; cast to `dtype` only here.
-        timesteps: 1000 sigma, float32, `B`; in bfloat16 they would be off by up to 2.
-        rope_scale: divisors of the positions in time, height and width.
-        sparse_params: for checkpoints with block-sparse attention, see `nabla.sparse_params`.
-
-    Returns:
-        the predicted velocity, float32, `B C F H W`.
-    """
-    text, pooled, mask = collate_text(embeds, dtype)
-    _, frames, height, width, _ = hidden_states.shape
-    device = hidden_states.device
-    with padding.hidden(mask):
-        sample: Tensor = transformer(
-            hidden_states=hidden_states.to(dtype),
-            encoder_hidden_states=text,
-            pooled_projections=pooled,
-            timestep=timesteps,
-            visual_rope_pos=[torch.arange(side, device=device) for side in (frames, height // PATCH, width // PATCH)],
-            text_rope_pos=torch.arange(text.shape[1], device=device),
-            scale_factor=rope_scale,
-            sparse_params=sparse_params,
-            return_dict=False,
-        )
-    return sample.float().permute(0, 4, 1, 2, 3)
-
-
 # Positions of arguments of a visual block, after the tokens, the text and the time embedding.
 ROPE, SPARSE_PARAMS = 3, 4
 TEXT_BLOCKS, VISUAL_BLOCKS = "text_transformer_blocks", "visual_transformer_blocks"
-
-
-def block_layout(transformer: nn.Module) -> BlockLayout:
-    """Text blocks, then visual blocks. With NABLA the tokens of a tile are consecutive and stay together."""
-    model: Any = transformer
-    tiled = is_sparse(model.config)
-    return BlockLayout(
-        groups={name: model.get_submodule(name) for name in (TEXT_BLOCKS, VISUAL_BLOCKS)},
-        visual=VISUAL_BLOCKS,
-        width=model.config["model_dim"],
-        order=tile_order if tiled else raster_order,
-        routing=TokenRouting(TILE if tiled else 1, {ROPE: cut_rope, SPARSE_PARAMS: cut_window}),
-        rope=ROPE,
-    )
 
 
 def tile_order(frames: int, rows: int, columns: int) -> Tensor:
@@ -257,9 +203,12 @@ class Kandinsky5Adapter(FamilyAdapter):
 
     Attributes:
         takes_picture: the task starts from a picture (i2i, i2v).
+        padding: the text mask of the loaded transformer.
+        rope_scale: divisors of the positions in time, height and width.
     """
 
     transformer_class = Kandinsky5Transformer3DModel
+    padding: TextPadding
     rope_scale: RopeScale = (1.0, 1.0, 1.0)  # of pictures: their pipelines never scale positions
 
     def __init__(self, setup: CheckpointSetup) -> None:
@@ -267,7 +216,6 @@ class Kandinsky5Adapter(FamilyAdapter):
         self.options = setup.options.of(KandinskyOptions)
         self.pipeline_class = getattr(diffusers, pipeline_name(self.task))
         self.takes_picture = self.task in ("i2i", "i2v")
-        self._padding: attention.TextPadding | None = None
 
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
@@ -278,19 +226,34 @@ class Kandinsky5Adapter(FamilyAdapter):
         return Kandinsky5TextEncoder(self, device, dtype, quantise)
 
     def load_transformer(self, dtype: torch.dtype, *, empty: bool = False) -> nn.Module:
-        transformer = super().load_transformer(dtype, empty=empty)
-        move_with_the_model(transformer)
-        self._padding = attention.install(transformer)
+        transformer: Any = super().load_transformer(dtype, empty=empty)
+        # diffusers keeps the frequencies of the timestep embedding in a plain attribute, which `to` does not move:
+        # every forward pass would copy them from the host and synchronise with the GPU.
+        embeddings = transformer.time_embeddings
+        frequencies = embeddings.freqs
+        del embeddings.freqs
+        embeddings.register_buffer("freqs", frequencies, persistent=False)
+        self.padding = blocks.mask_padding(transformer)
         return transformer
 
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
-        return block_layout(transformer)
+        """Text blocks, then visual blocks. With NABLA the tokens of a tile are consecutive and stay together."""
+        model: Any = transformer
+        tiled = is_sparse(model.config)
+        return BlockLayout(
+            groups={name: model.get_submodule(name) for name in (TEXT_BLOCKS, VISUAL_BLOCKS)},
+            visual=VISUAL_BLOCKS,
+            width=model.config["model_dim"],
+            order=tile_order if tiled else raster_order,
+            routing=TokenRouting(TILE if tiled else 1, {ROPE: cut_rope, SPARSE_PARAMS: cut_window}),
+            rope=ROPE,
+        )
 
     def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks:
-        return fast.install(transformer, self.padding)
+        return blocks.use_fast_blocks(transformer, self.padding)
 
     def store_modulation_in_bf16(self, transformer: nn.Module) -> int:
-        return fast.store_in_bf16(transformer)
+        return blocks.store_in_bf16(transformer)
 
     @staticmethod
     def usage_snippet(usage: Usage) -> str:
@@ -313,12 +276,6 @@ class Kandinsky5Adapter(FamilyAdapter):
             scheduler = solver_code(usage.solver, shift or "pipe.scheduler.config.shift")
         return snippet(usage, pipeline, load, imports=imports, scheduler=scheduler, more=more)
 
-    @property
-    def padding(self) -> attention.TextPadding:
-        if self._padding is None:
-            raise RuntimeError("this needs a transformer from load_transformer()")
-        return self._padding
-
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> PreviewPipeline:
@@ -329,17 +286,25 @@ class Kandinsky5Adapter(FamilyAdapter):
         return StockPipeline(pipeline, encoder, device, self.task, self.padding)
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
+        """Run the transformer as the pipelines do."""
         states = torch.cat([channels_last(noisy.noisy_latents), *self.condition_channels(noisy)], dim=-1)
-        return predict_velocity(
-            transformer,
-            self.padding,
-            states,
-            noisy.timesteps,
-            noisy.batch.embeds,
-            rope_scale=self.rope_scale,
-            dtype=self.dtype,
-            sparse_params=self.sparsity(noisy),
-        )
+        text, pooled, mask = collate_text(noisy.batch.embeds, self.dtype)
+        (_, frames, height, width, _), device = states.shape, states.device
+        grid = frames, height // PATCH, width // PATCH
+        sparse_params = self.sparsity(noisy)
+        with self.padding.hidden(mask):
+            sample: Tensor = transformer(
+                hidden_states=states.to(self.dtype),
+                encoder_hidden_states=text,
+                pooled_projections=pooled,
+                timestep=noisy.timesteps,  # in float32: in bfloat16 they would be off by up to 2
+                visual_rope_pos=[torch.arange(side, device=device) for side in grid],
+                text_rope_pos=torch.arange(text.shape[1], device=device),
+                scale_factor=self.rope_scale,
+                sparse_params=sparse_params,
+                return_dict=False,
+            )
+        return sample.float().permute(0, 4, 1, 2, 3)
 
     def condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, ...]:
         """Input channels after the noisy latents, `B F H W C`."""
@@ -348,18 +313,6 @@ class Kandinsky5Adapter(FamilyAdapter):
     def sparsity(self, noisy: NoisyBatch) -> dict[str, Any] | None:
         """Parameters of block-sparse attention for a batch; None for dense checkpoints."""
         return None
-
-
-def move_with_the_model(transformer: Any) -> None:
-    """Turn the frequencies of the timestep embedding into a buffer.
-
-    diffusers keeps them in a plain attribute, which `to` does not move: every forward pass would copy them from the
-    host and synchronise with the GPU.
-    """
-    embeddings = transformer.time_embeddings
-    frequencies = embeddings.freqs
-    del embeddings.freqs
-    embeddings.register_buffer("freqs", frequencies, persistent=False)
 
 
 class FluxLatentEncoder(SampledLatents):

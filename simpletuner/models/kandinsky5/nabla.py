@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from simpletuner.config.speed import is_installed
 from simpletuner.models.adapter import TileCounts
 from simpletuner.models.blocks import DEVICE_FAILURES, KERNELS, torch_attention
-from simpletuner.models.kandinsky5.attention import Kernel, replace_attention
+from simpletuner.models.kandinsky5.blocks import Kernel, replace_attention
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE
 
 logger = logging.getLogger(__name__)

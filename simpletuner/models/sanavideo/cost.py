@@ -34,7 +34,7 @@ def transformer_cost(
     head = number(settings, "attention_head_dim", 112)
     return TransformerCost(
         read_cost_table(PACKAGE), shapes, head, compiled=kernels.compiled,
-        # Without an adapter these are products with weights that are not trained (`fast.py`).
+        # Without an adapter these are products with weights that are not trained (`run_block`).
         compiled_reads={name: name for name in ("ff.conv_inverted", "ff.conv_point")},
     )  # fmt: skip
 

@@ -194,18 +194,10 @@ def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tens
     return text.to(dtype), upload(mask.long(), text.device)
 
 
-def token_timesteps(timesteps: Tensor, latents: Tensor, patch: int) -> Tensor:
-    """Timesteps per token, 0 on frame 0: `B 1 F H/patch W/patch` from timesteps `B` and latents `B C F H W`."""
-    _, _, frames, height, width = latents.shape
-    spread = timesteps.view(-1, 1, 1, 1, 1).repeat(1, 1, frames, height // patch, width // patch)
-    spread[:, :, 0] = 0
-    return spread
-
-
 class DistinctTimesteps:
     """In training, embeds each distinct timestep of a batch once instead of once per token.
 
-    A clip has two, one for the given frame and one for the rest (`token_timesteps`), and an embedding is six times as
+    A clip has two, one for the given frame and one for the rest, and an embedding is six times as
     wide as a token. Hooks before and after the embedding module reduce its input to those and expand its output.
     """
 
@@ -358,8 +350,13 @@ class SanaVideoAdapter(FamilyAdapter):
         )
 
     def _timesteps(self, noisy: NoisyBatch) -> Tensor:
-        """Timesteps as in the pipelines: whole numbers for t2v, one per token with a given frame 0."""
-        latents = noisy.noisy_latents
-        if noisy.batch.condition is None or latents.shape[2] == 1:
+        """Timesteps as in the pipelines: whole numbers `B` for t2v; with a given frame 0 one per token,
+        `B 1 F H/patch W/patch`, and 0 on that frame.
+        """
+        if noisy.batch.condition is None or noisy.noisy_latents.shape[2] == 1:
             return noisy.timesteps.floor()
-        return token_timesteps(noisy.timesteps, latents, self.spec.patch_size)
+        _, _, frames, height, width = noisy.noisy_latents.shape
+        patch = self.spec.patch_size
+        spread = noisy.timesteps.view(-1, 1, 1, 1, 1).repeat(1, 1, frames, height // patch, width // patch)
+        spread[:, :, 0] = 0
+        return spread

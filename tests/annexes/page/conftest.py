@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from simpletuner.annexes.page import control, plans
 from simpletuner.annexes.page.guard import VARIABLE
+from tests.commands import forked_commands
 from tests.processes import PATIENCE
 
 
@@ -25,9 +27,26 @@ def _token_elsewhere(state_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """What starts `simpletuner` in no time."""
+    with forked_commands(tmp_path_factory.mktemp("commands")) as program:
+        yield program
+
+
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """A browser; the tests are skipped if none is installed."""
+def quick_commands(commands: tuple[str, ...]) -> Iterator[None]:
+    """Plans and runs that the page asks for start in no time; the real ones are for test_form and test_live."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (plans, control):
+            patch.setattr(module, "PROGRAM", commands)
+        yield
+
+
+@pytest.fixture(scope="module")
+def browser(quick_commands: None) -> Iterator[Any]:
+    """A browser with one window, whose pages are tabs: a window takes three times as long as the page in it. The tests
+    are skipped if none is installed."""
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
@@ -38,5 +57,8 @@ def browser() -> Iterator[Any]:
     expect.set_options(timeout=wait)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=wait)
-        yield browser
+        window = browser.new_context(viewport={"width": 1200, "height": 900}, reduced_motion="reduce")
+        window.set_default_timeout(wait)
+        window.new_page()  # stays open, and the window with it
+        yield window
         browser.close()

@@ -47,13 +47,21 @@ def ending_runs(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
+def tab(browser: Any) -> Iterator[Any]:
+    """A new page of the browser, as of a user who was never here."""
+    page = browser.new_page()
+    try:
+        yield page
+    finally:
+        page.close()
+        browser.clear_cookies()
+
+
+@contextmanager
 def opened(browser: Any, folder: Path, anchor: str = "") -> Iterator[Any]:
     """The page of a project in a browser; an error of a script or a request to elsewhere fails the test."""
     complaints: list[str] = []
-    size = {"width": 1200, "height": 900}
-    with serving(folder) as (port, _), browser.new_context(viewport=size) as context:
-        page = context.new_page()
-        page.set_default_timeout(PATIENCE * 1000)
+    with serving(folder) as (port, _), tab(browser) as page:
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: None if f":{port}/" in request.url else complaints.append(request.url))
         page.goto(f"http://127.0.0.1:{port}/{anchor}")

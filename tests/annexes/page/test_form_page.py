@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.annexes.page.page import opened, serving
+from tests.annexes.page.page import opened, serving, tab
 from tests.annexes.page.test_form import csv_entry
 from tests.annexes.web import picture, serve
 from tests.workspace import DATASETS, Workspace
@@ -246,9 +246,8 @@ def test_address_and_run_follow_the_config(page: Any, workspace: Workspace) -> N
 
 def test_a_server_that_is_away_is_told_and_nothing_typed_is_lost(browser: Any, workspace: Workspace) -> None:
     folder = workspace.folder.resolve()
-    with ExitStack() as second, browser.new_context() as context:
+    with ExitStack() as second, tab(browser) as page:
         with serving(folder) as (port, _):
-            page = context.new_page()
             page.goto(f"http://127.0.0.1:{port}/")
             expect(page.locator("#problems")).to_contain_text("my_own_key is not a known key.")
         page.get_by_label("Batch Size", exact=True).fill("two")

@@ -103,7 +103,7 @@ def queue_of(page: TestClient) -> Queue:
 
 def wait(page: TestClient, wanted: Callable[[str], bool], *, step: bool = True) -> str:
     """The text of the queue, as soon as it is as wanted."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while True:
         if step:
             queue_of(page).step()

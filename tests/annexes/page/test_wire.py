@@ -15,6 +15,7 @@ from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from tests.annexes.page.page import serving
 from tests.annexes.page.test_runs import STEPS, own, tell
+from tests.processes import PATIENCE
 from tests.workspace import Workspace
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
@@ -56,7 +57,7 @@ def test_media_are_sent_as_they_are(output: Path, name: str) -> None:
 def test_an_event_arrives_at_once(output: Path) -> None:
     own(output)
     with serving(output.parent) as (port, _):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         connection.request("GET", f"/api/training/events?run={run_id(output)}", headers={"Accept-Encoding": "gzip"})
         answer = connection.getresponse()
         assert answer.getheader("content-encoding") is None
@@ -73,7 +74,10 @@ def test_the_first_visit_takes_sixty_kilobytes(
 ) -> None:
     monkeypatch.chdir(workspace.folder)
     sizes: dict[str, float] = {}
-    with serving(workspace.folder.resolve()) as (port, _), browser.new_context() as context:
+    with (
+        serving(workspace.folder.resolve()) as (port, _),
+        browser.browser.new_context() as context,
+    ):  # with nothing in its cache
         page = context.new_page()
         session = context.new_cdp_session(page)
         session.send("Network.enable")

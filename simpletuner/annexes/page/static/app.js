@@ -1,5 +1,5 @@
 // The page: tabs, search, the open config, and the check after every change.
-import { api, ask, bindField, changes, complete, defaultOf, isDirty, open, page, problemLine, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
+import { allConfigs, api, ask, bindField, changes, complete, defaultOf, isDirty, open, page, problemLine, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
 import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { showPlan } from "./plan.js";
 
@@ -79,7 +79,7 @@ function filter(query) {
 
 // The open config.
 export async function openConfig(name, from = name) {
-  const refused = await open(from);
+  const refused = await open(from || name, !from);
   if (refused) {
     showSaved(`${from} cannot be opened: ${sentences(refused).join("; ")}`);
     return false;
@@ -87,8 +87,8 @@ export async function openConfig(name, from = name) {
   state.config = name;
   told = "";
   if (from !== name) {
-    // A copy, which nothing was saved of yet; its dataset file lies beside it, and its results in a folder of its own.
-    delete state.values.data_backend_config;
+    // New, or a copy, which nothing was saved of yet; its dataset file lies beside it, and its results in a folder of its own.
+    state.values.data_backend_config = `config/${name === "config" ? "" : `${name}/`}multidatabackend.json`;
     state.values.output_dir = `output/${from === `examples/${name}` ? "my-" : ""}${name}`;
     Object.assign(state, { file: {}, etag: null });
     Object.assign(state.datasets, { file: [], etag: null });
@@ -161,7 +161,8 @@ async function showRaw() {
 function showProblems() {
   const seen = new Set(), problems = [...judged.problems, ...planned].filter(({ key, message }) => {
     const name = `${key}: ${message}`;
-    return !seen.has(name) && seen.add(name);
+    const isRepeated = planned.some((each) => each.key === key && each.message !== message && each.message.startsWith(message));
+    return !isRepeated && !seen.has(name) && seen.add(name); // the plan adds what would fit
   });
   const keyOf = (problem) => problem.key.split(/[.[]/)[0];
   for (const [key, field] of byKey) tell(field, problems.filter((problem) => keyOf(problem) === key), judged.greyed[key]);
@@ -215,11 +216,6 @@ async function saveNow() {
   }
 }
 
-async function allConfigs() {
-  const { ok, data } = await api("/api/configs/");
-  return ok ? data : [];
-}
-
 async function listConfigs() {
   const found = await allConfigs();
   if (!found.some(({ name }) => name === state.config)) found.push({ name: state.config });
@@ -268,7 +264,7 @@ export async function newConfig(copied = "") {
     refused = await refuseName(name.value.trim());
     if (!refused) break;
   }
-  await openConfig(name.value.trim(), from.value || name.value.trim());
+  await openConfig(name.value.trim(), from.value);
   if (copied) location.hash = "basic";
 }
 addEventListener("hashchange", openTab);
@@ -283,12 +279,19 @@ page("#plan details").open = innerWidth > 1080;
 openTab();
 if (!inRun) openFirst(new URLSearchParams(location.search).get("config"));
 
+// The config of the address, else the first that can be opened, else none.
 async function openFirst(asked) {
-  const found = (await allConfigs()).filter(({ problem }) => !problem).map(({ name }) => name);
-  let refused = "";
-  for (const name of [...(asked ? [asked] : []), ...found, "config"]) {
-    if (await openConfig(name)) break;
+  const found = (await allConfigs()).sort((a, b) => Boolean(a.problem) - Boolean(b.problem)).map(({ name }) => name);
+  const isThere = found.includes(asked) || asked?.startsWith("examples/"), isGone = asked && asked !== "config" && !isThere;
+  let refused = isGone ? `There is no config ${asked}.` : "", isOpen = false;
+  for (const name of isThere ? [asked, ...found] : found) {
+    isOpen = await openConfig(name);
+    if (isOpen) break;
     refused ||= told;
+  }
+  if (!isOpen) {
+    await open("config", true);
+    await refill();
   }
   if (refused) showSaved(refused);
   else if (!found.length && !location.hash) location.hash = "start";

@@ -90,8 +90,10 @@ export function tellDatasets(problems) {
   cards().forEach((card, index) => {
     const id = state.datasets.entries[index].id || `[${index}]`, fields = [...card.querySelectorAll(".field:not([hidden])")], told = new Map();
     for (const problem of problems) {
-      if (named(problem) !== id && !named(problem).startsWith(`${id}.`) && !problem.key.includes(`.json[${index}]`)) continue;
-      const key = named(problem).slice(id.length + 1), field = fields.find((each) => each.dataset.key === key);
+      // Folders that are missing are told together, after the ids of their entries.
+      const isMissing = problem.key === "instance_data_dir" && problem.message.includes(` ${id}: '`);
+      if (!isMissing && named(problem) !== id && !named(problem).startsWith(`${id}.`) && !problem.key.includes(`.json[${index}]`)) continue;
+      const key = isMissing ? problem.key : named(problem).slice(id.length + 1), field = fields.find((each) => each.dataset.key === key);
       // Of an entry as a whole: what its files lack. Keys that the card does not show stand in its JSON.
       const place = field ?? (key ? card : (fields.find((each) => each.dataset.key === (/caption/.test(problem.message) ? "caption_strategy" : "")) ?? fields[0]));
       told.set(place, [...(told.get(place) ?? []), problem]);
@@ -113,7 +115,7 @@ export function tellLedger(datasets = []) {
     badge.hidden = !found;
     badge.textContent = found && `${found.used} of ${found.files} files used`;
     ledger.hidden = !left.length;
-    ledger.querySelector("summary").textContent = found && `${found.files - found.used} files not used`;
+    ledger.querySelector("summary").textContent = found && `${found.files - found.used} of ${found.files} files not used`;
     ledger.querySelector("ul").replaceChildren(...left.map(({ file, reason }) => element("li", {}, element("span", { className: "key", textContent: file }), ` ${reason}`)));
   });
 }
@@ -131,11 +133,12 @@ export function startDatasets(whenChanged) {
 // A dialog to walk through the folders that the server may show.
 export async function chooseFolder(start) {
   const dialog = document.querySelector("#browser");
-  let here = "";
+  let here = "", inside = "";
   const go = async (path) => {
     const { ok, data } = await api(`/api/datasets/browse?path=${encodeURIComponent(path)}`);
     if (!ok) return path === "." ? undefined : go(".");
     here = data.path;
+    inside = here.startsWith(`${data.roots[0]}/`) ? here.slice(data.roots[0].length + 1) : here; // of the project, as people write it
     dialog.querySelector(".here").textContent = here;
     const files = Object.entries(data.files).map(([kind, count]) => `${count} ${kind}`).join(", ");
     dialog.querySelector(".count-of-files").textContent = files || "No files here.";
@@ -148,5 +151,5 @@ export async function chooseFolder(start) {
     dialog.querySelector(".folders").replaceChildren(...up, ...data.folders.map((name) => step(name, `${here}/${name}`)));
   };
   await go(start || ".");
-  return (await ask(dialog)) === "choose" ? here : "";
+  return (await ask(dialog)) === "choose" ? inside : "";
 }

@@ -87,8 +87,8 @@ export function showField(field, value, effective) {
     input.options[0].textContent = fallback ? `${fallback} (default)` : "";
     const known = [...input.options].find((option) => option.value === written(value ?? ""));
     if (isSet && !known) input.append(element("option", { textContent: written(value) }));
-  } else if (!isSet || document.activeElement !== input) {
-    input.placeholder = fallback;
+  } else {
+    input.placeholder = isSet ? "empty" : fallback;
   }
   if (document.activeElement !== input || !isSet) input.value = secret ? "set" : isSet ? written(value) : "";
 }
@@ -187,16 +187,23 @@ function takeDatasets({ data, etag }) {
   Object.assign(state, { datasets: { etag, file: clone(data.entries), entries: clone(data.entries) }, broken: { ...state.broken, datasets: null } });
 }
 
+// The configs of the project, also those that cannot be opened.
+export async function allConfigs() {
+  const { ok, data } = await api("/api/configs/");
+  return ok ? data : [];
+}
+
 // The settings and datasets of a config as they are in its files.
 async function load(name) {
   const datasets = `/api/datasets/plan?config=${encodeURIComponent(name)}`;
   return { config: await api(`/api/configs/${name}`), datasets: await api(datasets) };
 }
 
-// Takes what the files of a config say; nothing if there are none yet, and the text of those that are no JSON.
-export async function open(name) {
-  const { config, datasets } = await load(name), isBroken = ({ data }) => typeof data.text === "string";
-  if (!config.ok && config.status !== 404 && !isBroken(config)) return config;
+// Takes what the files of a config say, and the text of those that are no JSON; nothing of a new one. Resolves to why not.
+export async function open(name, isNew = false) {
+  const none = { ok: false, etag: null, data: {} }, isBroken = ({ data }) => typeof data.text === "string";
+  const { config, datasets } = isNew ? { config: none, datasets: none } : await load(name);
+  if (!config.ok && !isNew && !isBroken(config)) return config;
   state.config = name;
   takeConfig(config.ok ? config : { data: { values: {} }, etag: config.etag });
   takeDatasets(datasets.ok ? datasets : { data: { entries: [] }, etag: datasets.etag });
@@ -207,8 +214,7 @@ export async function open(name) {
 // Why a new config cannot have this name; empty if it can.
 export async function refuseName(name) {
   if (!/^[\p{L}\p{N}_][\p{L}\p{M}\p{N}_.-]*$/u.test(name)) return "Give it a name of letters, digits and . _ -";
-  const { config } = await load(name);
-  return config.ok ? `There is a config ${name} already.` : config.status === 404 ? "" : sentences(config).join("; ");
+  return (await allConfigs()).some((each) => each.name === name) ? `There is a config ${name} already.` : "";
 }
 
 // What the page had of a file that is gone. Secrets were never sent to it.
@@ -223,7 +229,7 @@ async function restore(path) {
   for (let refused = ""; ; ) {
     dialog.querySelector(".bad").textContent = refused;
     const choice = await ask(dialog), name = choice === "new" ? page("#gone-name").value.trim() : state.config;
-    if (choice === "drop") await open(state.config);
+    if (choice === "drop" && (await open(state.config))) await open(state.config, true);
     if (!["restore", "new"].includes(choice)) return false;
     if (choice === "restore") return saveAgain((await load(name)).config.ok ? null : withoutSecrets(state.values), entries);
     refused = await refuseName(name);

@@ -86,6 +86,8 @@ function save(card, area) {
   if (area.value !== area.defaultValue) saving = Promise.all([saving, change(card, "/api/library/caption", { text: area.value }, card.dataset.tag || undefined)]);
 }
 
+const counted = (count) => `${count} ${count === 1 ? "caption" : "captions"}`;
+
 // All files: first a preview, then the change itself.
 async function edit(body) {
   const { ok, data } = await api("/api/library/edit", { method: "POST", body: { ...named(), ...body } }), place = find(".changes");
@@ -95,13 +97,13 @@ async function edit(body) {
     await show();
     const undo = element("button", { type: "button", textContent: "Undo" });
     undo.addEventListener("click", () => edit({ undo: data.backup }));
-    return find(".changes").replaceChildren(element("p", { textContent: `${data.count} captions changed. ${data.note} ` }), undo);
+    return find(".changes").replaceChildren(element("p", { textContent: `${counted(data.count)} changed. ${data.note} ` }), undo);
   }
   const lines = data.first.map(({ name, before, after }) => element("p", {}, element("b", { textContent: name }), element("del", { textContent: before }), element("ins", { textContent: after })));
   const notes = [...told, data.emptied && `${data.emptied} of them would be empty.`, data.unreadable.length && `Not readable: ${data.unreadable.join(", ")}.`];
-  const apply = element("button", { type: "button", className: "primary", textContent: `Change ${data.count} captions`, disabled: !data.count });
+  const apply = element("button", { type: "button", className: "primary", textContent: `Change ${counted(data.count)}`, disabled: !data.count });
   apply.addEventListener("click", () => edit({ ...body, seen: data.digest }));
-  const heading = `${data.count} captions would change${data.count > lines.length ? `, of which these are the first ${lines.length}` : ""}.`;
+  const heading = `${counted(data.count)} would change${data.count > lines.length ? `, of which these are the first ${lines.length}` : ""}.`;
   place.replaceChildren(element("p", { textContent: heading }), ...notes.filter(Boolean).map((textContent) => element("p", { className: "bad", textContent })), ...lines, apply);
   apply.focus();
 }
@@ -113,7 +115,7 @@ async function follow() {
   if (!ok || !stop || data.dataset !== open.dataset || (!data.running && stop.hidden)) return;
   if (!data.running) await show(); // what it has written
   find(".change").open = true;
-  find(".changes").textContent = data.message;
+  find(".changes").textContent = data.message || "Starting.";
   find("[value=stop]").hidden = !data.running;
   if (data.running) timer = setTimeout(follow, 2000);
 }

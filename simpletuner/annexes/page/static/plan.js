@@ -4,7 +4,7 @@ import { api, element, problemLine } from "./form.js";
 
 const panel = document.querySelector("#plan"), body = document.querySelector("#plan-body"), verdict = document.querySelector("#verdict");
 const whatIf = document.querySelector("#what-if");
-export const gigabytes = (bytes) => `${(bytes / 1e9).toFixed(bytes < 1e10 ? 1 : 0)} GB`;
+export const gigabytes = (bytes) => (bytes < 5e7 ? `${Math.round(bytes / 1e5) / 10} MB` : `${(bytes / 1e9).toFixed(bytes < 1e10 ? 1 : 0)} GB`);
 const dim = (textContent) => element("p", { className: "dim", textContent });
 const pending = {};
 let settings = {}, own = null, timer;
@@ -74,13 +74,20 @@ function draw(plan, known = null) {
   const lines = known ? also : slow.map((problem) => problemLine({ ...problem, fatal: true }, problem.message));
   body.replaceChildren(
     ...(lines.length ? [told(lines)] : []),
-    dim(`${name}${memory === null ? "" : `, ${gigabytes(usable)} usable`} (${note})`),
+    dim(`${name}${memory === null ? "" : `, ${gigabytes(usable)} usable`} (${note.replace("; --device names another card", "")})`),
     ...fetchButton(plan),
     phases(plan.memory, usable),
     facts(plan),
     ...(plan.buckets.length ? [buckets(plan.buckets)] : []),
-    ...[...plan.assumed, ...plan.offload_auto].map(dim),
+    ...plan.assumed.map(dim),
+    ...plan.offload_auto.map((line) => advice(line, known)),
   );
+}
+
+// What `offload: auto` chose, and why; what it only proposes, a button sets, but not for another card.
+function advice(line, known) {
+  const [, batch] = /^train_batch_size (\d+) would be as fast/.exec(line) ?? [];
+  return batch && !known ? told([problemLine({ key: "", message: line, remedy: { train_batch_size: Number(batch) } })]) : dim(line);
 }
 
 const told = (lines) => element("div", { className: "told" }, ...lines);

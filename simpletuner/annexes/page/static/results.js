@@ -50,11 +50,13 @@ pane.addEventListener("shown", compare);
 
 // ---- Pages of previews, and curves of another run ----
 
-new MutationObserver(() => {
+const observer = new MutationObserver(() => {
   const others = [...pane.querySelectorAll("[data-part=list] a[data-run]")].filter((link) => link.dataset.run !== run);
   offer(beside.querySelector("select"), [["", "no other run"], ...others.map((link) => [link.dataset.run, link.firstChild.textContent])], "");
-  beside.hidden = !others.length;
-}).observe(pane.querySelector("[data-part=list]"), { childList: true, subtree: true, attributes: true });
+  beside.hidden = !others.length || !pane.querySelector("[data-part=curves] figure");
+});
+observer.observe(pane.querySelector("[data-part=list]"), { childList: true, subtree: true, attributes: true });
+observer.observe(pane.querySelector("[data-part=curves]"), { childList: true });
 
 pane.addEventListener("change", (event) => {
   const { choice } = event.target.dataset;
@@ -74,6 +76,7 @@ forms.job = (form) => {
 pane.addEventListener("click", (event) => {
   const job = event.target.closest("[data-job]")?.dataset.job;
   if (event.target.matches("[data-move]")) send("queue/move", { job, by: Number(event.target.dataset.move) });
+  if (event.target.matches("[data-again]")) send("queue/again", { job });
   if (event.target.matches("[data-remove]")) send("queue/remove", { job });
   if (!event.target.matches(".snippet .copy")) return;
   getSelection().selectAllChildren(event.target.nextElementSibling);

@@ -83,9 +83,19 @@ function showLog(node, fresh) {
   if (follows && now) now.scrollTop = now.scrollHeight;
 }
 
+// What waits cannot be added to the queue again.
+function tellWaiting() {
+  const waits = place("queue").querySelector(`li:has(.waiting) > a[data-run="${CSS.escape(run ?? "")}"]`);
+  for (const button of place("head").querySelectorAll("[data-press=queue], [name=queue]")) {
+    button.disabled = Boolean(waits);
+    button.textContent = waits ? "In the queue" : "Add to queue";
+  }
+}
+
 // The list may be older than the state that the head shows.
 function showHead(node, fresh) {
   morphChildren(node, fresh);
+  tellWaiting();
   const listed = place("list").querySelector(`[data-run="${run}"] .state`);
   if (listed && listed.textContent !== node.querySelector(".state").textContent) want("list", "results");
 }
@@ -94,6 +104,7 @@ function showHead(node, fresh) {
 function showQueue(node, fresh) {
   if (node.innerHTML !== fresh.innerHTML) want("results");
   morphChildren(node, fresh);
+  tellWaiting();
   parts.queue.every = node.querySelector(".waiting, .running") ? 1 : 5;
 }
 

@@ -8,7 +8,7 @@ const { suffixes, files: most, bytes: largest } = page("#start-card").dataset;
 const usable = new Set(suffixes.split(" ")), drop = page("#drop"), form = page("#start-form"), progress = page("#drop-progress");
 const AT_ONCE = 3; // files on their way
 let place = null; // what the server calls the folder of dropped files
-let folder = "", seen = null, number = 0;
+let folder = "", lost = [], seen = null, number = 0; // lost: of the newest drop, what was not saved
 const words = JSON.parse(page("#start-words").textContent); // in the language of the browser, by the English ones
 const say = (text, values = {}) => (words[text] ?? text).replace(/{(\w+)}/g, (_, name) => values[name]);
 const tell = (text) => { page("#start-told").textContent = text; };
@@ -64,7 +64,7 @@ async function take(found) {
   // The folder that was dropped, or the zip, gives the name.
   const top = found[0].name.split("/")[0], isFolder = found.every(({ name }) => name.startsWith(`${top}/`));
   const named = isFolder ? found.map(({ name, file }) => ({ name: name.slice(top.length + 1), file })) : found;
-  const skipped = named.map((each) => ({ file: each.name, reason: fault(each) })).filter(({ reason }) => reason);
+  lost = named.map((each) => ({ file: each.name, reason: fault(each) })).filter(({ reason }) => reason);
   const queue = named.filter((each) => !fault(each)), all = queue.length;
   if (all && !place) {
     const made = await api("/api/uploads", { method: "POST", body: { name: isFolder || /\.zip$/i.test(top) ? top.replace(/\.zip$/i, "") : "" } });
@@ -84,13 +84,13 @@ async function take(found) {
         progress.value = [...sent.values()].reduce((sum, size) => sum + size, 0);
       });
       saved += answer.saved.length;
-      skipped.push(...answer.skipped);
+      lost.push(...answer.skipped);
     }
   };
   await Promise.all(Array.from({ length: AT_ONCE }, work));
   progress.hidden = true;
-  showSkipped(skipped);
-  if (saved) await look(place.folder);
+  showSkipped(lost);
+  if (saved || folder) await look(saved ? place.folder : folder);
   else tell(say("None of these files can be used."));
 }
 
@@ -118,8 +118,7 @@ for (const input of drop.querySelectorAll("input")) {
 page("#drop-here").addEventListener("click", async () => {
   const chosen = await chooseFolder(folder);
   if (!chosen) return;
-  place = null;
-  showSkipped([]);
+  [place, lost] = [null, []];
   await look(chosen);
 });
 
@@ -141,7 +140,7 @@ async function look(path, answers = {}) {
   const isNew = path !== folder;
   [folder, seen] = [path, answer.data];
   tell(`${seen.folder}: ${seen.described}${seen.held_out ? say("; held out of training, to compare checkpoints on them: {count}", { count: seen.held_out }) : ""}`);
-  if (seen.skipped.length && !place) showSkipped(seen.skipped, seen.more_skipped);
+  showSkipped([...lost, ...seen.skipped], seen.more_skipped);
   choices(page("#start-purposes"), "purpose", seen.purposes, seen.purpose);
   const models = Object.keys(seen.drafts), model = models.includes(chosen("model")) ? chosen("model") : models[0];
   choices(page("#start-models"), "model", Object.fromEntries(models.map((each) => [each, each])), model);
@@ -159,7 +158,7 @@ function showCaptions() {
     : say("No file has a caption, so each is trained with the words above. A caption for each is better: write the config, then captions on the tab Dataset or with simpletuner caption.");
   if (uncaptioned && some) box.checked = true;
   box.disabled = some;
-  form.querySelector("[value=start]").disabled = Boolean(uncaptioned) && box.checked;
+  for (const button of form.querySelectorAll("[value=start], [value=queue]")) button.disabled = Boolean(uncaptioned) && box.checked;
 }
 
 // The plan of each model in a few words; the first that fits is chosen.
@@ -193,23 +192,31 @@ form.addEventListener("change", ({ target }) => {
   if (target.name === "purpose") look(folder, { purpose: target.value, name: chosen("name") });
 });
 
-form.addEventListener("submit", async (event) => {
-  event.preventDefault();
-  const isStart = event.submitter.value === "start";
+// Writes the config, and then starts it, or lets it wait.
+async function begin(how) {
   if (!(await maySwitch())) return;
   const answers = { folder, purpose: chosen("purpose"), trigger: chosen("trigger"), model: chosen("model"), name: chosen("name"), captions: form.elements.captions.checked };
   const written = await api("/api/start/write", { method: "POST", body: answers });
   refuse(written);
   if (!written.ok) return;
   const { config } = written.data;
+  const begun = how === "write" ? written : await api(`/api/training/${how}`, { method: "POST", body: { config } });
+  refuse(begun);
+  if (begun.ok) {
+    form.hidden = true;
+    [place, folder, lost] = [null, "", []];
+    showSkipped([]);
+    location.hash = how === "write" ? "dataset" : "run";
+  }
+  tell(begun.ok ? "" : say("config/{config} is written, and cannot start yet.", { config }));
   await openConfig(config);
-  const started = isStart && (await api("/api/training/start", { method: "POST", body: { config } }));
-  if (started) refuse(started);
-  if (started && !started.ok) return tell(say("config/{config} is written, and cannot start yet.", { config }));
-  form.hidden = true;
-  [place, folder] = [null, ""];
-  tell("");
-  location.hash = isStart ? "run" : "dataset";
+}
+
+form.addEventListener("submit", async (event) => {
+  event.preventDefault();
+  form.inert = true;
+  await begin(event.submitter.value);
+  form.inert = false;
 });
 
 for (const tile of document.querySelectorAll(".tiles button")) tile.addEventListener("click", () => newConfig(`examples/${tile.dataset.example}`));

@@ -1,0 +1,99 @@
+"""`simpletuner` as processes that start at once: forked with everything imported, which takes longer than most of them.
+
+What starts one (a server, a page) is given `Commands.program` in place of `python -m simpletuner`. That is a small
+program which sends its arguments, folder, environment and streams to a process here, and ends as the fork does. Whoever
+starts it has a process to wait for and to signal, as with the real one.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from simpletuner.cli.app import run
+from simpletuner.reporting.metrics import MetricsFile
+from tests.workspace import FORKS
+
+MOST_BYTES = 100_000  # of a command with its environment
+PACE = "SECONDS_A_STEP"  # variable of the environment: a run that others look at leaves them the processor
+CLIENT = """
+import marshal, os, signal, socket, sys
+door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+door.connect(sys.argv[1])
+socket.send_fds(door, [marshal.dumps((sys.argv[2:], os.getcwd(), dict(os.environ)))], [0, 1, 2])
+pid = int(door.recv(20))
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: os.kill(pid, number))
+sys.exit(int(door.recv(20) or 128 + signal.SIGKILL))
+"""
+
+
+@contextmanager
+def forked_commands(folder: Path) -> Iterator[tuple[str, ...]]:
+    """What starts `simpletuner` in place of `(python, "-m", "simpletuner")`; `folder` is for files of its own."""
+    (folder / "client.py").write_text(CLIENT)
+    address = folder / "door"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(address))
+        listener.listen()
+        process = FORKS.Process(target=_fork_for_each, args=(listener,), daemon=True)
+        process.start()
+    yield sys.executable, "-S", "-E", str(folder / "client.py"), str(address)
+    process.kill()
+    process.join()
+
+
+def _fork_for_each(listener: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombie stays
+    while True:
+        client, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            _obey(client)
+        client.close()
+
+
+def _obey(client: socket.socket) -> NoReturn:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()  # the terminal's Ctrl-C reaches the client, as it does the real command
+    content, streams, _, _ = socket.recv_fds(client, MOST_BYTES, 3)
+    sys.argv[1:], folder, environment = marshal.loads(content)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    if PACE in environment:
+        _slow_down(float(environment[PACE]))
+    client.send(str(os.getpid()).encode())
+    code = 1
+    try:
+        run()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    except BaseException:  # noqa: BLE001 - nothing of the process that forked this may run on
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    client.send(str(code).encode())
+    os._exit(code)
+
+
+def _slow_down(seconds: float) -> None:
+    append = MetricsFile.append
+
+    def slowly(*given: Any) -> None:
+        append(*given)
+        time.sleep(seconds)
+
+    MetricsFile.append = slowly  # type: ignore[method-assign]
