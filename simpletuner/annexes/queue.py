@@ -186,6 +186,11 @@ class Queue:
             if jobs != self.read():
                 write(jobs)
 
+    @property
+    def at_work(self) -> str:
+        """The title of the job, or the output folder of a run by hand, that has the GPU; empty if none has."""
+        return next((job.title for job in in_state(self.read(), RUNNING)), "") or self.worker.at_work()
+
     def _start_next(self, jobs: list[Job], write: Write) -> list[Job]:
         """The jobs, one more of them at work if nothing else is; those that wait know for what."""
         running = in_state(jobs, RUNNING)
