@@ -332,7 +332,7 @@ def parse_objects(key: str, value: object) -> object:
     """
     value = parse_json_text(value)
     if isinstance(value, str):
-        path, problems = Path(value).expanduser(), Problems()
+        path, problems = home_path(value), Problems()
         if not path.is_file():
             raise ValueError("does not exist; it is a file, an object or a list of objects")
         # `canonical` expanded what config.json holds; this file is read later.

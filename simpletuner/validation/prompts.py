@@ -162,7 +162,8 @@ class AdapterRun:
     @property
     def size(self) -> int:
         """Bytes of the files."""
-        return sum(path.stat().st_size for path, _ in self.loras)
+        # What does not exist is a problem of its own.
+        return sum(path.stat().st_size for path, _ in self.loras if path.is_file())
 
 
 def adapter_runs(config: RunConfig, *, fetch: bool = False) -> list[AdapterRun]:
