@@ -35,7 +35,7 @@ def ask(
     talk.tell(f"{folder}: {material.describe()}")
     purposes = {purpose: Recipe.of(purpose).title for purpose in material.purposes}
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"], "--purpose")
-    trigger = _ask_trigger(talk, purpose) if given["trigger"] is None else given["trigger"]
+    trigger = (given["trigger"] or "").strip() or _ask_trigger(talk, purpose)
     captioned = captions or not material.uncaptioned
     values = {key: _as_json(value) for key, value in settings.items()}
 
@@ -108,12 +108,4 @@ def _choose(talk: Talk, text: str, choices: Mapping[str, str], given: str | None
         raise UserError(f"{option} {given!r} is not one of: {', '.join(names)}.{did_you_mean(given, names)}")
     if given is not None or len(names) == 1:
         return given or names[0]
-    talk.say(text)
-    talk.list_choices(choices, names[0])
-    for _ in range(3):
-        answer = talk.read_line(f"  [{names[0]}]: ").lower()
-        chosen = dict(zip(map(str, range(1, len(names) + 1)), names, strict=True)).get(answer, answer) or names[0]
-        if chosen in names:
-            return chosen
-        talk.refuse(f"{answer!r} is not one of: {', '.join(names)}.{did_you_mean(answer, names)}")
-    return names[0]
+    return talk.pick(text, choices)
