@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -462,14 +463,13 @@ def test_answers_through_click_s_runner(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("lines", [0, 1, 12])
-def test_input_that_ends_early_writes_nothing(tmp_path: Path, t2i_checkpoint: Path, lines: int) -> None:
-    workspace = Workspace.create(tmp_path, t2i_checkpoint)
+def test_input_that_ends_early_writes_nothing(
+    lines: int, workspace: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = workspace.path("config/config.json").read_bytes()
-    process = workspace.spawn("configure", stdin=-1, stdout=-1, stderr=-1)
-    _, errors = process.communicate("\n" * lines)
-    assert process.returncode == 2
-    assert "The input ended" in errors
-    assert "Traceback" not in errors
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n" * lines))
+    assert workspace.run("configure") == 2
+    assert "The input ended" in capsys.readouterr().err
     assert workspace.path("config/config.json").read_bytes() == before
     assert not workspace.path("config/config.json.bak").exists()
 
