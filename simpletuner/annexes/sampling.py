@@ -19,7 +19,7 @@ from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.media import probe
 from simpletuner.data.sample import Sample
-from simpletuner.errors import ConfigError, Problem, Reading, result_of
+from simpletuner.errors import ConfigError, Problem, Reading, did_you_mean, result_of
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_keys import check_lora_file, family_in_header, linear_modules, read_shapes, role_of
 from simpletuner.models.source import ModelSource, Part, tensor_shapes
@@ -192,16 +192,27 @@ def find_weights(request: SampleRequest) -> Reading[tuple[list[Weights], Checkpo
     """What a request's source holds, and a checkpoint with the settings of its run, if there is one."""
     if request.source is None:
         if request.sweeps:
-            yield Problem("sweep", "needs the output folder of a run: simpletuner sweep OUTPUT_DIR")
+            message = "needs the output folder of a run: simpletuner sweep OUTPUT_DIR"
+            raise ConfigError([Problem("sweep", message)])
         return [Weights("base model")], None
     path = Path(request.source).expanduser()
-    if path.is_file():
-        given = {"--checkpoint": request.checkpoints is not None, "--ema": request.ema}
-        for key in filter(given.get, given):
-            yield Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
-        # The file may be in a checkpoint, in its folder ema/, or beside the checkpoints.
-        run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
-        return [Weights(path.stem, lora=path, content=hash_file(path))], run
+    if not path.exists():
+        beside = [str(each) for each in path.parent.glob("*")]
+        yield Problem("source", f"{str(path)!r} does not exist.{did_you_mean(str(path), beside)}")
+        return [], None
+    return (yield from _weights_in_file(request, path) if path.is_file() else _weights_of_run(request, path))
+
+
+def _weights_in_file(request: SampleRequest, path: Path) -> Reading[tuple[list[Weights], Checkpoint | None]]:
+    given = {"--checkpoint": request.checkpoints is not None, "--ema": request.ema}
+    for key in filter(given.get, given):
+        yield Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
+    # The file may be in a checkpoint, in its folder ema/, or beside the checkpoints.
+    run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
+    return [Weights(path.stem, lora=path, content=hash_file(path))], run
+
+
+def _weights_of_run(request: SampleRequest, path: Path) -> Reading[tuple[list[Weights], Checkpoint | None]]:
     whole = _checkpoints(path)
     run = whole[-1] if whole else None
     is_full = run is not None and run.manifest.identity.model_type == "full"

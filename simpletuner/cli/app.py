@@ -68,8 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Typer turns Ctrl-C and `typer.Exit` into a result instead of letting them through.
         code = get_command(app)(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
     except TyperException as error:
-        # Without a command the help has been printed already.
-        return _complain(f"error: {error}", USAGE) if str(error) else USAGE
+        # Without a command the help has been printed already. pydantic's type of error says nothing to a user.
+        text = error.format_message().replace("Value error, ", "")
+        return _complain(f"error: {text}", USAGE) if str(error) else USAGE
     except (typer.Abort, KeyboardInterrupt):
         return _complain("Interrupted.", INTERRUPTED)
     except typer.Exit as stop:

@@ -98,7 +98,10 @@ def gc(
         total += len(garbage.entries) + len(garbage.leftovers)
         if remove:
             remove_garbage(folder, garbage)
-    typer.echo(f"{total} entries and leftovers {'removed' if remove else 'found; --remove deletes them'}.")
+    if not total:
+        typer.echo("Nothing to remove: this configuration refers to every entry.")
+    else:
+        typer.echo(f"{total} entries and leftovers {'removed' if remove else 'found; --remove deletes them'}.")
 
 
 @app.command("explain", context_settings=PASS_THROUGH)

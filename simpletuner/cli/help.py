@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import textwrap
@@ -13,20 +14,46 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from simpletuner.errors import UserError, did_you_mean
+from simpletuner.errors import UserError, did_you_mean, nearest
 
 if TYPE_CHECKING:
     from simpletuner.config.option import Option
 
 WIDTH = 78
+MISSPELLED = 0.75  # difflib's ratio from which a word is taken for a misspelt option
 
 
 class SettingsCommand(TyperCommand):
     """A command that takes settings; its `--help` also lists their sections."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        # Typer keeps the line breaks of all paragraphs but the first.
+        self.help = "\n\n".join(each.replace("\n", " ") for each in inspect.cleandoc(self.help or "").split("\n\n"))
         super().format_help(ctx, formatter)
         typer.echo("\n".join(sections_help()))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Unknown options pass as settings, but for those that look like a misspelt option of the command.
+
+        Raises:
+            UserError: with the option that was meant.
+        """
+        rest = super().parse_args(ctx, args)
+        if words := [token.partition("=")[0] for token in rest if token.startswith("--")]:
+            from simpletuner.cli.sample import SHORT
+            from simpletuner.config.schema import option_names
+            from simpletuner.config.sources import SELECTORS
+            from simpletuner.config.values import plain_key
+
+            own = {plain_key(name): name for each in self.params for name in each.opts if name.startswith("--")}
+            own |= {name: f"--{name}" for name in SELECTORS}
+            known = {*option_names(), *SHORT, *own}
+            for word in words:
+                key = plain_key(word)
+                guess = None if key in known else nearest(key, known, cutoff=MISSPELLED)
+                if guess in own:
+                    raise UserError(f"{word} is neither an option nor a setting. Did you mean '{own[guess]}'?")
+        return rest
 
 
 def show_help(
@@ -58,6 +85,7 @@ def settings_help(wanted: str) -> list[str]:
     """
     from simpletuner.config.datasets import dataset_options
     from simpletuner.config.schema import option_names, sections
+    from simpletuner.config.sections import EVERYDAY_WORDS
 
     names, of_datasets, by_section = option_names(), dataset_options(), sections()
     name = wanted.lstrip("-").replace("-", "_").lower()
@@ -71,7 +99,8 @@ def settings_help(wanted: str) -> list[str]:
         first, *rest = same_name
         return [*explain_key(first, [*related]), *chain(*map(explain_key, rest)), *chain(*map(summary, section))]
     if not (options := section or mentions):
-        raise UserError(f"no setting mentions {wanted!r}.{did_you_mean(name, [*names, *of_datasets])}")
+        known = [*names, *of_datasets, *" ".join(EVERYDAY_WORDS).split()]
+        raise UserError(f"no setting mentions {wanted!r}.{did_you_mean(name, known)}")
     return [*chain(*map(summary, options))]
 
 

@@ -341,7 +341,8 @@ def _first_file(candidates: list[Path], name: str | None) -> Path:
     in_folders = {path.parent: path for path in reversed(candidates)}
     tried = ", ".join(str(path) for path in reversed(in_folders.values()))
     what = f"the environment {name!r} was not found" if name else "no configuration was found"
-    message = f"{what}; tried {tried}. Write one with `simpletuner configure`."
+    hint = did_you_mean(name, [each.name for each in Path("config").glob("*/")]) if name else ""
+    message = f"{what}; tried {tried}.{hint or ' Write one with `simpletuner configure`.'}"
     if candidates[0].suffix in (".toml", ".env"):
         message += f" It writes JSON; a file {candidates[0].suffix} is written by hand, with the same keys."
     raise ConfigError([Problem("config", message)])

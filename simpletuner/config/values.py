@@ -134,6 +134,8 @@ JSON_FAULTS = (
 
 def json_fault(error: json.JSONDecodeError) -> str:
     """What is wrong with a JSON text that somebody wrote by hand, and where."""
+    if not error.doc.strip():
+        return "is empty"
     rest = error.doc[error.pos :]
     words = next((words for text, said, words in JSON_FAULTS if said in error.msg and re.match(text, rest)), error.msg)
     return f"is not valid JSON: {words} (line {error.lineno}, column {error.colno})"

@@ -16,7 +16,7 @@ from simpletuner.budget.device import Gpu, find_device, torch_uses_gpus
 from tests.workspace import Workspace
 
 Capture = pytest.CaptureFixture[str]
-CONSENT = "To train on the CPU, give --yes or set i_know_what_i_am_doing."
+CONSENT = "To train on the CPU, run train --yes or set i_know_what_i_am_doing."
 
 
 @pytest.fixture

@@ -137,6 +137,7 @@ def test_small_pictures_are_trained_at_a_size_of_their_own(commands: list[list[s
         ([(2000, 1500)], True, 1024),
         ([(1024, 1024)] * 19 + [(300, 300)], True, 1024),  # one file of twenty is enlarged
         ([(1024, 1024)] * 9 + [(900, 700)] * 2, True, 640),
+        ([(960, 960)], True, 1024),  # by so little that nobody sees it
         ([(512, 288)], False, 384),
         ([(90, 90)], True, 256),
         ([], True, 1024),
@@ -156,6 +157,12 @@ def test_settings_reach_the_datasets_too_however_they_are_spelled(commands: list
     assert "resolution" not in trained, "which would override it"
     assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
     assert "bucket 512x512 (1.0): 1" in capsys.readouterr().out
+
+
+def test_an_empty_trigger_is_the_default(commands: list[list[str]]) -> None:
+    put_pictures(Path("cat"), 1)
+    assert main(["start", "cat", "--yes", "--trigger", " "]) == 0
+    assert written("cat")["validation_prompt"] == "a photo of zkt, on a beach at sunset"
 
 
 def test_a_name_keeps_the_letters_of_every_script(commands: list[list[str]]) -> None:

@@ -62,6 +62,35 @@ def test_help_of_a_run_is_short_and_leads_to_every_setting(capsys: Capture) -> N
     assert [name for name in all_options() if f"--{name}\n" not in listed and f"{name}  (" not in listed] == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["trian"], "No such command 'trian'. Did you mean 'train'?"),
+        (["train", "--exmple", "demo"], "--exmple is neither an option nor a setting. Did you mean '--example'?"),
+        (["start", "cat", "--triger=zkt"], "--triger is neither an option nor a setting. Did you mean '--trigger'?"),
+        (["start"], "Missing argument 'folder'."),
+        (["caption", "--style", "poem"], "Invalid value for '--style': 'poem' is not one of 'short', 'long', 'tags'."),
+        (["sample", "--steps", "4"], "--prompt: is required"),
+        (["sweep"], "sweep: needs the output folder of a run: simpletuner sweep OUTPUT_DIR\n1 problem to fix"),
+        (["train", "env=dmeo"], "the environment 'dmeo' was not found; tried config/dmeo/config.json"),
+        (["train", "env=dmeo"], "Did you mean 'demo'?"),
+        (["help", "flikcer"], "no setting mentions 'flikcer'. Did you mean 'flicker'?"),
+    ],
+)
+def test_a_misspelt_command_names_what_was_meant(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config/demo").mkdir(parents=True)
+    assert main(arguments) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_paragraphs_of_help_are_filled(capsys: Capture) -> None:
+    assert main(["sample", "--help"]) == 0
+    assert re.search(r"--guidance, --seed, --negative-prompt", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(("given", "expected"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
 def test_gpus_are_counted_as_the_plan_counts_them(
     monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str

@@ -23,7 +23,9 @@ from simpletuner.config.schema import GROUPS, all_options
 from simpletuner.config.sections import SECTIONS
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import Task
+from simpletuner.plan.draft import Draft
 from simpletuner.validation.clip_writer import write_mp4
+from tests.clips import write_clip
 from tests.processes import PATIENCE
 from tests.workspace import Workspace
 
@@ -52,6 +54,7 @@ class Person:
 
     def _key(self, prompt: str) -> str:
         for words, name in (
+            ("  [none]: ", "recipe"),
             ("Start from it", "start"),
             ("Continue with the answers", "kept"),
             ("Leave it out", "mend"),
@@ -117,6 +120,30 @@ def test_enter_everywhere_writes_a_config_of_known_keys(configure: Configure) ->
     assert values["data_backend_config"] == "config/multidatabackend.json"
     assert not Path("config/multidatabackend.json").exists()
     assert not Path("config/config.json.bak").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "values"),
+    [
+        ("subject", {"model_flavour": "t2i-lite-sft", "max_train_steps": 1500, "offload": "auto", "lora_rank": 16}),
+        ("3", {"model_family": "kandinsky5-image", "max_train_steps": 1000, "checkpoint_step_interval": 125}),
+        ("motion", {"model_family": "kandinsky5-video", "model_flavour": "t2v-lite-sft-5s", "lora_rank": 32}),
+        ("edit", {"model_flavour": "i2i-lite-sft", "num_eval_images": 2}),
+    ],
+)
+def test_a_recipe_of_start_is_proposed(configure: Configure, recipe: str, values: dict[str, Any]) -> None:
+    assert configure(recipe=recipe)[0] == 0
+    assert written().items() >= values.items()
+    assert "zkt" in written().get("validation_prompt", "zkt")
+
+
+def test_the_dataset_file_that_is_shown_fits_the_clips(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    configure(model_family="sanavideo", file="y")
+    assert '"num_frames": 81,' in capsys.readouterr().out, "the length of a preview"
+    FILE.unlink()
+    write_clip(Path("datasets/videos/a.mp4"), seconds=2.0, size=(64, 48))
+    configure(model_family="sanavideo", file="y")
+    assert '"num_frames": 29,' in capsys.readouterr().out
 
 
 def test_questions_come_in_order(configure: Configure) -> None:
@@ -327,9 +354,10 @@ def test_adamw_bf16_is_refused_without_bf16(configure: Configure, capsys: pytest
     assert written()["optimizer"] == "adamw"
 
 
-def test_without_a_login_wandb_is_not_offered(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+def test_without_a_login_wandb_says_what_it_needs(configure: Configure, capsys: pytest.CaptureFixture) -> None:
     configure()
-    assert "wandb" not in capsys.readouterr().out
+    assert "wandb.ai; log in first: wandb login" in capsys.readouterr().out
+    assert written()["report_to"] == "none"
     assert "tracker_run_name" not in written()
 
 
@@ -338,7 +366,7 @@ def test_with_a_login_wandb_is_offered(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     configure(report_to="wandb", tracker_run_name="first")
-    assert "wandb.ai" in capsys.readouterr().out
+    assert "wandb.ai\n" in capsys.readouterr().out
     assert (written()["report_to"], written()["tracker_run_name"]) == ("wandb", "first")
 
 
@@ -455,7 +483,7 @@ def test_toml_is_not_written(configure: Configure, capsys: pytest.CaptureFixture
 
 def test_answers_through_click_s_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["configure"], input="\n\n\noutput/cat\n" + "\n" * 60)
+    result = CliRunner().invoke(app, ["configure"], input="\n\n\n\noutput/cat\n" + "\n" * 60)
     assert result.exit_code == 0, result.output
     assert written()["output_dir"] == "output/cat"
     assert "Next steps" in result.output
@@ -482,6 +510,8 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pexpect.spawn:
     monkeypatch.setenv("TERM", "xterm-256color")
     child = pexpect.spawn(sys.executable, ["-m", "simpletuner", "configure"], cwd=str(tmp_path), encoding="utf-8",
                           timeout=PATIENCE, dimensions=(40, 100))  # fmt: skip
+    child.expect(r"\[none\]: ")  # the recipe
+    child.sendline("")
     yield child
     child.close(force=True)
 
@@ -607,8 +637,8 @@ def test_every_flavour_is_listed_with_what_it_is_for(configure: Configure, capsy
 
 def test_back_returns_to_the_question_before(configure: Configure) -> None:
     _, person = configure(model_family=["back"], output_dir=["wrong", "right"], seed=["back", ""])
-    assert person.asked[:2] == ["model_family", "model_family"]
-    assert person.asked[4:8] == ["output_dir", "seed", "output_dir", "seed"]
+    assert person.asked[:3] == ["recipe", "model_family", "model_family"]
+    assert person.asked[5:9] == ["output_dir", "seed", "output_dir", "seed"]
     assert written()["output_dir"] == "right"
 
 
@@ -707,7 +737,7 @@ def test_what_is_written_trains(configure: Configure, t2i_checkpoint: Path) -> N
 
 def _put_data(task: Task) -> None:
     """The dataset file that the next steps show, at a size for tests, and its pictures."""
-    entries = example_datasets(FAMILIES["kandinsky5-image"], task)
+    entries = example_datasets(Draft(FILE, {"model_family": "kandinsky5-image", "model_flavour": f"{task}-lite-sft"}))
     workspace = Workspace(Path())
     for entry in entries:
         if "instance_data_dir" in entry:

@@ -46,7 +46,8 @@ def test_what_is_not_json_is_told_with_line_and_column(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "it ends too early (line 1, column 1)"),
+        ("", "is empty"),
+        ('{"a": 1', "it ends too early (line 1, column 8)"),
         ('{"a": 1 // half', "comments are not allowed (line 1, column 9)"),
         ('{"a": True}', "true, false and null are written in small letters"),
         ("{'a': 1}", "keys and texts need double quotes"),

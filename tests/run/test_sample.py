@@ -154,7 +154,8 @@ def test_a_sweep_marks_the_best_and_goes_on_where_it_was(trained: Workspace, cap
     ("arguments", "messages"),
     [
         (["output", "--image", "nowhere.png"], ["--prompt: is required", "nowhere.png"]),
-        (["nowhere", *PROMPT], ["'nowhere' holds no result"]),
+        (["nowhere", *PROMPT], ["'nowhere' does not exist."]),
+        (["outptu", *PROMPT], ["'outptu' does not exist. Did you mean 'output'?"]),
         (["output/cache", *PROMPT], ["holds no result (pytorch_lora_weights.safetensors). It has no checkpoints"]),
         (["bare", *PROMPT], ["Its checkpoints: checkpoint-2; choose one with --checkpoint"]),
         (["output", *PROMPT, "--checkpoint", "3"], ["'3' is not a complete checkpoint", "checkpoint-2, checkpoint-4"]),

@@ -160,7 +160,7 @@ def check_gpu(plan: Plan, budget: Budget) -> Iterator[Problem]:
             why += ", since its CPU build is installed"
             advice = " Run pip uninstall torch, then pip install torch."
     if needs_consent(plan, budget):
-        advice += " To train on the CPU, give --yes or set i_know_what_i_am_doing."
+        advice += " To train on the CPU, run train --yes or set i_know_what_i_am_doing."
     time = f"about {duration(seconds)} on the CPU, {duration(budget.step_seconds)} a step"
     yield Problem(MISSING_GPU, f"{why}: {time}.{advice}", fatal=False)
 

@@ -19,10 +19,13 @@ from simpletuner.errors import UserError
 PICTURES = ("kandinsky5-image-lora",)
 EDITS = ("kandinsky5-image-edit-lora",)
 CLIPS = ("kandinsky5-video-lite-lora", "sanavideo-lora", "kandinsky5-video-pro-lora")
+# What can be learned, and the example of the model that usually learns it.
+PURPOSES = {"subject": PICTURES[0], "style": PICTURES[0], "motion": CLIPS[0], "edit": EDITS[0]}
 # Names of two folders with the pictures of edits.
 PAIRS = (("before", "after"), ("source", "target"), ("input", "output"))
 LOOKED_AT = 200  # files, for their sizes and lengths; a folder may hold thousands
 SMALL_ONES = 10  # of a hundred files, so many may be smaller or shorter than what is trained
+UNSEEN_ENLARGEMENT = 1.1
 SIZE_STEP, SMALLEST_SIZE = 64, 256  # of the resolution; below, a model draws little that can be recognised
 
 
@@ -115,7 +118,9 @@ class Material:
         """
         edges = sorted(min(size) if square else math.isqrt(math.prod(size)) for size in self.sizes) or [largest]
         edge = edges[len(edges) * SMALL_ONES // 100]
-        return largest if edge >= largest else max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP)
+        # A little larger is better than a size that the model was not trained at.
+        is_enough = edge * UNSEEN_ENLARGEMENT >= largest
+        return largest if is_enough else max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP)
 
     def frames(self, rate: float, stride: int, longest: int) -> int:
         """How many frames to train, so that few clips are too short."""

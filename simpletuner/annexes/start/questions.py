@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ def ask(
     talk.tell(f"{folder}: {material.describe()}")
     purposes = {purpose: Recipe.of(purpose).title for purpose in material.purposes}
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"], "--purpose")
-    trigger = given["trigger"]
-    if trigger is None and purpose != "edit":
+    trigger = (given["trigger"] or "").strip()
+    if not trigger and purpose != "edit":
         what = f", and what it is, as in: {TRIGGER}, a grey cat" if purpose == "subject" else ""
         trigger = talk.read_line(f"A word for it that the model does not know{what} [{TRIGGER}]: ") or TRIGGER
     captioned = captions or not material.uncaptioned
@@ -43,7 +43,7 @@ def ask(
     values = {key: value if (read := _as_json(value)) is None else read for key, value in settings.items()}
 
     def start(example: str) -> Start:
-        return Start(name, material, purpose, trigger or "", example, captioned, values)
+        return Start(name, material, purpose, trigger, example, captioned, values)
 
     return start(_choose_model(talk, material.models, given["model"], start))
 
@@ -88,19 +88,4 @@ def _choose(talk: Talk, text: str, choices: Mapping[str, str], given: str | None
         raise UserError(f"{option} {given!r} is not one of: {', '.join(names)}.{did_you_mean(given, names)}")
     if given is not None or len(names) == 1:
         return given or names[0]
-    talk.say(text)
-    for line in _numbered(choices):
-        talk.say(line)
-    for _ in range(3):
-        answer = talk.read_line(f"  [{names[0]}]: ").lower()
-        chosen = dict(zip(map(str, range(1, len(names) + 1)), names, strict=True)).get(answer, answer) or names[0]
-        if chosen in names:
-            return chosen
-        talk.refuse(f"{answer!r} is not one of: {', '.join(names)}.{did_you_mean(answer, names)}")
-    return names[0]
-
-
-def _numbered(choices: Mapping[str, str]) -> Iterator[str]:
-    width = max(map(len, choices))
-    for number, (name, note) in enumerate(choices.items(), start=1):
-        yield f"  {number}  {name:<{width}}  {note}".rstrip()
+    return talk.pick(text, choices)

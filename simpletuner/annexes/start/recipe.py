@@ -63,6 +63,18 @@ class Recipe:
         """The length of a run on so many files, in whole hundreds."""
         return min(self.most_steps, max(self.fewest_steps, round(files * self.steps_per_file, -2)))
 
+    def values(self, files: int, trigger: str) -> dict[str, Any]:
+        """Keys of config.json for a run on so many files; without a preview prompt where only the model has one."""
+        steps, prompt = self.steps(files), self.prompt.format(phrase=self.phrase.format(trigger=trigger))
+        return {
+            "max_train_steps": steps,
+            "checkpoint_step_interval": steps // CHECKPOINTS,
+            "checkpoints_total_limit": CHECKPOINTS,
+            "offload": "auto",
+            **({"validation_prompt": prompt} if prompt else {}),
+            **self.settings,
+        }
+
 
 @dataclass(frozen=True)
 class Start:
@@ -105,18 +117,12 @@ class Start:
 
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
-        config, recipe = _example(self.example), self.recipe
-        steps = recipe.steps(len(self.material.files.files) - self.held_out)
+        config = read_example(self.example)
         config.pop("validation_step_interval")
         config |= {
             "output_dir": f"output/{self.name}",
             **{key: (self.folder / file).as_posix() for key, file in FILES.items()},
-            "max_train_steps": steps,
-            "checkpoint_step_interval": steps // CHECKPOINTS,
-            "checkpoints_total_limit": CHECKPOINTS,
-            "offload": "auto",
-            "validation_prompt": recipe.prompt.format(phrase=self.phrase) or config["validation_prompt"],
-            **recipe.settings,
+            **self.recipe.values(len(self.material.files.files) - self.held_out, self.trigger),
         }
         word, _, what = self.phrase.partition(", ")
         if self.purpose == "subject" and what:
@@ -138,7 +144,7 @@ class Start:
 
     def datasets(self) -> list[dict[str, Any]]:
         """The content of the dataset file."""
-        trained, *others = _example(self.example, "multidatabackend.json")
+        trained, *others = read_example(self.example, "multidatabackend.json")
         square = trained["crop_aspect"] == "square"
         trained |= {
             "instance_data_dir": self._written(self.material.folder),
@@ -150,7 +156,7 @@ class Start:
         elif self.phrase:
             trained |= {"instance_prompt": f"{self.phrase},", "prepend_instance_prompt": True}
         if "video" in trained:
-            frames = self._frames(_example(self.example))
+            frames = self._frames(read_example(self.example))
             trained["video"] |= {"num_frames": frames, "min_frames": frames}
         if self.material.sources:
             others[0]["instance_data_dir"] = self._written(self.material.sources)
@@ -203,5 +209,6 @@ def run_name(folder: Path) -> str:
     return "-".join("".join(kept).split()).strip("-.") or "my-lora"
 
 
-def _example(name: str, file: str = "config.json") -> Any:
+def read_example(name: str, file: str = "config.json") -> Any:
+    """The content of a file of a packaged example."""
     return json.loads((EXAMPLES / name / file).read_text(encoding="utf-8"))

@@ -110,10 +110,11 @@ class Question:
 
 
 def usable_trackers(draft: Draft) -> Mapping[str, str]:
-    """Trackers that are installed and logged in."""
-    remarks = {"none": "nowhere; the HTML report is always written", "wandb": "wandb.ai"}
-    names = ["none", *(name for name in PACKAGES if why_missing(name) is None)]
-    return {name: remarks.get(name, "") for name in names}
+    """Trackers that are installed and logged in, and wandb in any case."""
+    ready = "" if why_missing("wandb") is None else "; log in first: wandb login"
+    names = [name for name in PACKAGES if name != "wandb" and why_missing(name) is None]
+    listed = {"none": "nowhere; the HTML report is always written", "wandb": f"wandb.ai{ready}"}
+    return {**listed, **dict.fromkeys(names, "")}
 
 
 SIZES = re.compile(r"\d{1,6}(x\d{1,6})?(,\d{1,6}(x\d{1,6})?)*")

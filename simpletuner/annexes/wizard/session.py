@@ -7,18 +7,22 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from simpletuner.annexes.start.material import PURPOSES, Material
+from simpletuner.annexes.start.recipe import TRIGGER, Recipe, read_example
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_atomically, write_json
 from simpletuner.config.load import canonical, read_json_layer
 from simpletuner.config.schema import main_name, render_config
 from simpletuner.config.values import read_json
+from simpletuner.data.clips import CLIP_SUFFIXES
+from simpletuner.data.discovery import Scan, scan
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, UserError, result_of
-from simpletuner.models.spec import FamilySpec, Task
 from simpletuner.plan.draft import Draft
 from simpletuner.redaction import redact
 
@@ -26,6 +30,7 @@ WELCOME = """\
 Answer the questions, or press Enter for the value in [brackets].
 ? explains a question, - leaves a setting out, back returns to the previous question. Nothing is written until you agree
 at the end. Ctrl-C keeps your answers for the next time."""
+NO_RECIPE, USUAL_FILES = "none", 20  # files that the length of a recipe's run is for: the wizard asks for no folder
 # A property of the machine, not of the run: used for the estimate and not written.
 DEVICE_MEMORY = "plan_device_memory_gb"
 
@@ -128,12 +133,26 @@ def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
         draft.loaded = frozenset(kept["loaded"])
         return draft, keys.index(kept["question"]) if kept["question"] in keys else 0
     if not file.exists() or not talk.confirm(f"{file} exists. Start from it?", default=True):
-        return Draft(file), 0
+        return _new_draft(file, talk), 0
     problems = Problems()
     draft = Draft(file, problems.take(load_values(file)))
     for problem in (each for each in problems if not each.fatal):
         talk.refuse(str(problem))
     return _usable(draft, talk), 0
+
+
+def _new_draft(file: Path, talk: Talk) -> Draft:
+    """A draft without settings, or with those of a recipe of `simpletuner start`, which the questions then propose."""
+    draft, recipes = Draft(file), {purpose: Recipe.of(purpose) for purpose in PURPOSES}
+    choices = {NO_RECIPE: "the usual defaults", **{purpose: recipe.title for purpose, recipe in recipes.items()}}
+    purpose = talk.pick("Start from a recipe? The questions propose its values.", choices)
+    if purpose == NO_RECIPE:
+        return draft
+    example = read_example(PURPOSES[purpose])
+    draft.change({"model_family": example["model_family"], **recipes[purpose].values(USUAL_FILES, TRIGGER)})
+    if example["model_flavour"] != draft.spec.flavours[0].name:  # an edit needs a flavour of its own
+        draft.change({"model_flavour": example["model_flavour"]})
+    return draft
 
 
 def _usable(draft: Draft, talk: Talk) -> Draft:
@@ -317,14 +336,16 @@ def show_next_steps(draft: Draft, talk: Talk) -> None:
         talk.tell(f"  1. Check your dataset file {path}; the wizard does not change it.")
     else:
         talk.tell(f"  1. Write the dataset file {path}, which says where your {draft.spec.media_noun} are, such as:")
-        talk.tell(show_datasets(draft.spec, draft.judgement.flavour.task, indent=5), "dim")
+        text = json.dumps(example_datasets(draft), indent=2)
+        talk.tell(textwrap.indent(text, " " * 5), "dim")
     talk.tell(f"  2. Check:  {train_command(draft.file)} --dry-run")
     talk.tell(f"  3. Train:  {train_command(draft.file)}")
 
 
-def example_datasets(spec: FamilySpec, task: Task) -> list[dict[str, Any]]:
+def example_datasets(draft: Draft) -> list[dict[str, Any]]:
     """A dataset file to start from: a folder of pictures or clips, captions in text files of the same name."""
-    samples: dict[str, Any] = {
+    spec, samples = draft.spec, dict[str, Any]()
+    samples |= {
         "id": f"my-{spec.media_noun}",
         "type": "local",
         "dataset_type": spec.media,
@@ -333,8 +354,11 @@ def example_datasets(spec: FamilySpec, task: Task) -> list[dict[str, Any]]:
         "resolution": spec.defaults["resolution"],
         "repeats": 10,
     }
+    if spec.media == "video":
+        frames = _frames(draft, Path(samples["instance_data_dir"]))
+        samples["video"] = {"num_frames": frames, "min_frames": frames}
     texts = {"id": "text-embeds", "type": "local", "dataset_type": "text_embeds", "default": True}
-    if task != "i2i":
+    if draft.judgement.flavour.task != "i2i":
         return [samples, texts]
     sources = {
         "id": "my-sources",
@@ -346,9 +370,11 @@ def example_datasets(spec: FamilySpec, task: Task) -> list[dict[str, Any]]:
     return [samples | {"conditioning_data": "my-sources"}, sources, texts]
 
 
-def show_datasets(spec: FamilySpec, task: Task, indent: int) -> str:
-    text = json.dumps(example_datasets(spec, task), indent=2)
-    return "\n".join(" " * indent + line for line in text.splitlines())
+def _frames(draft: Draft, folder: Path) -> int:
+    """How many frames to train: as many as a preview has, or fewer if the clips that are there are shorter."""
+    spec, longest = draft.spec, draft.config.validation.validation_num_video_frames or 1
+    clips = scan(folder, CLIP_SUFFIXES) if folder.is_dir() else Scan()
+    return Material(folder, clips, holds_clips=True).frames(spec.frame_rate or 1, spec.frame_stride, longest)
 
 
 def train_command(file: Path) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from simpletuner.annexes.wizard.questions import Question, stale_keys
 from simpletuner.config.values import parse_flag, plain_key
-from simpletuner.errors import ConfigError, Problem, UserError, nearest
+from simpletuner.errors import ConfigError, Problem, UserError, did_you_mean, nearest
 from simpletuner.plan.draft import Draft
 
 HELP, NONE, BACK = "?", "-", "back"
@@ -112,6 +112,21 @@ class Talk:
             guess = nearest(name, names)
             self.refuse(f"{answer!r} is neither yes, no nor a setting of the list." + (f" {guess}?" if guess else ""))
         return ""
+
+    def pick(self, text: str, choices: Mapping[str, str]) -> str:
+        """Ask for one of several names, each with a note; the first one is the default."""
+        names, width = list(choices), max(map(len, choices))
+        self.say(text)
+        for number, (name, note) in enumerate(choices.items(), start=1):
+            self.say(f"  {number}  {name:<{width}}  {note}".rstrip())
+        numbered = dict(zip(map(str, range(1, len(names) + 1)), names, strict=True))
+        for _ in range(PATIENCE):
+            answer = self.read_line(f"  [{names[0]}]: ").lower()
+            chosen = numbered.get(answer, answer) or names[0]
+            if chosen in names:
+                return chosen
+            self.refuse(f"{answer!r} is not one of: {', '.join(names)}.{did_you_mean(answer, names)}")
+        return names[0]
 
     def refuse(self, reason: str) -> None:
         """Say what is wrong, even if nothing is asked."""

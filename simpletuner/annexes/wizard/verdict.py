@@ -69,7 +69,7 @@ def verdict(plan: Plan, budget: Budget, problems: list[Problem], *, has_data: bo
 
 def provisional_dataset(draft: Draft, folder: Path) -> Path:
     """Writes a dataset with one grey sample of the family's usual size into `folder`; returns its dataset file."""
-    entries = example_datasets(draft.spec, draft.judgement.flavour.task)
+    entries = example_datasets(draft)
     for entry in entries:
         if "instance_data_dir" in entry:
             entry["instance_data_dir"] = str(folder / entry["id"])
@@ -90,10 +90,7 @@ def _make_sample(folder: Path, draft: Draft, entry: dict[str, Any]) -> None:
     if spec.media == "image" or entry["dataset_type"] == "conditioning":
         picture.save(folder / "sample.png", compress_level=1)
         return
-    frames = draft.config.validation.validation_num_video_frames or 1
-    rate = spec.frame_rate or 1
-    write_mp4(folder / "sample.mp4", [picture] * frames, rate)
-    entry["video"] = {"num_frames": frames, "min_frames": frames}
+    write_mp4(folder / "sample.mp4", [picture] * entry["video"]["num_frames"], spec.frame_rate or 1)
 
 
 def usual_size(spec: FamilySpec) -> Size:
