@@ -82,7 +82,7 @@ def _make_sample(folder: Path, draft: Draft, entry: dict[str, Any]) -> None:
     folder.mkdir()
     (folder / "sample.txt").write_text("a sample", encoding="utf-8")
     if spec.media == "image" or entry["dataset_type"] == "conditioning":
-        picture.save(folder / "sample.png")
+        picture.save(folder / "sample.png", compress_level=1)
         return
     write_mp4(folder / "sample.mp4", [picture] * entry["video"]["num_frames"], spec.frame_rate or 1)
 
