@@ -200,13 +200,19 @@ def find_weights(request: SampleRequest) -> Reading[tuple[list[Weights], Checkpo
         beside = [str(each) for each in path.parent.glob("*")]
         yield Problem("source", f"{str(path)!r} does not exist.{did_you_mean(str(path), beside)}")
         return [], None
-    if path.is_file():
-        given = {"--checkpoint": request.checkpoints is not None, "--ema": request.ema}
-        for key in filter(given.get, given):
-            yield Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
-        # The file may be in a checkpoint, in its folder ema/, or beside the checkpoints.
-        run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
-        return [Weights(path.stem, lora=path, content=hash_file(path))], run
+    return (yield from _weights_in_file(request, path) if path.is_file() else _weights_of_run(request, path))
+
+
+def _weights_in_file(request: SampleRequest, path: Path) -> Reading[tuple[list[Weights], Checkpoint | None]]:
+    given = {"--checkpoint": request.checkpoints is not None, "--ema": request.ema}
+    for key in filter(given.get, given):
+        yield Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
+    # The file may be in a checkpoint, in its folder ema/, or beside the checkpoints.
+    run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
+    return [Weights(path.stem, lora=path, content=hash_file(path))], run
+
+
+def _weights_of_run(request: SampleRequest, path: Path) -> Reading[tuple[list[Weights], Checkpoint | None]]:
     whole = _checkpoints(path)
     run = whole[-1] if whole else None
     is_full = run is not None and run.manifest.identity.model_type == "full"

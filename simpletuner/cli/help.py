@@ -99,8 +99,8 @@ def settings_help(wanted: str) -> list[str]:
         first, *rest = same_name
         return [*explain_key(first, [*related]), *chain(*map(explain_key, rest)), *chain(*map(summary, section))]
     if not (options := section or mentions):
-        words = [word for words in EVERYDAY_WORDS for word in words.split()]
-        raise UserError(f"no setting mentions {wanted!r}.{did_you_mean(name, [*names, *of_datasets, *words])}")
+        known = [*names, *of_datasets, *" ".join(EVERYDAY_WORDS).split()]
+        raise UserError(f"no setting mentions {wanted!r}.{did_you_mean(name, known)}")
     return [*chain(*map(summary, options))]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -129,13 +130,11 @@ def _foreign(name: str, wanted: frozenset[str]) -> tuple[str, str]:
 def _walk(root: Path) -> Iterator[tuple[str, tuple[str, str] | None]]:
     """Every file below a folder, with the reason if it cannot be used."""
     top, failed = str(root), list[OSError]()
-    # Where the kernel answers instead of a disk, in hundreds of thousands of files.
-    kernel = {folder.stat().st_dev for folder in (Path("/proc"), Path("/sys")) if folder.is_mount()}
     # By device and inode: links to folders are followed and may form a cycle.
     visited: set[tuple[int, int]] = set()
     for folder, below, names in os.walk(top, followlinks=True, onerror=failed.append):
         prefix, status = "" if folder == top else f"{os.path.relpath(folder, top)}/", Path(folder).stat()
-        identity, is_kernel = (status.st_dev, status.st_ino), status.st_dev in kernel
+        identity, is_kernel = (status.st_dev, status.st_ino), status.st_dev in _kernel_devices()
         if identity in visited or is_kernel:
             message = "belongs to the kernel (/proc, /sys)" if is_kernel else "is a link to a folder already listed"
             yield prefix or ".", ("unreadable", message)
@@ -150,6 +149,12 @@ def _walk(root: Path) -> Iterator[tuple[str, tuple[str, str] | None]]:
         if error.filename == top:
             raise error
         yield f"{os.path.relpath(error.filename, top)}/", ("unreadable", f"cannot be listed: {error.strerror}")
+
+
+@cache
+def _kernel_devices() -> frozenset[int]:
+    """Where the kernel answers instead of a disk, in hundreds of thousands of files."""
+    return frozenset(folder.stat().st_dev for folder in (Path("/proc"), Path("/sys")) if folder.is_mount())
 
 
 def name_problem(name: str) -> tuple[str, str] | None:

@@ -87,11 +87,9 @@ def read_facts(path: Path) -> ClipFacts:
             if first is None:
                 first = next((frame for frame in packet.decode() if isinstance(frame, VideoFrame)), None)
             is_cut |= packet.is_corrupt
-            stamp = packet.dts if packet.pts is None else packet.pts
-            # Packets hidden by an edit list are needed for decoding but are never shown.
-            if stamp is not None and not packet.is_discard:
-                times.append(float(stamp * packet.time_base))
-                durations[times[-1]] = float((packet.duration or 0) * packet.time_base)
+            for time, duration in _shown(packet):
+                times.append(time)
+                durations[time] = duration
         if first is None or not times:
             raise MediaError("holds no frame that can be decoded")
         seconds, last = max(times) - min(times), durations[max(times)]
@@ -102,6 +100,14 @@ def read_facts(path: Path) -> ClipFacts:
         # Some containers give no duration for the last frame.
         fallback = 1 / rate if rate else 1 / float(stream.guessed_rate or 1)
         return ClipFacts(width, height, seconds + (last or fallback), rate, _guessed_matrix(first))
+
+
+def _shown(packet: av.Packet) -> Iterator[tuple[float, float]]:
+    """When a packet is shown, and for how long, in seconds."""
+    stamp = packet.dts if packet.pts is None else packet.pts
+    # Packets hidden by an edit list are needed for decoding but are never shown.
+    if stamp is not None and not packet.is_discard:
+        yield float(stamp * packet.time_base), float((packet.duration or 0) * packet.time_base)
 
 
 def read_with_av(path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None) -> Frames:

@@ -31,7 +31,7 @@ from simpletuner.plan.entries import evaluated, feature_kinds, preview_sources
 from simpletuner.plan.resume import identify
 from simpletuner.redaction import redact_settings, redact_texts
 from simpletuner.reporting.events import EventStream
-from simpletuner.reporting.record import RunRecord
+from simpletuner.reporting.record import Recorded
 from simpletuner.run.caches import CacheFiller
 from simpletuner.run.companions import Companion
 from simpletuner.training.assemble import assemble
@@ -106,7 +106,7 @@ def training_spec(plan: Plan) -> TrainingSpec:
 
 
 def build_callbacks(
-    session: Session, validation: ValidationRunner, recorded: RunRecord, budget: Budget, rates: DeviceRates | None,
+    session: Session, validation: ValidationRunner, recorded: Recorded, budget: Budget, rates: DeviceRates | None,
     companions: Sequence[Companion], thread: ThreadPoolExecutor,
 ) -> list[Callback]:  # fmt: skip
     """The callbacks of a run in the order in which they are called; see `Callback` for the reason.
@@ -159,7 +159,7 @@ def build_callbacks(
     return [*first, recorder, requests, checkpoints, validation, *companions]
 
 
-def build_validation(session: Session, recorded: RunRecord, thread: Executor) -> ValidationRunner:
+def build_validation(session: Session, recorded: Recorded, thread: Executor) -> ValidationRunner:
     """The callback that renders previews.
 
     Args:

@@ -20,9 +20,9 @@ from simpletuner.distributed import sharding
 from simpletuner.distributed.world import World
 from simpletuner.models.blocks import FreeSizes
 from simpletuner.training import assemble, step
-from tests.conftest import mark_no_sizes, trace
 from tests.distributed.sharded_run import Case, Run
 from tests.processes import PATIENCE
+from tests.torch_settings import mark_no_sizes, trace
 
 STEPS = 3
 CASES: dict[str, dict[str, Any]] = {
