@@ -54,7 +54,7 @@ class Case:
 
     settings: Mapping[str, Any]
     techniques: Callable[[], list[Technique]] = list
-    steps: int = 2
+    steps: int = 3
     fused: bool = False
     counted: bool = False
     adapter: Callable[[Path], Any] = make_adapter
@@ -63,7 +63,7 @@ class Case:
 
 CLIPPED = {"grad_clip_method": "norm", "max_grad_norm": 0.05, "gradient_accumulation_steps": 2}
 CASES = {
-    "full": Case({"model_type": "full", "max_grad_norm": 0.01}, steps=3, fused=True),
+    "full": Case({"model_type": "full", "max_grad_norm": 0.01}, fused=True),
     "full-accumulated": Case(
         {"model_type": "full", "gradient_checkpointing": True, "fsdp_reshard_after_forward": False, **CLIPPED},
         counted=True,
@@ -71,7 +71,7 @@ CASES = {
     "full-whole": Case({"model_type": "full", "fsdp_whole_gradients": True, **CLIPPED}, counted=True),
     "full-hybrid": Case({"model_type": "full", "fsdp_hybrid": True, "num_machines": 2, **CLIPPED}),
     "full-bf16": Case({"model_type": "full", "mixed_precision": "bf16", "gradient_checkpointing": True}),
-    "lora": Case({"gradient_checkpointing": True, **CLIPPED}, steps=3),
+    "lora": Case({"gradient_checkpointing": True, **CLIPPED}),
     "lora-tread": Case({}, lambda: [Tread([Route(0.5, 1, 1)])]),
 }
 RELAYED = ("full", "lora")
