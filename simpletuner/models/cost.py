@@ -533,8 +533,8 @@ class VaeCost:
     """What a VAE takes for a sample, measured: sums of products, as in a `cost.json`.
 
     In products, `width` is the first width of its layers, `layers` their number as a share of the published, `frame`
-    the frames at a time, `later` those but the first, `pixel` the pixels of a frame or of a tile of it, `whole` those
-    of a frame, and `clip` those of all frames.
+    the frames at a time, `later` those but the first, `pixel` the pixels of a frame or of a tile of it, and `clip`
+    those of all frames.
 
     Attributes:
         parameters: of the published one, for checkpoints that are not downloaded yet.
@@ -577,16 +577,14 @@ class VaeCost:
         return load.samples * max(sum_of(phase, numbers) for phase in ways[way])
 
     def _numbers(self, settings: Mapping[str, object], load: VaeLoad) -> dict[str, float]:
-        whole, frames = load.width * load.height, min(load.frames, self.frames or load.frames)
-        first = settings.get(self.width_key)
+        first, frames = settings.get(self.width_key), min(load.frames, self.frames or load.frames)
         return {
             "width": first[0] if isinstance(first, list | tuple) else number(settings, self.width_key, self.width),
             "layers": (number(settings, "layers_per_block", 2) + 3) / 5,
             "frame": frames,
             "later": max(frames - 1, 1),
             "pixel": load.pixels,
-            "whole": whole,
-            "clip": load.frames * whole,
+            "clip": load.frames * load.width * load.height,
         }
 
 
