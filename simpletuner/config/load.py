@@ -236,7 +236,7 @@ def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
     if kind == "literal_error":
         return f"{shown} {_why_not(details, path, model)}"
     if kind in SIGNS:
-        return f"{shown} is out of range; it must be {SIGNS[kind]} {next(iter(context.values())):g}."
+        return f"{shown} is out of range; it must be {SIGNS[kind]} {next(iter(context.values())):.10g}."
     if kind in ("value_error", "too_large"):
         return f"{shown} {context['error'] if kind == 'value_error' else details['msg']}."
     return f"{shown} is not {EXPECTED[kind]}." if kind in EXPECTED else f"{shown}: {details['msg']}."
