@@ -52,7 +52,7 @@ def main() -> None:
 def run_all(options: argparse.Namespace) -> int:
     """Run the sections one by one; returns 1 if one failed."""
     from benchmarks.gpu_sections import SECTIONS, SUSPECTS
-    from simpletuner.reporting.environment import describe_device
+    from simpletuner.annexes.report.environment import describe_device
 
     device = run_forked(lambda: print(describe_device()), 60)[1].strip() if options.device == "cuda" else "cpu"
     if options.device == "cuda" and "CUDA" not in device:

@@ -54,7 +54,7 @@ def run_all(options: argparse.Namespace) -> int:
     import torch
 
     from benchmarks.scaling import CASES
-    from simpletuner.reporting.environment import describe_device
+    from simpletuner.annexes.report.environment import describe_device
 
     device = describe_device() if options.device == "cuda" else "cpu"
     there = torch.cuda.device_count() if options.device == "cuda" else max(options.processes or [2])

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from simpletuner.reporting.environment import describe_device, describe_environment
+from simpletuner.annexes.report.environment import describe_device, describe_environment
 
 Clock = Callable[[], float]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from simpletuner.annexes.display.log import setup_logging
 from simpletuner.annexes.display.progress import make_display
 from simpletuner.annexes.figures import is_number
 from simpletuner.annexes.fitting.ready import ready_plan, weigh_plan
@@ -28,7 +29,6 @@ from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream, Subscriber
-from simpletuner.reporting.log import setup_logging
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, read_media, read_rows
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER
 

@@ -1,53 +1,35 @@
-"""Fixtures that many rooms share: tiny checkpoints, made once per session, and folders ready to train in."""
+"""Fixtures that many rooms share: tiny checkpoints, made once per session, and folders ready to train in.
+
+torch and what needs it are imported by those who use them: xdist reads this file before it starts the processes that
+run the tests, and needs no torch itself.
+"""
 
 from __future__ import annotations
 
 import gc
 import getpass
-import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch._dynamo.guards
 
 from simpletuner.config.sources import ENV_VARIABLES, EXTRA_ARGUMENTS, LAUNCH_VARIABLES
-from simpletuner.models.blocks import FreeSizes
-from tests.tiny import make_checkpoint
-from tests.tiny_sana import make_sana_checkpoint
 from tests.workspace import Workspace
 
 # Tiny models gain nothing from threads, and tests must not fight over cores. To see that no test depends on the kernels
 # of one machine, ask for others: OMP_NUM_THREADS=2, MKLDNN=off, and torch's own ATEN_CPU_CAPABILITY=default.
-THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", "1"))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # One for all tests, of which each has a folder of its own; a run sets these if they are unset.
 COMPILED = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
 os.environ.setdefault("TRITON_CACHE_DIR", str(COMPILED / "triton"))
-torch.set_num_threads(THREADS)
-if os.environ.get("MKLDNN") == "off":
-    torch.backends.mkldnn.set_flags(False)
 
 # A tiny run makes and drops many small objects, in few cycles: looking for these took a twentieth of its time.
 gc.set_threshold(100_000, 50, 50)
-
-# After each compilation torch collects garbage, and flushes the processor's caches to time the guards: a fifth of the
-# time that tiny graphs take.
-torch._dynamo.config.run_gc_after_compile = False
-torch._dynamo.guards.profile_guard_manager = lambda *given: 0.0  # type: ignore[attr-defined]
-
-# pytest attaches a handler to every logger that does not propagate. A handler at torch.__trace makes torch write down
-# each compilation, which takes as long as compiling; sixty more were a third of the time of a short test.
-for logger in list(logging.root.manager.loggerDict.values()):
-    if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
-        logger.propagate = True
 
 # What a shell starts in the background ignores Ctrl-C, and so would every process that the tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -64,6 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    import tests.torch_settings  # noqa: F401 - it makes them
+
     _freeze_imports()
 
 
@@ -86,7 +70,9 @@ def _freeze_imports() -> None:
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of the developer's shell chooses the config of a test or adds to it, and no run before it how many
     threads share a sum."""
-    torch.set_num_threads(THREADS)
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     others = (EXTRA_ARGUMENTS, "CONFIG_PATH", "CONFIG_BACKEND", "CONFIG_TYPE", "SIMPLETUNER_CONFIG_DIR")
     for name in (*ENV_VARIABLES, *LAUNCH_VARIABLES, *others):
         monkeypatch.delenv(name, raising=False)
@@ -110,44 +96,44 @@ def _roomy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     make_room(monkeypatch)
 
 
-def trace(function: Callable[..., Any], compile: Callable[..., Any] = torch.compile, **settings: Any) -> Any:
-    """Like `torch.compile`, but the graphs run as they were traced."""
-    return compile(function, **{**settings, "backend": "eager", "mode": None})
-
-
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions are traced as `torch.compile` traces them, and run as they are; this takes half of the time. What
     backends make of their graphs is for tests/speed."""
-    monkeypatch.setattr(torch, "compile", trace)
+    from tests.torch_settings import trace
 
-
-def mark_no_sizes(sizes: FreeSizes, inputs: object, dimensions: object) -> None:
-    """In place of `FreeSizes.mark`: blocks are compiled for the sizes that they see. Symbols take two to three times as
-    long to trace, and gain nothing where there is one size. That they serve all sizes is for tests/speed."""
+    monkeypatch.setattr("torch.compile", trace)
 
 
 @pytest.fixture
 def one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """See `mark_no_sizes`."""
-    monkeypatch.setattr(FreeSizes, "mark", mark_no_sizes)
+    from tests.torch_settings import mark_no_sizes
+
+    monkeypatch.setattr("simpletuner.models.blocks.FreeSizes.mark", mark_no_sizes)
 
 
 @pytest.fixture(scope="session")
 def t2i_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Kandinsky 5 text-to-image checkpoint of random weights."""
+    from tests.tiny import make_checkpoint
+
     return make_checkpoint(tmp_path_factory.mktemp("t2i"), "t2i")
 
 
 @pytest.fixture(scope="session")
 def i2i_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Kandinsky 5 image-to-image checkpoint of random weights."""
+    from tests.tiny import make_checkpoint
+
     return make_checkpoint(tmp_path_factory.mktemp("i2i"), "i2i")
 
 
 @pytest.fixture(scope="session")
 def sana_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Sana Video checkpoint of random weights."""
+    from tests.tiny_sana import make_sana_checkpoint
+
     return make_sana_checkpoint(tmp_path_factory.mktemp("sana"))
 
 

@@ -16,6 +16,7 @@ import simpletuner.annexes.fitting.ready
 import simpletuner.run.train
 import tests.conftest
 import tests.distributed.sharded_run
+import tests.torch_settings
 
 os.fsync = lambda fd: None  # as in tests/conftest.py
 gc.collect()

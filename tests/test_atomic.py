@@ -186,12 +186,15 @@ def test_a_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
         path.unlink()
 
 
+@pytest.mark.parametrize("refused", ["folder", "folder/below"])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
-def test_a_place_that_is_read_only_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    final = tmp_path / "folder" / "a.json"
+def test_a_place_that_is_read_only_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, refused: str
+) -> None:
+    final = tmp_path / "folder" / "below" / "a.json"
 
     def refuse(path: Path, *arguments: object, **more: object) -> None:
-        raise OSError(code, os.strerror(code), str(path))
+        raise OSError(code, os.strerror(code), str(tmp_path / refused))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(WriteError, match=f"^{final}: cannot be written "):

@@ -194,12 +194,13 @@ class Queue:
             if job.state == WAITING:
                 problem = self._problem(job)
                 if busy or problem:
-                    jobs[place] = replace(job, message=problem, waits_for=busy)
+                    jobs[place] = replace(job, message=problem)
                     continue
                 jobs[place] = self._start(job, jobs, write)
                 # If it could not start after all, it is the next one's turn.
                 busy = job.id if jobs[place].state == RUNNING else ""
-        return jobs
+        # Those with a problem wait, too: for one that passed them, and has perhaps ended before they are mended.
+        return [replace(job, waits_for=busy or job.waits_for) if job.state == WAITING else job for job in jobs]
 
     def _problem(self, job: Job) -> str:
         """What keeps a job from starting; empty if nothing does."""
@@ -216,7 +217,8 @@ class Queue:
     def _start(self, job: Job, jobs: Sequence[Job], write: Write) -> Job:
         """A job, started, or with what kept it from that."""
         known = {each.id: f"{each.title}: {each.state}" for each in jobs}
-        after = known.get(job.waits_for) or (self.worker.outcome(job.waits_for) if job.waits_for else "")
+        is_folder = Path(job.waits_for).is_absolute()  # otherwise a job, which may have been removed since
+        after = self.worker.outcome(job.waits_for) if is_folder else known.get(job.waits_for, "")
         begun = replace(job, state=RUNNING, message="", after=after, waits_for="")
         # Before there is a process: whatever kills this server, no job is started twice.
         write([begun if each is job else each for each in jobs])

@@ -29,6 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from simpletuner.annexes.fitting.ready import ready_plan
+from simpletuner.annexes.report.environment import describe_device, describe_environment
 from simpletuner.atomic import build_folder, free_path, write_atomically, write_json
 from simpletuner.budget.budget import Budget
 from simpletuner.caching.read import BatchReader
@@ -39,8 +40,8 @@ from simpletuner.errors import Interrupted, NonFiniteError, UserError, WriteErro
 from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import list_entries
+from simpletuner.plan.resume import identify
 from simpletuner.redaction import HIDDEN, redact, redact_settings
-from simpletuner.reporting.environment import describe_device, describe_environment, package_versions
 from simpletuner.reporting.events import Event, EventStream, PhaseEnded, PhaseStarted, StepReport
 from simpletuner.reporting.metrics import METRICS_FILE, read_rows
 from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue
@@ -257,7 +258,7 @@ def facts_of(plan: Plan, device: str | None = None) -> dict[str, Any]:
     Args:
         device: what training runs on; None asks torch.
     """
-    identity = plan.identity(package_versions())
+    identity = identify(plan)
     data = identity.weights | identity.order | {"content of the data": identity.datasets, "seed": plan.seed}
     return redact_settings(plan.config.flat) | describe_environment(device) | data
 

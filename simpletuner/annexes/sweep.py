@@ -34,7 +34,7 @@ from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, list_entries
-from simpletuner.reporting.environment import package_versions
+from simpletuner.plan.resume import package_versions
 from simpletuner.reporting.events import EVALUATION, PREVIEWS, EventStream, RunningPhase
 from simpletuner.reporting.metrics import METRICS_FILE, read_rows
 from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, complete_catalogue, fetch

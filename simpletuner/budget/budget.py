@@ -265,7 +265,7 @@ class Budget:
         tiled, sliced = caching.vae_enable_tiling, caching.vae_enable_patch_conv
         batches = [replace(load, tiled=tiled, sliced=sliced) for load in loads]
         size = BYTES[vae_dtype(self.config.precision, caching)]
-        return max(self.parts.cost.vae_encode(self.parts.vae, load) for load in batches) * size
+        return max(self.parts.cost.vae.encode(self.parts.vae, load) for load in batches) * size
 
     def _teacher(self, bucket: Bucket) -> float:
         """Memory of what computes features, VAE and encoder."""
@@ -279,7 +279,7 @@ class Budget:
         caching = self.config.caching
         tiled, sliced = caching.vae_enable_tiling, caching.vae_enable_patch_conv
         clip = VaeLoad(1, bucket.frames, bucket.width, bucket.height, tiled, sliced)
-        decoding = self.parts.cost.vae_decode(self.parts.vae, clip) * BYTES[vae_dtype(self.config.precision, caching)]
+        decoding = self.parts.cost.vae.decode(self.parts.vae, clip) * BYTES[vae_dtype(self.config.precision, caching)]
         return self._teacher(bucket) + decoding
 
     def _kept_for_previews(self) -> float:
@@ -306,7 +306,7 @@ class Budget:
         shape = 1, largest.frames, largest.width, largest.height
         picture = VaeLoad(*shape, tiled=tiled, strips=how != "whole", tile=tile)
         workspace = WORKSPACE if how == "whole" and largest.frames > 1 and parts.on_gpu else 0.0
-        return parts.cost.vae_decode(parts.vae, picture) * BYTES[self.preview_dtype] * (1 + workspace)
+        return parts.cost.vae.decode(parts.vae, picture) * BYTES[self.preview_dtype] * (1 + workspace)
 
     @property
     def preview_dtype(self) -> str:
@@ -328,7 +328,7 @@ def check_decoding(budget: Budget) -> Iterator[Problem]:
     """Whether previews are small enough for torch to decode them whole."""
     sizes = budget.workload.previews if budget.config.validation.validation_decoding == "whole" else ()
     loads = {each.label: VaeLoad(1, each.frames, each.width, each.height) for each in sizes}
-    numbers = {label: budget.parts.cost.vae_upsampled(budget.parts.vae, load) for label, load in loads.items()}
+    numbers = {label: budget.parts.cost.vae.upsampled(budget.parts.vae, load) for label, load in loads.items()}
     if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
         message = f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch get wrong;"
         yield Problem(DECODING, f"{message} strips and tiles do not.", fatal=False)
@@ -365,7 +365,7 @@ def decoding_seconds(budget: Budget) -> float:
     """Seconds of decoding a preview of each size."""
     parts, device = budget.parts, budget.device
     loads = [VaeLoad(1, each.frames, each.width, each.height) for each in budget.workload.previews]
-    flops = sum(parts.cost.vae_decode_flops(parts.vae, load) for load in loads)
+    flops = sum(parts.cost.vae.decode_flops(parts.vae, load) for load in loads)
     if not device.is_gpu:
         return flops / (CPU_CONVOLUTIONS * device.rates.matmul)
     speed = FLOAT32_SHARE if budget.preview_dtype == "fp32" else 1.0

@@ -331,7 +331,7 @@ def parts_of(plan: Plan, *, is_gpu: bool) -> Parts:
         transformer=transformer,
         targets=plan.lora_targets,
         vae=vae or {},
-        vae_parameters=count_parameters(source["vae"]) or cost.vae_parameters,
+        vae_parameters=count_parameters(source["vae"]) or cost.vae.parameters,
         # The published number covers all encoders, so one that is absent replaces the whole sum.
         text_parameters=sum(counts) if all(counts) else cost.text_parameters,
         assumed=tuple(compress(absent, absent.values())),

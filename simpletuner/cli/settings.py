@@ -56,8 +56,8 @@ def _collect_remote(*entries_and_more: Any, fetches: bool) -> Mapping[str, Scan]
 @contextmanager
 def logged_events(debug_file: Path | None = Path("debug.log")) -> Iterator[EventStream]:
     """A display of what happens, and a log of it."""
+    from simpletuner.annexes.display.log import setup_logging
     from simpletuner.annexes.display.progress import shown_events
-    from simpletuner.reporting.log import setup_logging
 
     setup_logging(debug_file)
     with shown_events() as events:

@@ -145,9 +145,9 @@ def _replay(folder: Path, arguments: Arguments, bisect: bool) -> None:
 
 def _train(world: World, plan: Plan, budget: Budget, take_page: TakePage | None, *, yes: bool) -> None:
     """Train in this process, and serve the page of the run."""
+    from simpletuner.annexes.display.log import setup_logging
     from simpletuner.annexes.display.progress import shown_events
     from simpletuner.annexes.fitting.show import log_plan
-    from simpletuner.reporting.log import setup_logging
 
     serve_page = world.main_only(take_page) if take_page else None
     prepare_output(plan.output_dir)

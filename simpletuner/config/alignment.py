@@ -145,8 +145,6 @@ class CrepaConfig(TechniqueGroup):
 
     def check(self, config: RunConfig) -> Iterator[Problem]:
         """Contradictions between the keys."""
-        if not self.crepa_enabled:
-            return
         yield from _check_source(self, config.is_explicit)
         if self.crepa_scheduler != "constant" and 0 < self.crepa_decay_steps <= self.crepa_warmup_steps:
             message = f"{self.crepa_decay_steps} is not after crepa_warmup_steps {self.crepa_warmup_steps}, where the"
@@ -159,8 +157,6 @@ class CrepaConfig(TechniqueGroup):
 
     def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
         """Frames to align, and blocks that the model has."""
-        if not self.crepa_enabled:
-            return
         if spec.media != "video" and not self.irepa_enabled:
             message = f"aligns the frames of clips, but {spec.title} makes pictures."
             yield Problem("crepa_enabled", f"{message} To align a picture, set irepa_enabled, too.")
@@ -188,7 +184,7 @@ class CrepaConfig(TechniqueGroup):
 
     @property
     def late(self) -> Mapping[str, str]:
-        return {"crepa_warmup_steps": "crepa_lambda is never reached"} if self.crepa_enabled else {}
+        return {"crepa_warmup_steps": "crepa_lambda is never reached"}
 
 
 def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Iterator[Problem]:
@@ -240,28 +236,22 @@ class LayerSyncConfig(TechniqueGroup):
         return {key: block for key in BLOCKS if (block := getattr(self, key)) is not None}
 
     def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
-        yield from check_layersync(self, routes, blocks)
-
-
-def check_layersync(config: LayerSyncConfig, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
-    """Two different blocks of the model whose tokens can be compared.
-
-    Args:
-        blocks: number of blocks; None if the checkpoint is not on this machine.
-    """
-    if not config.layersync_enabled:
-        return
-    given = config.blocks
-    for key in (key for key in BLOCKS if key not in given):
-        yield Problem(key, f"is required by {SWITCH}: a block of the transformer, counted from 0.")
-    yield from beyond_last(given, blocks)
-    if len(given) > len(set(given.values())):
-        yield Problem(BLOCKS[1], "is the student block, too; a block always equals itself, so choose a deeper one.")
-    elif len(given) == 2 and given[BLOCKS[0]] > given[BLOCKS[1]]:
-        message = f"{given[BLOCKS[1]]} comes before {BLOCKS[0]} {given[BLOCKS[0]]}; LayerSync aligns with a deeper one."
-        yield Problem(BLOCKS[1], message, fatal=False)
-    # One route drops the same tokens in both blocks, and a block without a route has them all.
-    touched = [route for route in routes if blocks is not None and route.among(blocks).holds(*given.values())]
-    if len(touched) > 1:
-        message = "and the student block are in two routes of tread_config, which keep different tokens; use one route."
-        yield Problem(BLOCKS[1], message)
+        """Two different blocks of the model whose tokens can be compared."""
+        given = self.blocks
+        for key in (key for key in BLOCKS if key not in given):
+            yield Problem(key, f"is required by {SWITCH}: a block of the transformer, counted from 0.")
+        yield from beyond_last(given, blocks)
+        if len(given) > len(set(given.values())):
+            yield Problem(BLOCKS[1], "is the student block, too; a block always equals itself, so choose a deeper one.")
+        elif len(given) == 2 and given[BLOCKS[0]] > given[BLOCKS[1]]:
+            message = (
+                f"{given[BLOCKS[1]]} comes before {BLOCKS[0]} {given[BLOCKS[0]]}; LayerSync aligns with a deeper one."
+            )
+            yield Problem(BLOCKS[1], message, fatal=False)
+        # One route drops the same tokens in both blocks, and a block without a route has them all.
+        touched = [route for route in routes if blocks is not None and route.among(blocks).holds(*given.values())]
+        if len(touched) > 1:
+            message = (
+                "and the student block are in two routes of tread_config, which keep different tokens; use one route."
+            )
+            yield Problem(BLOCKS[1], message)

@@ -275,7 +275,7 @@ class WebhookConfig(Group):
 
 def check_webhooks(config: WebhookConfig) -> Iterator[Problem]:
     """Addresses that are missing or of another protocol. No message shows an address."""
-    if config.hooks and _no_verify() not in {"", *TRUE_WORDS, *FALSE_WORDS}:
+    if _no_verify() not in {"", *TRUE_WORDS, *FALSE_WORDS}:
         yield Problem(NO_VERIFY, f"{_no_verify()!r} is not true or false.")
     for index, hook in enumerate(config.hooks):
         where = f"{WEBHOOK_CONFIG}[{index}]"

@@ -756,6 +756,11 @@ class RunConfig:
         return [group for group in groups if isinstance(group, TechniqueGroup)]
 
     @property
+    def techniques_in_use(self) -> list[TechniqueGroup]:
+        """Those whose switch is on, if they have one: only their rules are asked."""
+        return [each for each in self.techniques if each.requires is None or each.requires.holds(self.flat)]
+
+    @property
     def sampling_shift(self) -> float | None:
         """The shift that the user set explicitly for training, which replaces the checkpoint's in sampling."""
         return self.flow.flow_schedule_shift if self.is_explicit("flow_schedule_shift") else None

@@ -62,6 +62,9 @@ def _around_middle(share: float) -> dict[str, Any]:
 ROUTES: Mapping[str, Any] = {"none": None, "quarter": _around_middle(0.25), "half": _around_middle(0.5)}
 
 
+_problem = partial(Problem, "tread_config")
+
+
 class RouteGroup(Group):
     """The value of `tread_config`."""
 
@@ -84,39 +87,28 @@ class TreadConfig(TechniqueGroup):
         return () if self.tread_config is None else tuple(self.tread_config.routes)
 
     def check_model(self, spec: FamilySpec, routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
-        yield from check_routes(routes, blocks)
-
-
-_problem = partial(Problem, "tread_config")
-
-
-def check_routes(routes: Sequence[Route], blocks: int | None) -> Iterator[Problem]:
-    """Check that ranges are within the model's blocks, start before they end and do not overlap.
-
-    Args:
-        blocks: number of blocks; None if the checkpoint is not on this machine. Ends that count from different ends
-            of the model cannot be compared then.
-    """
-    inside: list[tuple[Route, Route]] = []  # counted from the start, and as written
-    for route in routes:
-        if blocks is None:
-            if (route.first < 0) == (route.last < 0) and route.first > route.last:
-                yield _problem(f"the route from {route.written} starts after its end.")
-            continue
-        outside = {edge: None for edge in (route.first, route.last) if not -blocks <= edge < blocks}
-        for edge in outside:
-            message = f"the model has {blocks} blocks, so an index is between {-blocks} and {blocks - 1},"
-            yield _problem(f"{message} not {edge}.")
-        if outside:
-            continue
-        # Only now comparable: -1 and 31 may be the same block.
-        counted = route.among(blocks)
-        if counted.first > counted.last:
-            ends = f"(block {counted.first} of {blocks} to block {counted.last})"
-            yield _problem(f"the route from {route.written} {ends} starts after its end.")
-            continue
-        inside.append((counted, route))
-    yield from _check_overlaps(inside)
+        """Ranges that are within the model's blocks, start before they end and do not overlap."""
+        inside: list[tuple[Route, Route]] = []  # counted from the start, and as written
+        for route in routes:
+            # Ends that count from different ends of the model cannot be compared without it.
+            if blocks is None:
+                if (route.first < 0) == (route.last < 0) and route.first > route.last:
+                    yield _problem(f"the route from {route.written} starts after its end.")
+                continue
+            outside = {edge: None for edge in (route.first, route.last) if not -blocks <= edge < blocks}
+            for edge in outside:
+                message = f"the model has {blocks} blocks, so an index is between {-blocks} and {blocks - 1},"
+                yield _problem(f"{message} not {edge}.")
+            if outside:
+                continue
+            # Only now comparable: -1 and 31 may be the same block.
+            counted = route.among(blocks)
+            if counted.first > counted.last:
+                ends = f"(block {counted.first} of {blocks} to block {counted.last})"
+                yield _problem(f"the route from {route.written} {ends} starts after its end.")
+                continue
+            inside.append((counted, route))
+        yield from _check_overlaps(inside)
 
 
 def _check_overlaps(routes: Sequence[tuple[Route, Route]]) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -183,10 +184,9 @@ def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Proble
     for key in ("conditioning", "conditioning_image_embeds"):
         if getattr(config, key) is not None:
             yield Problem(f"{config.id}.{key}", "is not available yet; leave it out.")
-    for word in config.skip_file_discovery or []:
-        if word not in SKIPPABLE:
-            message = f"{word!r} is not one of: {', '.join(SKIPPABLE)}.{did_you_mean(word, SKIPPABLE)}"
-            yield Problem(f"{config.id}.skip_file_discovery", message)
+    for word in filter(lambda word: word not in SKIPPABLE, config.skip_file_discovery or []):
+        message = f"{word!r} is not one of: {', '.join(SKIPPABLE)}.{did_you_mean(word, SKIPPABLE)}"
+        yield Problem(f"{config.id}.skip_file_discovery", message)
     if config.dataset_type in CACHE_KINDS:
         return
     if config.caption_filter_list is not None:
@@ -209,12 +209,16 @@ def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem
         config.dataset_type == "video" and context.spec.media != "video"
     ):
         kind = config.dataset_type
-        families = " or ".join(name for name, spec in FAMILIES.items() if spec.media == kind)
-        elsewhere = f"; for clips set model_family {families}" if families else " yet"
-        message = f"{kind!r} is not available for {context.spec.name}{elsewhere}."
+        message = f"{kind!r} is not available for {context.spec.name}{_families_for(kind)}."
         yield Problem(f"{config.id}.dataset_type", message)
     elif holds_files(config) and not config.instance_data_dir:
         yield Problem(f"{config.id}.instance_data_dir", "is required: the folder of the pictures or clips.")
+
+
+def _families_for(kind: str) -> str:
+    """Which families take a kind of dataset, to follow "not available"."""
+    families = " or ".join(name for name, spec in FAMILIES.items() if spec.media == kind)
+    return f"; for clips set model_family {families}" if families else " yet"
 
 
 def _rules(config: DatasetConfig) -> Iterator[tuple[bool, str, str]]:
@@ -246,12 +250,7 @@ def _check_folders(configs: Sequence[DatasetConfig], context: DataContext) -> It
     """Folders must exist, unless an index may stand in for them, and not contain the previews, which are pictures."""
     local = [config for config in configs if config.type == "local" and config.instance_data_dir]
     named = [(config, Path(config.instance_data_dir or "")) for config in local]
-    missing = [
-        f"{config.id}: {str(folder)!r}"
-        for config, folder in named
-        if not is_readable(folder)
-        and not (context.defaults.ignore_missing_files and load_index(Path(config.cache_dir_vae or ""), folder))
-    ]
+    missing = [f"{config.id}: {str(folder)!r}" for config, folder in named if _is_missing(config, folder, context)]
     if missing:
         hint = "paths are relative to the working directory"
         message = f"these folders do not exist or cannot be listed ({hint}): {'; '.join(missing)}."
@@ -261,6 +260,12 @@ def _check_folders(configs: Sequence[DatasetConfig], context: DataContext) -> It
         if context.output_dir.resolve().is_relative_to(folder.resolve()):
             message = f"{str(folder)!r} contains output_dir ({str(context.output_dir)!r}): previews would be trained."
             yield Problem(f"{config.id}.instance_data_dir", message)
+
+
+def _is_missing(config: DatasetConfig, folder: Path, context: DataContext) -> bool:
+    if is_readable(folder):
+        return False
+    return not (context.defaults.ignore_missing_files and load_index(Path(config.cache_dir_vae or ""), folder))
 
 
 def _check_caches(
@@ -305,25 +310,33 @@ def link_partners(configs: Sequence[DatasetConfig], context: DataContext) -> Rea
     for config in configs:
         if config.is_conditioning or not holds_files(config):
             continue
-        belonging = [entry.id for entry in conditioning.values() if entry.source_dataset_id == config.id]
-        # Both sides may name the link.
-        names = dict.fromkeys([*(config.conditioning_data or []), *belonging])
-        entries = [conditioning[name] for name in names if name in conditioning]
-        links[config.id] = [entry for entry in entries if entry.conditioning_type in usable]
-        # Entries that the flavour cannot use are not unused: they get a warning of their own.
-        unused -= names.keys()
-        for entry in entries:
-            if entry.conditioning_type is None:
-                message = f"is required: {' or '.join(REFERENCES)} for source pictures, {' or '.join(MASKS)} for masks."
-                yield Problem(f"{entry.id}.conditioning_type", message)
-            elif entry.conditioning_type not in usable:
-                pictures = f"{entry.conditioning_type} pictures: those of {entry.id}"
-                message = f"this flavour cannot use {pictures} are neither cached nor used."
-                yield Problem(f"{config.id}.conditioning_data", message, fatal=False)
+        entries = _conditions_of(config, conditioning)
+        links[config.id] = [entry for entry in entries.values() if entry.conditioning_type in usable]
+        # Entries that the flavour cannot use are not unused: `_check_link` warns of them.
+        unused -= entries.keys()
+        yield from chain.from_iterable(_check_link(entry, config, usable) for entry in entries.values())
         yield from _check_partners(config, links[config.id], context)
     message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
     yield from (Problem(name, message, fatal=False) for name in conditioning if name in unused)
     return links
+
+
+def _conditions_of(config: DatasetConfig, conditioning: Mapping[str, DatasetConfig]) -> dict[str, DatasetConfig]:
+    """The entries that a dataset names, and those that name it, by id."""
+    belonging = [entry.id for entry in conditioning.values() if entry.source_dataset_id == config.id]
+    # Both sides may name the link.
+    names = dict.fromkeys([*(config.conditioning_data or []), *belonging])
+    return {name: conditioning[name] for name in names if name in conditioning}
+
+
+def _check_link(entry: DatasetConfig, source: DatasetConfig, usable: Sequence[str]) -> Iterator[Problem]:
+    kind = entry.conditioning_type
+    if kind is None:
+        message = f"is required: {' or '.join(REFERENCES)} for source pictures, {' or '.join(MASKS)} for masks."
+        yield Problem(f"{entry.id}.conditioning_type", message)
+    elif kind not in usable:
+        message = f"this flavour cannot use {kind} pictures: those of {entry.id} are neither cached nor used."
+        yield Problem(f"{source.id}.conditioning_data", message, fatal=False)
 
 
 def _check_partners(config: DatasetConfig, entries: Sequence[DatasetConfig], context: DataContext) -> Iterator[Problem]:

@@ -13,7 +13,6 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,22 +80,34 @@ def read_facts(path: Path) -> ClipFacts:
     Raises:
         MediaError: empty, not a clip, without frames, damaged or truncated.
     """
+    first: VideoFrame | None = None
+    is_cut, times, durations = False, list[float](), dict[float, float]()
     with _opened(path) as (container, stream):
-        listing = _Listing()
         for packet in container.demux(stream):
-            listing.add(packet)
-        if listing.first is None or not listing.times:
+            if first is None:
+                first = next((frame for frame in packet.decode() if isinstance(frame, VideoFrame)), None)
+            is_cut |= packet.is_corrupt
+            for time, duration in _shown(packet):
+                times.append(time)
+                durations[time] = duration
+        if first is None or not times:
             raise MediaError("holds no frame that can be decoded")
-        _check_whole(path, container, stream, listing)
-        _check_shown(listing.first, stream)
-        width, height = _shown_size(listing.first, stream)
-        start, last = min(listing.times), max(listing.times)
-        seconds = last - start
-        rate = (len(listing.times) - 1) / seconds if seconds > 0 else 0.0
+        seconds, last = max(times) - min(times), durations[max(times)]
+        _check_whole(path, container, stream, seconds + last, is_cut=is_cut)
+        _check_shown(first, stream)
+        width, height = _shown_size(first, stream)
+        rate = (len(times) - 1) / seconds if seconds > 0 else 0.0
         # Some containers give no duration for the last frame.
         fallback = 1 / rate if rate else 1 / float(stream.guessed_rate or 1)
-        length = seconds + (listing.durations.get(last) or fallback)
-        return ClipFacts(width, height, length, rate, _guessed_matrix(listing.first))
+        return ClipFacts(width, height, seconds + (last or fallback), rate, _guessed_matrix(first))
+
+
+def _shown(packet: av.Packet) -> Iterator[tuple[float, float]]:
+    """When a packet is shown, and for how long, in seconds."""
+    stamp = packet.dts if packet.pts is None else packet.pts
+    # Packets hidden by an edit list are needed for decoding but are never shown.
+    if stamp is not None and not packet.is_discard:
+        yield float(stamp * packet.time_base), float((packet.duration or 0) * packet.time_base)
 
 
 def read_with_av(path: Path, moments: Sequence[float], matrix: ColorMatrix | None = None) -> Frames:
@@ -104,28 +115,6 @@ def read_with_av(path: Path, moments: Sequence[float], matrix: ColorMatrix | Non
     with _opened(path) as (container, stream):
         for frame in choose_frames(_timed(container, stream, moments[-1]), moments):
             yield _to_rgb(frame, matrix)
-
-
-@dataclass
-class _Listing:
-    """What the packets of a clip say about it."""
-
-    first: VideoFrame | None = None
-    times: list[float] = field(default_factory=list)
-    durations: dict[float, float] = field(default_factory=dict)
-    is_cut: bool = False
-
-    def add(self, packet: av.Packet) -> None:
-        if self.first is None:
-            self.first = next((frame for frame in packet.decode() if isinstance(frame, VideoFrame)), None)
-        self.is_cut |= packet.is_corrupt
-        stamp = packet.dts if packet.pts is None else packet.pts
-        # Packets hidden by an edit list are needed for decoding but are never shown.
-        if stamp is None or packet.is_discard:
-            return
-        time = float(stamp * packet.time_base)
-        self.times.append(time)
-        self.durations[time] = float((packet.duration or 0) * packet.time_base)
 
 
 @contextmanager
@@ -170,17 +159,16 @@ def _clip_of(container: InputContainer) -> VideoStream:
     return streams[0]
 
 
-def _check_whole(path: Path, container: InputContainer, stream: VideoStream, listing: _Listing) -> None:
+def _check_whole(path: Path, container: InputContainer, stream: VideoStream, seconds: float, *, is_cut: bool) -> None:
     """Detect truncation by an incomplete packet, an index that points past the end, or the length.
 
     Raises:
         MediaError: truncated.
     """
     indexed = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
-    declared = _declared_seconds(container, stream)
-    seconds = max(listing.times) - min(listing.times) + listing.durations[max(listing.times)]
-    if listing.is_cut or indexed > path.stat().st_size:
+    if is_cut or indexed > path.stat().st_size:
         raise MediaError("is truncated: a part of its frames is missing")
+    declared = _declared_seconds(container, stream)
     if seconds < declared - MISSING_SECONDS:
         raise MediaError(f"is truncated: {seconds:.2f} of {declared:.2f} seconds are there")
 

@@ -228,6 +228,9 @@ def per_sample(loss: Tensor) -> Tensor:
 def elementwise_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) -> Tensor:
     """The loss of each predicted number.
 
+    Both Huber kinds are the pseudo-Huber of Khrapov et al., arXiv 2403.16728: with d the error and c the scale,
+    huber = 2c (sqrt(d^2 + c^2) - c), which is d^2 for small d and 2c|d| for large d; smooth_l1 = huber / c.
+
     If the batch has a mask, or its frames have weights, the loss of each position is multiplied by them, and the mean
     is still taken over all positions: black contributes nothing, a mask of ones changes nothing, and an all-black mask
     gives 0, not NaN.
@@ -238,23 +241,15 @@ def elementwise_loss(prediction: Tensor, noisy: NoisyBatch, config: LossConfig) 
     Returns:
         float32, `B C F H W`.
     """
-    error = prediction.float() - noisy.target.float()  # B C F H W
-    loss = _distance(error, noisy.sigmas, config)
-    return loss if noisy.coverage is None else loss * noisy.coverage
-
-
-def _distance(error: Tensor, sigmas: Tensor, config: LossConfig) -> Tensor:
-    """Elementwise distance, not reduced.
-
-    Both Huber kinds are the pseudo-Huber of Khrapov et al., arXiv 2403.16728: with d the error and c the scale,
-    huber = 2c (sqrt(d^2 + c^2) - c), which is d^2 for small d and 2c|d| for large d; smooth_l1 = huber / c.
-    """
+    error = prediction.float() - noisy.target.float()
     if config.loss_type == "l2":
-        return error.square()
-    scale = huber_scales(sigmas, config).view(-1, 1, 1, 1, 1)
-    # d^2 / (sqrt(d^2 + c^2) + c) equals sqrt(d^2 + c^2) - c, without cancellation for small d.
-    rise = error.square() / ((error.square() + scale.square()).sqrt() + scale)
-    return 2 * scale * rise if config.loss_type == "huber" else 2 * rise
+        loss = error.square()
+    else:
+        scale = huber_scales(noisy.sigmas, config).view(-1, 1, 1, 1, 1)
+        # d^2 / (sqrt(d^2 + c^2) + c) equals sqrt(d^2 + c^2) - c, without cancellation for small d.
+        rise = error.square() / ((error.square() + scale.square()).sqrt() + scale)
+        loss = 2 * scale * rise if config.loss_type == "huber" else 2 * rise
+    return loss if noisy.coverage is None else loss * noisy.coverage
 
 
 def huber_scales(sigmas: Tensor, config: LossConfig) -> Tensor:

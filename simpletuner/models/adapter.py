@@ -6,6 +6,7 @@ An adapter loads the parts of one checkpoint and translates between the family's
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -67,17 +68,32 @@ class Encoder(Protocol):
     def models(self) -> Sequence[nn.Module]: ...
 
 
-class TextEncoder(Encoder, Protocol):
+class TextEncoder(Encoder):
     """Encodes captions exactly as the family's pipeline does at inference."""
 
+    @torch.no_grad()
     def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
-        """Encode each request; unpadded embeddings on the CPU."""
+        """Encode each request, those of one length together; unpadded embeddings on the CPU."""
+        alike: dict[Any, list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            size = None if request.picture is None else request.picture.size
+            alike[self.padded_length(request), request.bare, size].append(index)
+        embeds: dict[int, TextEmbeds] = {}
+        for members in alike.values():
+            embeds.update(zip(members, self.encode_alike([requests[index] for index in members]), strict=True))
+        return [embeds[index] for index in range(len(requests))]
+
+    def encode_alike(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
+        """Encode requests of one padded length, all bare or none, with pictures of one size."""
+        raise NotImplementedError
 
     def padded_length(self, request: TextRequest) -> int:
         """Padded length of a prompt in tokens, counting a picture as one; prompts of one length share a batch."""
+        raise NotImplementedError
 
     def truncated(self, caption: str) -> str | None:
         """The truncated end of a caption, or None."""
+        raise NotImplementedError
 
 
 class LatentEncoder:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -432,10 +433,8 @@ class TransformerCost(Weights):
 
     def widest(self, batch: BatchShape) -> int:
         """The largest input or output of a linear layer of a large block, in numbers."""
-        rows, names = (
-            self._rows(batch),
-            [name for block in self.blocks[-self.large :] for name in self._by_block[block]],
-        )
+        rows = self._rows(batch)
+        names = [name for block in self.blocks[-self.large :] for name in self._by_block[block]]
         return max(rows.get(name, 0) * max(self.shapes[name]) for name in names if len(self.shapes[name]) == 2)
 
     def attention(self, batch: BatchShape) -> Work:
@@ -520,15 +519,82 @@ class VaeLoad:
     tile: int = 256
 
     @property
-    def all_pixels(self) -> int:
-        """Pixels of all frames."""
-        return self.samples * self.frames * self.width * self.height
-
-    @property
     def pixels(self) -> int:
         """Pixels of one frame, or of one tile of it."""
         whole = self.width * self.height
         return min(whole, self.tile * self.tile) if self.tiled else whole
+
+
+Ways = Mapping[str, Sequence[Factors]]  # by way of working, the phases of it
+
+
+@dataclass(frozen=True)
+class VaeCost:
+    """What a VAE takes for a sample, measured: sums of products, as in a `cost.json`.
+
+    In products, `width` is the first width of its layers, `layers` their number as a share of the published, `frame`
+    the frames at a time, `later` those but the first, `pixel` the pixels of a frame or of a tile of it, `whole` those
+    of a frame, and `clip` those of all frames.
+
+    Attributes:
+        parameters: of the published one, for checkpoints that are not downloaded yet.
+        encoding, decoding: numbers alive in each phase, by way of working: `usual`, `sliced`, in `strips`, in `tiles`.
+        flops: of decoding.
+        upsampling: numbers that decoding upsamples at once.
+        width_key: of the first width in its config; `width` is the default.
+        frames: the most that it processes at a time; 0 for all.
+    """
+
+    parameters: int
+    encoding: Ways
+    decoding: Ways
+    flops: Factors = field(default_factory=dict)
+    upsampling: Factors = field(default_factory=dict)
+    width_key: str = ""
+    width: int = 1
+    frames: int = 0
+
+    def encode(self, settings: Mapping[str, object], load: VaeLoad) -> float:
+        """Numbers alive at the peak of encoding, by the VAE's config."""
+        return self._peak(self.encoding, settings, load)
+
+    def decode(self, settings: Mapping[str, object], load: VaeLoad) -> float:
+        """Numbers alive at the peak of decoding."""
+        return self._peak(self.decoding, settings, load)
+
+    def upsampled(self, settings: Mapping[str, object], load: VaeLoad) -> float:
+        """Numbers that decoding a sample upsamples at once."""
+        return sum_of(self.upsampling, self._numbers(settings, load))
+
+    def decode_flops(self, settings: Mapping[str, object], load: VaeLoad) -> float:
+        """FLOPs of decoding."""
+        return load.samples * sum_of(self.flops, self._numbers(settings, load))
+
+    def _peak(self, ways: Ways, settings: Mapping[str, object], load: VaeLoad) -> float:
+        asked = {"tiles": load.strips and load.tiled, "strips": load.strips, "sliced": load.sliced and load.frames > 1}
+        way = next((way for way, is_asked in asked.items() if is_asked and way in ways), "usual")
+        numbers = self._numbers(settings, load)
+        return load.samples * max(sum_of(phase, numbers) for phase in ways[way])
+
+    def _numbers(self, settings: Mapping[str, object], load: VaeLoad) -> dict[str, float]:
+        whole, frames = load.width * load.height, min(load.frames, self.frames or load.frames)
+        first = settings.get(self.width_key)
+        return {
+            "width": first[0] if isinstance(first, list | tuple) else number(settings, self.width_key, self.width),
+            "layers": (number(settings, "layers_per_block", 2) + 3) / 5,
+            "frame": frames,
+            "later": max(frames - 1, 1),
+            "pixel": load.pixels,
+            "whole": whole,
+            "clip": load.frames * whole,
+        }
+
+
+@cache
+def read_vae_costs(package: str) -> dict[str, VaeCost]:
+    """What the VAEs of a family take, by their class in diffusers."""
+    tables = tomllib.loads((files(package) / "vae.toml").read_text(encoding="utf-8"))
+    return {name: VaeCost(**table) for name, table in tables.items()}
 
 
 @dataclass(frozen=True)
@@ -540,12 +606,10 @@ class FamilyCost:
         transformer_class: name of the transformer's class in diffusers.
         published: flavour name -> dimensions of the published transformer, as in its config.json.
         transformer: (config.json, shapes of parameters by name, kernels) -> its cost.
-        vae_parameters, text_parameters: of the published encoders, for checkpoints that are not downloaded yet.
+        vae: the cost of its VAE.
+        text_parameters: of the published encoders, for checkpoints that are not downloaded yet.
         head_parameters, vision_parameters: of those, what is dropped once it is loaded; the vision tower only where
             prompts hold no picture.
-        vae_encode, vae_decode: (the VAE's config, its load) -> numbers alive at the peak.
-        vae_upsampled: likewise, the numbers that decoding upsamples at once.
-        vae_decode_flops: likewise, the FLOPs of decoding.
         prompt_layer: the layer that reads text embeddings, and so has their width.
         picture_tokens: (width, height) of a source picture -> text tokens that it takes in a prompt that holds it.
         guided_together: guidance runs both prompts in one batch instead of one after the other.
@@ -556,13 +620,9 @@ class FamilyCost:
     transformer_class: str
     published: Callable[[str], dict[str, object]]
     transformer: Callable[[Mapping[str, object], Mapping[str, Shape], Kernels], TransformerCost]
-    vae_parameters: int
+    vae: VaeCost
     text_parameters: int
-    vae_encode: Callable[[Mapping[str, object], VaeLoad], float]
-    vae_decode: Callable[[Mapping[str, object], VaeLoad], float]
     prompt_layer: str
-    vae_upsampled: Callable[[Mapping[str, object], VaeLoad], int] = field(default=lambda settings, load: 0)
-    vae_decode_flops: Callable[[Mapping[str, object], VaeLoad], float] = field(default=lambda settings, load: 0.0)
     picture_tokens: Callable[[int, int], int] = field(default=lambda width, height: 0)
     head_parameters: int = 0
     vision_parameters: int = 0

@@ -32,12 +32,10 @@ def resolve_targets(value: Any, spec: FamilySpec) -> Reading[Targets]:
         return list(spec.lora_targets)
     if isinstance(value, str) and value in spec.lora_presets:
         return spec.lora_presets[value]
-    if isinstance(value, str) and (value.endswith(".json") or "/" in value):
-        value = yield from read_json(Path(value), list, "a JSON list of module names")
+    if isinstance(value, str):
+        value = yield from _read_list(value)
         if value is None:
             return list(spec.lora_targets)
-    elif isinstance(value, str):
-        value = [name.strip() for name in value.split(",")]
     if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
         yield Problem(LORA_TARGETS, f"{value!r} is not a list of module names.")
         return list(spec.lora_targets)
@@ -82,6 +80,13 @@ def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
         for name, shape in shapes.items()
         if name.endswith(".weight") and (len(shape) == 2 or shape[2:] == (1, 1))
     }
+
+
+def _read_list(value: str) -> Reading[Any]:
+    """The names in a JSON file, or in a comma-separated list; None after a problem."""
+    if value.endswith(".json") or "/" in value:
+        return (yield from read_json(Path(value), list, "a JSON list of module names"))
+    return [name.strip() for name in value.split(",")]
 
 
 STEP_NOTE = "simpletuner.step"  # metadata of a result: its step
@@ -176,14 +181,19 @@ def _check_layers(
     if others:
         shown = ", ".join(map(str, others))
         yield Problem(key, f"{str(path)!r} has rank {shown}, lora_rank is {config.lora_rank}.")
-    held = ranks.keys() & set(modules)
+    if wanted:
+        yield from _check_coverage(path, wanted, ranks.keys() & set(modules))
+
+
+def _check_coverage(path: Path, wanted: Set[str], held: Set[str]) -> Iterator[Problem]:
+    """Layers that are trained and not in the file, and the other way round."""
     if absent := sorted(wanted - held):
         there = f"holds {len(wanted & held)} of {len(wanted)} trained layers"
         message = f"{str(path)!r} {there}; the others start untrained ({shorten(absent)})."
-        yield Problem(key, message, fatal=False)
-    if wanted and (surplus := sorted(held - wanted)):
+        yield Problem("init_lora", message, fatal=False)
+    if surplus := sorted(held - wanted):
         message = f"{len(surplus)} layers of {str(path)!r} are not trained and are dropped ({shorten(surplus)})."
-        yield Problem(key, f"{message} Name them in peft_lora_target_modules to keep them.", fatal=False)
+        yield Problem("init_lora", f"{message} Name them in peft_lora_target_modules to keep them.", fatal=False)
 
 
 def read_shapes(key: str, path: Path) -> Reading[dict[str, tuple[int, ...]]]:

@@ -33,9 +33,9 @@ from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.checks import check_config, check_prompts, check_total, findings, worth_reporting
 from simpletuner.plan.dataset_checks import check_cache_folders, check_datasets
 from simpletuner.plan.environment import as_launched, check_environment
-from simpletuner.plan.resume import check_resume, decide_seed, has_same_data, identify
+from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
 from simpletuner.techniques.spec import TechniqueSpec, TrainedData, chosen_techniques
-from simpletuner.training.manifest import Checkpoint, Identity, result_step
+from simpletuner.training.manifest import Checkpoint, result_step
 from simpletuner.validation.prompts import ValidationPrompt, adapter_runs, check_adapters, collect_prompts, fit_sizes
 
 # Rounds of previews between start and end, and the fewest steps between two, if the user set no interval.
@@ -185,24 +185,6 @@ class Plan(Settings):
         return self.spec.frame_rate and (self.config.validation.framerate or self.spec.frame_rate)
 
     @property
-    def preview_intervals(self) -> str:
-        """How often previews are rendered, in words."""
-        validation = self.config.validation
-        intervals = {"steps": validation.validation_step_interval, "epochs": validation.validation_epoch_interval}
-        return " and ".join(f"every {each} {unit}" for unit, each in intervals.items() if each is not None)
-
-    @property
-    def halved_previews(self) -> str:
-        """The setting that halves the time of previews."""
-        validation = self.config.validation
-        steps, epochs = validation.validation_step_interval, validation.validation_epoch_interval
-        if steps is not None and steps < self.length.total_steps:
-            return f"validation_step_interval {2 * steps}"
-        if steps is None and epochs is not None:
-            return f"validation_epoch_interval {2 * epochs}"
-        return f"validation_num_inference_steps {max(1, (validation.validation_num_inference_steps or 1) // 2)}"
-
-    @property
     def trained(self) -> list[Dataset]:
         """The datasets whose samples are drawn in training."""
         return [dataset for dataset in self.datasets if dataset.config.is_trained]
@@ -213,10 +195,6 @@ class Plan(Settings):
         if self.resume is None or self.resume.step < self.length.total_steps:
             return False
         return result_step(self.output_dir, self.config.model.model_type) == self.resume.step
-
-    def identity(self, versions: dict[str, str]) -> Identity:
-        """What tells the run from others, with these versions of packages."""
-        return identify(self, versions)
 
     @cached_property
     def techniques(self) -> tuple[TechniqueSpec, ...]:

@@ -68,7 +68,8 @@ def findings(settings: Settings, purpose: Purpose) -> Iterator[Problem]:
     yield from family_problems(config, spec)
     yield from spec.checks.settings(config, flavour)
     yield from check_block_numbers(config, spec, source)
-    yield from check_sequence(settings)
+    if config.launch.sequence_parallel_size > 1:
+        yield from check_sequence(settings)
     if purpose != "draft":
         yield from check_flavour(config, spec, flavour)
         # The content of a checkpoint that cannot be found or read need not be checked.
@@ -170,9 +171,10 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     # A file can be read again by `simpletuner publish`.
     if config.origins.get("publishing_config") == COMMAND_LINE:
         yield from check_typed(config.publish)
-    yield from check_webhooks(config.webhooks)
+    if config.webhooks.hooks:
+        yield from check_webhooks(config.webhooks)
     yield from check_unset([*config.publish, *config.webhooks], fatal=False)
-    for technique in config.techniques:
+    for technique in config.techniques_in_use:
         yield from technique.check(config)
     yield from check_encoders(config)
 
@@ -249,7 +251,7 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
     found = (source.read_config("transformer") or {}).get(counts[-1]) if counts else None
     blocks = found if isinstance(found, int) else None
     routes = config.tread.routes if spec.token_blocks else ()
-    for technique in config.techniques:
+    for technique in config.techniques_in_use:
         yield from technique.check_model(spec, routes, blocks)
 
 
@@ -257,8 +259,6 @@ def check_sequence(settings: Settings) -> Iterator[Problem]:
     """Processes that share tokens divide the heads among them, and exchange too much to be on several machines."""
     spec, launch = settings.spec, settings.config.launch
     size, key = launch.sequence_parallel_size, "sequence_parallel_size"
-    if size == 1:
-        return
     if spec.heads is None:
         yield Problem(
             key, f"{size}: a block of {spec.title} needs all tokens of a sample, so they cannot be shared; use 1."
@@ -347,7 +347,7 @@ def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
     consequences = {
         "lr_warmup_steps": (True, "the learning rate never reaches its value and never decays"),
         "ema_warmup_steps": (config.ema.use_ema, "the average stays a copy of the weights"),
-        **{key: (True, reason) for technique in config.techniques for key, reason in technique.late.items()},
+        **{key: (True, reason) for technique in config.techniques_in_use for key, reason in technique.late.items()},
         "validate_after_step": (not config.validation.validation_disable, "no previews before the last step"),
     }
     steps = config.flat

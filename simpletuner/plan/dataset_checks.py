@@ -27,7 +27,7 @@ def check_datasets(plan: Plan) -> Iterator[Problem]:
     """Entries that nothing uses, keys without effect, and what evaluation lacks."""
     config, datasets = plan.config, plan.datasets
     yield from _check_choices(config, datasets)
-    for technique in config.techniques:
+    for technique in config.techniques_in_use:
         yield from technique.check_datasets(config, datasets)
     previewed = config.validation.eval_dataset_id or []
     evaluation = config.evaluation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -12,9 +13,9 @@ from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.config.speed import graph_key
 from simpletuner.config.values import TRUE_WORDS, parse_flag
 from simpletuner.distributed.world import launched
-from simpletuner.errors import Problem, Reading, UserError
-from simpletuner.reporting.log import log_level
+from simpletuner.errors import Problem, Reading, UserError, did_you_mean
 
+LEVELS = {logging.getLevelName(level): level for level in range(logging.DEBUG, logging.CRITICAL + 1, 10)}
 ALLOW_OTHER_BATCH_SIZE = "SIMPLETUNER_ALLOW_MODIFYING_BSZ"
 # Set by `accelerate launch` from its own config, which would contradict ours.
 REPLACED = {
@@ -29,19 +30,24 @@ def driver() -> str | None:
     return None if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") else shutil.which("nvidia-smi")
 
 
-def check_environment() -> Iterator[Problem]:
+def check_environment() -> Reading[None]:
     """Variables with an invalid value."""
     if _other_batch_size() is None:
         yield Problem(ALLOW_OTHER_BATCH_SIZE, f"{os.environ[ALLOW_OTHER_BATCH_SIZE]!r} is not 0 or 1.")
-    try:
-        log_level()
-    except UserError as error:
-        # "NAME: what is wrong"
-        where, _, message = str(error).partition(": ")
-        yield Problem(where, message)
+    yield from log_level()
     for name, instead in REPLACED.items():
         if os.environ.get(name, "").strip().lower() in TRUE_WORDS:
             yield Problem(name, f"is set, by an accelerate config or by hand; unset it. {instead}")
+
+
+def log_level() -> Reading[int]:
+    """The level in SIMPLETUNER_LOG_LEVEL, else INFO."""
+    word = os.environ.get("SIMPLETUNER_LOG_LEVEL") or "INFO"
+    level = LEVELS.get(word.strip().upper())
+    if level is None:
+        guess = did_you_mean(word.upper(), LEVELS)
+        yield Problem("SIMPLETUNER_LOG_LEVEL", f"{word!r} is not one of: {', '.join(LEVELS)}.{guess}")
+    return level or logging.INFO
 
 
 def as_launched(config: RunConfig) -> Reading[RunConfig]:

@@ -7,6 +7,9 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +36,10 @@ from simpletuner.training.manifest import Checkpoint, Identity, select_checkpoin
 if TYPE_CHECKING:  # it resumes by this module
     from simpletuner.plan.build import Plan
 
+PACKAGES = (
+    "simpletuner", "torch", "diffusers", "transformers", "accelerate", "peft", "huggingface_hub", "safetensors",
+    "numpy", "pillow", "torch-optimi",
+)  # fmt: skip
 # Trained weights and optimizer state do not fit another value of these; other settings may be changed on purpose.
 LORA = ("lora_rank", "lora_alpha", "lora_init_type", "use_dora", "lora_type", "lokr_factor", "lora_plus_ratio")
 FIXED = frozenset({"optimizer", "mixed_precision", *LoraConfig.model_fields}) - {"lora_dropout"}
@@ -97,8 +104,19 @@ def _processes(count: int) -> str:
     return f"{count} process{'es' if count > 1 else ''}"
 
 
-def identify(plan: Plan, versions: dict[str, str]) -> Identity:
-    """The identity that a run writes into its checkpoints."""
+@cache
+def package_versions() -> dict[str, str]:
+    """Version of each installed package that affects the result."""
+    versions = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            # From the metadata of the installation: importing the packages would take seconds.
+            versions[name] = version(name)
+    return versions
+
+
+def identify(plan: Plan) -> Identity:
+    """The identity that a run writes into its checkpoints: what tells it from others."""
     config = plan.config
     return Identity(
         model_family=plan.spec.name,
@@ -108,7 +126,7 @@ def identify(plan: Plan, versions: dict[str, str]) -> Identity:
         num_processes=config.launch.data_processes,
         seed=plan.seed,
         datasets=fingerprint(plan.trained),
-        versions=versions,
+        versions=package_versions(),
         weights=weight_identities(plan.source),
         settings=mathematics(plan) | dataset_mathematics(plan.trained),
         order=sample_order(plan),

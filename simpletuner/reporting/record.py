@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from simpletuner.reporting import events
@@ -11,10 +12,24 @@ from simpletuner.reporting.metrics import (
     MEDIA_FILE,
     METRICS_FILE,
     MediaFile,
+    MediaRecord,
     MetricsFile,
     read_media,
     read_rows,
 )
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the record has of the step that a session resumes from; the main process sends it to the others.
+
+    Attributes:
+        evaluated: whether it has its evaluation loss.
+        previews: its previews.
+    """
+
+    evaluated: bool
+    previews: list[MediaRecord]
 
 
 class RunRecord:
@@ -24,16 +39,15 @@ class RunRecord:
         step: from which the session resumes; records of later steps are dropped.
 
     Attributes:
-        evaluated: whether there is an evaluation loss of that step.
-        previews: of that step.
+        recorded: what there is of that step.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
         self._metrics, self._media = MetricsFile(folder / METRICS_FILE, step), MediaFile(folder / MEDIA_FILE, step)
         # Read after both files were opened: that drops the rows which an earlier run left for step 0.
         here = [row for row in read_rows(folder / METRICS_FILE) if row["step"] == step]
-        self.evaluated = any(name.startswith(EVALUATED) for row in here for name in row)
-        self.previews = [record for record in read_media(folder / MEDIA_FILE) if record.step == step]
+        previews = [record for record in read_media(folder / MEDIA_FILE) if record.step == step]
+        self.recorded = Recorded(any(name.startswith(EVALUATED) for row in here for name in row), previews)
         self._step = step
         self._losses: Mapping[str, float] = {}
 

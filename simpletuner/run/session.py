@@ -28,10 +28,10 @@ from simpletuner.distributed.world import World
 from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, feature_kinds, preview_sources
+from simpletuner.plan.resume import identify
 from simpletuner.redaction import redact_settings, redact_texts
-from simpletuner.reporting.environment import package_versions
 from simpletuner.reporting.events import EventStream
-from simpletuner.reporting.record import RunRecord
+from simpletuner.reporting.record import Recorded
 from simpletuner.run.caches import CacheFiller
 from simpletuner.run.companions import Companion
 from simpletuner.training.assemble import assemble
@@ -106,7 +106,7 @@ def training_spec(plan: Plan) -> TrainingSpec:
 
 
 def build_callbacks(
-    session: Session, validation: ValidationRunner, recorded: RunRecord, budget: Budget, rates: DeviceRates | None,
+    session: Session, validation: ValidationRunner, recorded: Recorded, budget: Budget, rates: DeviceRates | None,
     companions: Sequence[Companion], thread: ThreadPoolExecutor,
 ) -> list[Callback]:  # fmt: skip
     """The callbacks of a run in the order in which they are called; see `Callback` for the reason.
@@ -140,7 +140,7 @@ def build_callbacks(
         config=config.checkpoints,
         loader=session.loader,
         ema=ema,
-        identity=plan.identity(package_versions()),
+        identity=identify(plan),
         settings=redact_settings(config.flat),
         events=events,
         note=lambda state: weight_note(plan, state),
@@ -159,7 +159,7 @@ def build_callbacks(
     return [*first, recorder, requests, checkpoints, validation, *companions]
 
 
-def build_validation(session: Session, recorded: RunRecord, thread: Executor) -> ValidationRunner:
+def build_validation(session: Session, recorded: Recorded, thread: Executor) -> ValidationRunner:
     """The callback that renders previews.
 
     Args:

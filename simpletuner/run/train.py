@@ -26,7 +26,7 @@ from simpletuner.models.blocks import KERNELS
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import latent_storage, machine_folder, text_folder
 from simpletuner.reporting.events import EventStream, RunState, StateChanged
-from simpletuner.reporting.record import RunRecord
+from simpletuner.reporting.record import Recorded, RunRecord
 from simpletuner.run.caches import Encoding, build_adapter, prepare_caches
 from simpletuner.run.companions import Companion, Ledger, strike
 from simpletuner.run.rehearsal import rehearse
@@ -114,7 +114,7 @@ def finish_run(plan: Plan, ledger: Ledger, events: EventStream, companions: Sequ
         end(plan, events, companions, ledger, f"Results: {plan.output_dir}")
 
 
-def begin_records(plan: Plan, events: EventStream, companions: Sequence[Companion], step: int) -> RunRecord:
+def begin_records(plan: Plan, events: EventStream, companions: Sequence[Companion], step: int) -> Recorded:
     """Begin to record what follows a step, first in the record itself, which companions read.
 
     Raises:
@@ -124,7 +124,7 @@ def begin_records(plan: Plan, events: EventStream, companions: Sequence[Companio
     events.subscribe(record)
     for companion in companions:
         companion.begin(plan, step)
-    return record
+    return record.recorded
 
 
 def announce_stop(session: Session) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.precision import quantisation, transformer_dtype, vae_dtype
@@ -108,9 +109,6 @@ def assemble(
     optimizer = build_optimizer(
         parameters.values(), config.optimizer, precision.mixed_precision, spec.learning_rate, modules, faster, ratio
     )  # fmt: skip
-    host = HostState(optimizer, device) if config.offload.offload_optimizer_state else None
-    releases = config.optimizer.optimizer_release_gradients
-    release = GradientRelease(parameters, optimizer, config.optimizer, host) if releases else None
     # FSDP2 exchanges the gradients of what it shards. A LoRA is whole in every process, and needs DDP.
     prepared = transformer if sharded and not is_lora else _replicate(transformer, accelerator, sharded=sharded)
     streamer = None if sharded else _stream(transformer, layout, config, device, world, packed)
@@ -128,10 +126,19 @@ def assemble(
         streamer=streamer,
         sample_flops=count_flops(transformer, adapter.spec.cost, trained.adapters, techniques),
         take_tiles=layout.take_tiles,
-        release=release,
+        release=_release(config, parameters, optimizer, device),
         world=world,
         is_sharded=sharded,
     )  # fmt: skip
+
+
+def _release(
+    config: RunConfig, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, device: torch.device
+) -> GradientRelease | None:
+    if not config.optimizer.optimizer_release_gradients:
+        return None
+    host = HostState(optimizer, device) if config.offload.offload_optimizer_state else None
+    return GradientRelease(parameters, optimizer, config.optimizer, host)
 
 
 def _load(

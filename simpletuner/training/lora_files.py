@@ -31,23 +31,15 @@ from torch.nn.functional import conv2d, linear
 from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_atomically
 from simpletuner.errors import UserError, shorten
 from simpletuner.headers import with_metadata
-from simpletuner.models.lora_keys import (
-    COMFYUI_MAGNITUDE,
-    MAGNITUDE,
-    METADATA_KEY,
-    lora_file,
-    lora_settings,
-    module_of,
-    role_of,
-)
+from simpletuner.models import lora_keys
 from simpletuner.training.guard import refuse_not_finite
 from simpletuner.training.manifest import LORA_FILE
 
 LoraForm = Literal["diffusers", "comfyui"]
 
 PREFIXES: dict[LoraForm, str] = {"diffusers": "transformer.", "comfyui": "diffusion_model."}
-MAGNITUDES = {"magnitude": MAGNITUDE, "comfyui magnitude": COMFYUI_MAGNITUDE}
-COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", COMFYUI_MAGNITUDE)
+MAGNITUDES = {"magnitude": lora_keys.MAGNITUDE, "comfyui magnitude": lora_keys.COMFYUI_MAGNITUDE}
+COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", lora_keys.COMFYUI_MAGNITUDE)
 
 
 def fold_scale(weight: Tensor, scale: float) -> Tensor:
@@ -59,7 +51,7 @@ def fold_scale(weight: Tensor, scale: float) -> Tensor:
 def file_settings(settings: Mapping[str, Any], form: LoraForm) -> dict[str, str]:
     """The header entry with the adapter's settings."""
     prefixed = {PREFIXES[form] + key: value for key, value in settings.items()}
-    return {METADATA_KEY: json.dumps(prefixed, indent=2, sort_keys=True)}
+    return {lora_keys.METADATA_KEY: json.dumps(prefixed, indent=2, sort_keys=True)}
 
 
 def write_weights(name: str, header: Mapping[str, str], folder: Path, weights: Mapping[str, Tensor]) -> Path:
@@ -159,7 +151,7 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
     Raises:
         UserError: the file does not exist, or no key of it belongs to this model.
     """
-    path = lora_file(path)
+    path = lora_keys.lora_file(path)
     if not path.is_file():
         raise UserError(f"{key}: {str(path)!r} does not exist.")
     # fp8 has no arithmetic; float32 holds all its values.
@@ -167,7 +159,7 @@ def read_lora_file(path: Path, modules: list[str], key: str = "init_lora") -> di
     pairs = _by_module(raw, modules)
     if not pairs:
         raise UserError(f"{key}: no key of {str(path)!r} belongs to this model (the first is {next(iter(raw))!r}).")
-    settings = lora_settings(path)
+    settings = lora_keys.lora_settings(path)
     alphas: dict[str, float] = settings["alpha_pattern"]  # of layers whose alpha is not lora_alpha
     weights = {}
     for module, pair in pairs.items():
@@ -185,7 +177,7 @@ def _by_module(raw: Mapping[str, Tensor], modules: list[str]) -> dict[str, dict[
     """The tensors of each module that has a pair, by their role in it."""
     known, pairs = set(modules), dict[str, dict[str, Tensor]]()
     for name, tensor in raw.items():
-        module, role = module_of(name, modules), role_of(name)
+        module, role = lora_keys.module_of(name, modules), lora_keys.role_of(name)
         if module in known and role:
             pairs.setdefault(module, {})[role] = tensor
     return {module: pair for module, pair in pairs.items() if "A" in pair and "B" in pair}
@@ -258,7 +250,7 @@ def applied_loras(transformer: nn.Module, loras: Loras, dtype: torch.dtype, devi
             placed = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
             for layer in [name.removesuffix(".lora_A.weight") for name in placed if name.endswith(".lora_A.weight")]:
                 down, up = (placed[f"{layer}.lora_{side}.weight"] for side in "AB")
-                magnitudes = (placed.get(layer + suffix) for suffix in (MAGNITUDE, COMFYUI_MAGNITUDE))
+                magnitudes = (placed.get(layer + suffix) for suffix in MAGNITUDES.values())
                 hook = LoraHook(down, up, strength, *magnitudes)
                 hooks.callback(transformer.get_submodule(layer).register_forward_hook(hook).remove)
         yield

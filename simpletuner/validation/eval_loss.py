@@ -7,7 +7,6 @@ values differ only by the training in between. Training is unaffected: no gradie
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,7 +25,7 @@ from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise
 from simpletuner.diffusion.seeds import generator_for
 from simpletuner.distributed.sharing import Keep, share_work
 from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.reporting.events import EVALUATION, Evaluated, EventStream, StepReport
+from simpletuner.reporting.events import EVALUATION, Evaluated, EventStream, Rounds, StepReport
 from simpletuner.reporting.metrics import EVALUATED
 from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
@@ -73,10 +72,9 @@ class EvaluationLoss:
         """Whether the interval in steps or the one in epochs ends with this step."""
         if not any(self.datasets.values()):
             return False
-        steps, epochs = self.config.eval_steps_interval, self.config.eval_epoch_interval
-        return (steps is not None and step % steps == 0) or (
-            epochs is not None and self._intervals(step, epochs) > self._intervals(step - 1, epochs)
-        )
+        epochs = self.config.eval_epoch_interval
+        intervals = self.config.eval_steps_interval, epochs and epochs * self.steps_per_epoch
+        return any(Rounds(each).after(step - 1, step) for each in intervals if each)
 
     def evaluate(self, assembly: Assembly, step: int) -> dict[str, float]:
         """The mean loss of the datasets by metric name, with the weights that `ema_validation` selects.
@@ -132,11 +130,6 @@ class EvaluationLoss:
     def _losses(self, assembly: Assembly, sample: Sample) -> Iterator[Tensor]:
         batch, sigmas = self.read(sample).to(assembly.accelerator.device), even_sigmas(self.config.eval_timesteps)
         return sample_losses(assembly.adapter, assembly.transformer, batch, sigmas, self.seed, assembly.settings.loss)
-
-    def _intervals(self, step: int, epochs: float) -> int:
-        """The number of complete intervals of `epochs` epochs by the end of a step."""
-        # The tolerance keeps rounding from moving the end of an interval to the next step.
-        return math.floor(step / (self.steps_per_epoch * epochs) + 1e-9)
 
 
 def sample_losses(

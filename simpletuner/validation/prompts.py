@@ -14,14 +14,7 @@ from simpletuner.config.lora import check_listed
 from simpletuner.config.schema import RunConfig, ValidationConfig
 from simpletuner.config.values import Size, json_kind, read_json
 from simpletuner.errors import Problem, Problems, Reading, result_of
-from simpletuner.models.lora_keys import (
-    COMFYUI_MAGNITUDE,
-    MAGNITUDE,
-    check_lora_file,
-    find_lora,
-    linear_modules,
-    read_shapes,
-)
+from simpletuner.models import lora_keys
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
 
@@ -173,7 +166,7 @@ def adapter_runs(config: RunConfig, *, fetch: bool = False) -> list[AdapterRun]:
     adapters, taken = config.validation_adapters, set[str]()
     runs = [AdapterRun()] if adapters.renders_without else []
     for entry in adapters.entries:
-        found = [(find_lora(location, fetch=fetch), strength) for location, strength in entry.loras]
+        found = [(lora_keys.find_lora(location, fetch=fetch), strength) for location, strength in entry.loras]
         loras = tuple((path, strength) for path, strength in found if path is not None)
         runs.append(AdapterRun(unique(file_safe(entry.title), taken), loras))
     return runs
@@ -184,12 +177,13 @@ def check_adapters(
 ) -> Iterator[Problem]:
     """Problems of the files on this machine with the model, and of settings without effect."""
     yield from check_listed(config.validation_adapters)
-    modules = linear_modules(source["transformer"].weight_shapes())
+    modules = lora_keys.linear_modules(source["transformer"].weight_shapes())
     # Each file once, however many runs combine it.
     files = dict.fromkeys(path for run in adapter_runs(config) for path, _ in run.loras)
     for path in files:
-        yield from check_lora_file(ADAPTER_PATH, path, modules, family)
-        if any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in result_of(read_shapes(ADAPTER_PATH, path))):
+        yield from lora_keys.check_lora_file(ADAPTER_PATH, path, modules, family)
+        names = result_of(lora_keys.read_shapes(ADAPTER_PATH, path))
+        if any(name.endswith((lora_keys.MAGNITUDE, lora_keys.COMFYUI_MAGNITUDE)) for name in names):
             message = "is a DoRA, which scales the base model's weights and cannot be added to one in training."
             yield Problem(ADAPTER_PATH, f"{str(path)!r} {message} `simpletuner sample` renders with it.")
     if files and config.validation.validation_torch_compile:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner import STARTED
+from simpletuner.annexes.display.log import setup_logging
 from simpletuner.annexes.display.progress import PlainDisplay, Start, make_display, shown_events
 from simpletuner.annexes.display.terminal import LiveDisplay, sparkline
 from simpletuner.annexes.figures import Pace, RunningMean
@@ -28,7 +29,6 @@ from simpletuner.reporting.events import (
     StateChanged,
     StepReport,
 )
-from simpletuner.reporting.log import setup_logging
 from simpletuner.reporting.pace import clock, pace_text, size_text
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.publishing.card import Result
 from simpletuner.annexes.report import html
+from simpletuner.annexes.report.environment import describe_environment
 from simpletuner.annexes.report.html import (
     TrainingSample,
     breakable,
@@ -39,7 +40,6 @@ from simpletuner.config.load import Layer, resolve
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.errors import Problems, result_of
-from simpletuner.reporting.environment import describe_environment
 from simpletuner.reporting.metrics import MediaRecord
 
 VOID = {"br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"}

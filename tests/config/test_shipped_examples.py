@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from simpletuner.cli.app import main
 from simpletuner.config.load import read_json_layer, resolve
@@ -30,7 +31,7 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, t2i_checkpoint: Path
     (tmp_path / "config").mkdir()
     for path in SHIPPED.glob("*.example"):
         shutil.copy(path, tmp_path / "config" / path.stem)
-    workspace.add_pictures("datasets/my_images", 4, scale=16)
+    workspace.add_pictures("datasets/my_images", 4)
     workspace.write_config(pretrained_model_name_or_path=str(t2i_checkpoint))
     return workspace
 
@@ -65,6 +66,8 @@ def test_the_lycoris_file_has_what_it_needs() -> None:
 
 
 def test_the_copies_plan_without_a_warning(copied: Workspace, capsys: pytest.CaptureFixture) -> None:
+    for path in copied.path("datasets/my_images").glob("*.png"):
+        Image.new("RGB", (1536, 1024)).save(path, compress_level=1)
     assert main(["train", "--dry-run", "user_prompt_library=config/user_prompt_library.json"]) == 0
     captured = capsys.readouterr()
     assert not re.search(r"\bwarning", captured.out + captured.err, re.IGNORECASE)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.alignment import LayerSyncConfig, check_layersync
+from simpletuner.config.alignment import LayerSyncConfig
 from simpletuner.config.techniques import Route, ScheduledSamplingConfig
+from simpletuner.models.registry import FAMILIES
 from tests.plan.test_checks import problems
 
 GOOD = {"layersync_enabled": True, "layersync_student_block": 2, "layersync_teacher_block": 5}
@@ -18,7 +19,7 @@ SAMPLED = {"scheduled_sampling_max_step_offset": 3, "scheduled_sampling_probabil
 def of_layersync(routes: tuple[Route, ...] = (), blocks: int | None = 8, **settings: Any) -> list[str]:
     values = {key: value for key, value in {**GOOD, **settings}.items() if value is not None}
     config = LayerSyncConfig.model_validate(values)
-    return [str(each) for each in check_layersync(config, routes, blocks)]
+    return [str(each) for each in config.check_model(FAMILIES["kandinsky5-image"], routes, blocks)]
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from simpletuner.distributed import sharding
 from simpletuner.distributed.world import World
 from simpletuner.models.blocks import FreeSizes
 from simpletuner.training import assemble, step
-from tests.conftest import mark_no_sizes, trace
 from tests.distributed.sharded_run import Case, Run
+from tests.processes import PATIENCE
+from tests.torch_settings import mark_no_sizes, trace
 
 STEPS = 3
 CASES: dict[str, dict[str, Any]] = {
@@ -69,7 +70,7 @@ def main(place: World, checkpoint: Path, folder: Path) -> None:
     """One of several processes; its results are a file in the folder."""
     settle_meeting(place, os.environ)  # for accelerate
     results = {}
-    with connect(place, f"file://{folder}/meeting", limit=180) as world:
+    with connect(place, f"file://{folder}/meeting", limit=PATIENCE) as world:
         for name in CASES:
             results[name] = results_of(name, checkpoint, world, folder)
     torch.save(results, folder / f"results-{place.rank}.pt")

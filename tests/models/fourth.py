@@ -15,7 +15,7 @@ from benchmarks.cost_table import table_of
 from simpletuner.config.option import Group
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.models.adapter import BlockLayout, FamilyAdapter
-from simpletuner.models.cost import STOCK, CostTable, FamilyCost, Kernels, Shape, TransformerCost
+from simpletuner.models.cost import STOCK, CostTable, FamilyCost, Kernels, Shape, TransformerCost, VaeCost
 from simpletuner.models.spec import AutoShift, Component, FamilyChecks, FamilySpec, FamilyWords, Flavour
 from tests.tiny import WIDTH
 
@@ -98,10 +98,8 @@ FOURTH = FourthAdapter.spec = FamilySpec(
         transformer_class="SanaTransformer2DModel",
         published=lambda flavour: small(4, 32, 3),
         transformer=cost,
-        vae_parameters=10_000_000,
+        vae=VaeCost(10_000_000, {"usual": [{"pixel": 640.0}]}, {"usual": [{"pixel": 768.0}]}),
         text_parameters=100_000_000,
-        vae_encode=lambda settings, load: 640.0 * load.pixels * load.samples,
-        vae_decode=lambda settings, load: 768.0 * load.pixels * load.samples,
         prompt_layer="caption_projection.linear_1",
     ),
 )

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from simpletuner.annexes.display.log import DebugFile, setup_logging
 from simpletuner.annexes.fitting.ready import ready_plan
 from simpletuner.cli.train import open_companions
 from simpletuner.config.sources import parse_arguments
@@ -37,7 +38,6 @@ from simpletuner.reporting.events import (
     StateChanged,
     StepReport,
 )
-from simpletuner.reporting.log import DebugFile, setup_logging
 from simpletuner.run.train import run_plan
 from tests.processes import PATIENCE
 from tests.run.test_kandinsky5_video import make_workspace

@@ -23,6 +23,7 @@ from simpletuner.training.checkpoints import CheckpointWriter
 from simpletuner.validation.background import DecodingThread
 from tests.fidelity.family import CPU, make_adapter, picture
 from tests.fidelity.test_kandinsky5_video import make_video_adapter
+from tests.processes import PATIENCE
 from tests.tiny import make_checkpoint
 from tests.workspace import Workspace
 
@@ -72,7 +73,7 @@ def test_training_goes_on_and_a_checkpoint_waits(workspace: Workspace, monkeypat
     first = workspace.path("output/validation_images/step_1_validation_0_128x128.png")
 
     def slowly(self: StockPipeline, latents: torch.Tensor) -> list[Image]:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while len(workspace.metrics()) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
         steps.append(len(workspace.metrics()))

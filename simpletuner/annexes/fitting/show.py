@@ -27,7 +27,7 @@ from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.budget.outcomes import UNCORRECTED
 from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
-from simpletuner.config.schema import all_options
+from simpletuner.config.schema import ValidationConfig, all_options
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.errors import Problem
@@ -178,9 +178,15 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
         names = ", ".join(prompt.short_name for prompt in plan.prompts)
         count, subjects = previews_of_a_round(plan)
         more = f", {count} {plan.spec.media_noun} a round" if subjects > len(plan.prompts) else ""
-        yield f"Previews {plan.preview_intervals} at {sizes}: {names}{more}"
+        yield f"Previews {preview_intervals(plan.config.validation)} at {sizes}: {names}{more}"
     for hook in plan.config.webhooks.hooks:
         yield f"Events are sent to a {hook}"
+
+
+def preview_intervals(validation: ValidationConfig) -> str:
+    """How often previews are rendered, in words."""
+    intervals = {"steps": validation.validation_step_interval, "epochs": validation.validation_epoch_interval}
+    return " and ".join(f"every {each} {unit}" for unit, each in intervals.items() if each is not None)
 
 
 SHOWN_BUCKETS = 4
@@ -268,11 +274,22 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield f"  about {step} a step, {whole} for {steps} steps{beside}; without filling the caches"
     if previews:
         count, share = preview_rounds(plan), previews / (training + previews)
-        yield f"  {_count(count, 'round')} of previews, {share:.0%} of that time; {plan.halved_previews} halves it"
+        yield f"  {_count(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
     if budget.outcome != UNCORRECTED:
         yield f"  {budget.outcome}"
     if batch := free_batch(budget, steps_per_epoch(plan)):
         yield f"  the GPU waits for the host, which launches its kernels: train_batch_size {batch} is as fast a step"
+
+
+def halved_previews(plan: Plan) -> str:
+    """The setting that halves the time of previews."""
+    validation = plan.config.validation
+    steps, epochs = validation.validation_step_interval, validation.validation_epoch_interval
+    if steps is not None and steps < plan.length.total_steps:
+        return f"validation_step_interval {2 * steps}"
+    if steps is None and epochs is not None:
+        return f"validation_epoch_interval {2 * epochs}"
+    return f"validation_num_inference_steps {max(1, (validation.validation_num_inference_steps or 1) // 2)}"
 
 
 def _way_lines(budget: Budget) -> Iterator[str]:

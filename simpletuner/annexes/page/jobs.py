@@ -152,10 +152,8 @@ def show_queue(request: Request) -> Response:
         jobs = queue.read()
     except (UserError, OSError) as error:
         problem = str(error)
-    titles, newest = (
-        {job.id: job.title for job in jobs},
-        {log_of(job): job.id for job in jobs if job.command != "train"},
-    )
+    titles = {job.id: job.title for job in jobs}
+    newest = {log_of(job): job.id for job in jobs if job.command != "train"}
     rows = [
         {
             "job": job, "run": runs.at(Path(job.folder)).id,

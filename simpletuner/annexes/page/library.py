@@ -19,7 +19,7 @@ from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.live import runs_of
 from simpletuner.annexes.page.project import Project, Refusal, chosen_by, problems_json, project_of
 from simpletuner.annexes.report.html import THUMBNAIL_SIDE, render, webp
-from simpletuner.annexes.runs import ACTIVE, Run, printed, said_at_the_end
+from simpletuner.annexes.runs import ACTIVE, PROMPT, Run, printed
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.sources import EXAMPLES
 from simpletuner.data.clips import CLIP_SUFFIXES, frames_of, is_clip, probe_clip
@@ -217,11 +217,11 @@ def start_captioning(request: Request, body: dict[str, Any]) -> Response:
 
 
 def captioning_state(request: Request) -> Response:
-    """Whether captions are being written, and the last words of the process."""
+    """Whether captions are being written, and what the process prints."""
     if (captioning := runs_of(request).captioning) is None:
         return JSONResponse({"dataset": "", "running": False, "message": ""})
     forget_listings()
-    message = said_at_the_end(printed(captioning.log))
+    message = printed(captioning.log).rpartition(PROMPT)[2].partition("\n")[2].strip()
     return JSONResponse({"dataset": captioning.dataset, "running": captioning.is_running, "message": message})
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from simpletuner.distributed.world import Value, World
 from simpletuner.errors import ConfigError, Problem, shorten
 from simpletuner.plan.build import Plan
-from simpletuner.reporting.environment import package_versions
+from simpletuner.plan.resume import identify
 
 
 def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Value]]) -> tuple[Plan, Value]:
@@ -35,7 +35,7 @@ def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Value]]
 
 def describe(plan: Plan) -> dict[str, str]:
     """What must be the same in all processes, by what a person would look at."""
-    config, identity = plan.config, plan.identity(package_versions())
+    config, identity = plan.config, identify(plan)
     step = "the beginning" if plan.resume is None else plan.resume.path.name
     return {
         **{key: repr(value) for key, value in {**identity.settings, **identity.order, **config.flat}.items()},

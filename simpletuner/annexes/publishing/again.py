@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from simpletuner.annexes.display.log import setup_logging
 from simpletuner.annexes.display.progress import shown_events
 from simpletuner.annexes.payloads import EVENTS_FILE, last_id
 from simpletuner.annexes.publishing.uploads import Hub, Uploads, prepared_destinations
@@ -15,7 +16,6 @@ from simpletuner.config.sources import Arguments, read_config_file
 from simpletuner.config.values import check_unset, read_json
 from simpletuner.distributed.requests import signals_as_interrupt
 from simpletuner.errors import Problem, Problems, Reading, SimpleTunerError, UserError, result_of
-from simpletuner.reporting.log import setup_logging
 from simpletuner.run.lock import lock_output
 from simpletuner.training.manifest import find_checkpoints
 

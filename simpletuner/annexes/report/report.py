@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from simpletuner.annexes.figures import Columns, shares_text
 from simpletuner.annexes.publishing.card import published_result
+from simpletuner.annexes.report.environment import describe_environment
 from simpletuner.annexes.report.html import TrainingSample, gallery, render, thin, thumbnail
 from simpletuner.atomic import write_atomically
 from simpletuner.caching.fill import prepared_picture
@@ -27,7 +28,6 @@ from simpletuner.errors import UserError
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting import events as happened
-from simpletuner.reporting.environment import describe_environment
 from simpletuner.reporting.events import ENDED, PREVIEWS, Event, EventStream
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, REPORT_FILE, read_media, read_rows, shares
 from simpletuner.reporting.pace import clock, pace_text

@@ -12,9 +12,8 @@ pages are not even read.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from PIL.Image import Image
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, ProcessorMixin, Qwen2_5_VLForConditionalGeneration
 
 from simpletuner.diffusion.batch import TextEmbeds
-from simpletuner.models.adapter import EncoderQuantiser, TextRequest
+from simpletuner.models.adapter import EncoderQuantiser, TextEncoder, TextRequest
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.spec import COMPONENTS, TEMPLATES
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, TextTemplate, clean_caption
@@ -55,7 +54,7 @@ def select_template(words: Literal["official", "diffusers"], name: TemplateName)
     return TextTemplate(pipeline.prompt_template, pipeline.prompt_template_encode_start_idx)
 
 
-class Kandinsky5TextEncoder:
+class Kandinsky5TextEncoder(TextEncoder):
     """Qwen2.5-VL and CLIP together.
 
     Args:
@@ -94,8 +93,7 @@ class Kandinsky5TextEncoder:
     def models(self) -> Sequence[nn.Module]:
         return [self.qwen, self.clip]
 
-    @torch.no_grad()
-    def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
+    def encode_alike(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
         """`prompt_embeds` (L, D) and `pooled_prompt_embeds` (D2) of each caption, on the CPU.
 
         Attention is causal, so neither padding after a caption nor other captions of the batch affect its
@@ -144,25 +142,15 @@ class Kandinsky5TextEncoder:
 
     def _encode_qwen(self, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
         """Qwen's hidden states of each prompt after the template's crop, (L, D)."""
-        lengths = [one["input_ids"].shape[1] for one in inputs]
-        inputs = [self._padded(one) for one in inputs]
-        hidden: dict[int, Tensor] = {}
-        groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)  # of one shape, which are encoded together
-        for index, one in enumerate(inputs):
-            groups[tuple((name, tuple(tensor.shape)) for name, tensor in one.items())].append(index)
-        for members in groups.values():
-            batch = {
-                name: torch.cat([inputs[index][name] for index in members]).to(self.device)
-                for name in inputs[members[0]]
-            }
-            if "pixel_values" in batch:
-                # Without `prompt_start`: of these prompts the tokens before the caption are only a tenth.
-                rows = self.qwen.model(**batch, use_cache=False).last_hidden_state
-            else:
-                rows = self.start.read(self.qwen.model.language_model, batch["input_ids"])
-            for index, row in zip(members, rows[:, self.template.crop :].cpu(), strict=True):
-                hidden[index] = row[: lengths[index] - self.template.crop].clone()
-        return [hidden[index] for index in range(len(inputs))]
+        padded, crop = [self._padded(one) for one in inputs], self.template.crop
+        batch = {name: torch.cat([one[name] for one in padded]).to(self.device) for name in padded[0]}
+        if "pixel_values" in batch:
+            # Without `prompt_start`: of these prompts the tokens before the caption are only a tenth.
+            rows = self.qwen.model(**batch, use_cache=False).last_hidden_state
+        else:
+            rows = self.start.read(self.qwen.model.language_model, batch["input_ids"])
+        pairs = zip(rows[:, crop:].cpu(), inputs, strict=True)
+        return [row[: one["input_ids"].shape[1] - crop].clone() for row, one in pairs]
 
     def _padded(self, one: dict[str, Tensor]) -> dict[str, Tensor]:
         """The inputs of a prompt, with per-token tensors padded to its padded length."""

@@ -33,6 +33,7 @@ from simpletuner.models.adapter import (
     LatentEncoder,
     PreviewPipeline,
     PreviewRequest,
+    TextEncoder,
     TextRequest,
 )
 from simpletuner.models.blocks import FreeSizes
@@ -55,7 +56,7 @@ def pipeline_instruction() -> list[str]:
     return lines
 
 
-class SanaTextEncoder:
+class SanaTextEncoder(TextEncoder):
     """Gemma 2 with the instruction.
 
     Args:
@@ -86,19 +87,24 @@ class SanaTextEncoder:
     def models(self) -> Sequence[nn.Module]:
         return [self.gemma]
 
-    @torch.no_grad()
-    def encode(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
+    def encode_alike(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
         """`prompt_embeds` (L, D) of each caption, L up to `max_length`, on the CPU.
 
         Bare requests are encoded without instruction and motion score.
         """
-        embeds: list[TextEmbeds] = [{} for _ in requests]
-        for bare in (False, True):
-            members = [index for index, request in enumerate(requests) if request.bare is bare]
-            texts = [self._compose(requests[index]) for index in members]
-            for index, hidden in zip(members, self._encode(texts, bare) if texts else [], strict=True):
-                embeds[index] = {"prompt_embeds": hidden}
-        return embeds
+        texts, length = [self._compose(request) for request in requests], self.padded_length(requests[0])
+        inputs = self.tokenizer(
+            texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+        ).to(self.device)
+        ids, mask = inputs.input_ids, inputs.attention_mask
+        if requests[0].bare or not self.instruction:
+            hidden = self.gemma(ids, attention_mask=mask, use_cache=False).last_hidden_state
+        else:
+            hidden = self.start.read(self.gemma, ids, mask)
+        # The start token and the end of the row, as in the pipeline: the instruction drops out.
+        kept = [0, *range(-self.max_length + 1, 0)]
+        rows = zip(hidden[:, kept].cpu(), mask[:, kept].bool().cpu(), strict=True)
+        return [{"prompt_embeds": row[is_real]} for row, is_real in rows]
 
     def padded_length(self, request: TextRequest) -> int:
         """Gemma's input is padded, so all captions have one length."""
@@ -119,20 +125,6 @@ class SanaTextEncoder:
         if bare or not self.instruction:
             return self.max_length
         return len(self.tokenizer.encode(self.instruction)) + self.max_length - 2
-
-    def _encode(self, texts: list[str], bare: bool) -> list[Tensor]:
-        inputs = self.tokenizer(
-            texts, padding="max_length", max_length=self._length(bare), truncation=True, return_tensors="pt"
-        ).to(self.device)
-        ids, mask = inputs.input_ids, inputs.attention_mask
-        if bare or not self.instruction:
-            hidden = self.gemma(ids, attention_mask=mask, use_cache=False).last_hidden_state
-        else:
-            hidden = self.start.read(self.gemma, ids, mask)
-        # The start token and the end of the row, as in the pipeline: the instruction drops out.
-        kept = [0, *range(-self.max_length + 1, 0)]
-        rows = zip(hidden[:, kept].cpu(), mask[:, kept].bool().cpu(), strict=True)
-        return [row[is_real] for row, is_real in rows]
 
 
 # Clips that start from a picture are sampled with Euler steps and this shift; the checkpoint's scheduler is for t2v.

@@ -34,19 +34,21 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ..
         yield program
 
 
-@pytest.fixture(scope="module")
-def quick_commands(commands: tuple[str, ...]) -> Iterator[None]:
+def _start_quickly(patch: pytest.MonkeyPatch, program: tuple[str, ...]) -> None:
+    for module in (plans, control):
+        patch.setattr(module, "PROGRAM", program)
+
+
+@pytest.fixture
+def quick_commands(commands: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and runs that the page asks for start in no time; the real ones are for test_form and test_live."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (plans, control):
-            patch.setattr(module, "PROGRAM", commands)
-        yield
+    _start_quickly(monkeypatch, commands)
 
 
 @pytest.fixture(scope="module")
-def browser(quick_commands: None) -> Iterator[Any]:
+def browser(commands: tuple[str, ...]) -> Iterator[Any]:
     """A browser with one window, whose pages are tabs: a window takes three times as long as the page in it. The tests
-    are skipped if none is installed."""
+    are skipped if none is installed. What the page starts is `quick_commands`."""
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
@@ -55,7 +57,8 @@ def browser(quick_commands: None) -> Iterator[Any]:
 
     wait = PATIENCE * 1000.0
     expect.set_options(timeout=wait)
-    with sync_playwright() as playwright:
+    with sync_playwright() as playwright, pytest.MonkeyPatch.context() as patch:
+        _start_quickly(patch, commands)
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=wait)
         window = browser.new_context(viewport={"width": 1200, "height": 900}, reduced_motion="reduce")
         window.set_default_timeout(wait)

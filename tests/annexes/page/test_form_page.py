@@ -326,7 +326,7 @@ def test_plan_is_live_and_answers_what_if(page: Any, workspace: Workspace, monke
     page.get_by_role("tab", name="Dataset").click()
     card = page.locator(".dataset-card").first
     expect(card.locator(".used")).to_have_text("2 of 3 files used")
-    card.get_by_text("1 files not used").click()
+    card.get_by_text("1 of 3 files not used").click()
     expect(card.locator(".ledger li")).to_contain_text("notes.pdf does not have the extension of a picture")
 
 

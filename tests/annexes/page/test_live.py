@@ -84,6 +84,7 @@ def test_settings_are_checked_before_anything_starts(page: TestClient, project: 
     assert not project.path("output").exists()
 
 
+@pytest.mark.usefixtures("quick_commands")
 def test_a_run_that_the_plan_refuses_says_why(page: TestClient, project: Workspace) -> None:
     shutil.rmtree(project.path("datasets"))
     run = post(page, "start", config="config")["run"]
@@ -275,7 +276,9 @@ def test_what_a_client_does_not_read_stays_in_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_commands")
 def test_a_run_outlives_its_server_is_stopped_and_continued(page: TestClient, project: Workspace) -> None:
+    """The server and its run are started as a user starts them; the run is continued quickly."""
     project.write_config(max_train_steps=50_000, checkpoint_step_interval=1000)
     project.path("config/first").mkdir()
     project.path("config/config.json").rename(project.path("config/first/config.json"))

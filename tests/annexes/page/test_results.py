@@ -55,24 +55,26 @@ print((folder / "go").read_text() or "Saved everything")
 
 
 @pytest.fixture
-def project(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+def project(tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workspace]:
     made = Workspace.create(tmp_path.resolve() / "project", t2i_checkpoint)
     monkeypatch.chdir(made.folder)
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.setattr("simpletuner.annexes.page.control.PROGRAM", (sys.executable, str(tmp_path / "program.py")))
     monkeypatch.setattr(queues, "CHECK_SECONDS", 0.05)
     monkeypatch.setattr(queues, "PAUSE", 0.05)
-    return made
+    yield made
+    for thread in threading.enumerate():
+        if thread.name == "queue":  # of a server that has ended: it may be starting a last job
+            thread.join(PATIENCE)
+    with suppress(UserError):
+        for job in create_app(Project(made.folder)).state.queue.read():
+            if job.owner is not None and job.is_alive:
+                os.kill(job.owner.pid, signal.SIGKILL)
 
 
 @pytest.fixture
-def page(project: Workspace) -> Iterator[TestClient]:
-    client = TestClient(create_app(Project(project.folder)))
-    yield client
-    with suppress(UserError):
-        for job in queue_of(client).read():
-            if job.owner is not None and job.is_alive:
-                os.kill(job.owner.pid, signal.SIGKILL)
+def page(project: Workspace) -> TestClient:
+    return TestClient(create_app(Project(project.folder)))
 
 
 @pytest.fixture

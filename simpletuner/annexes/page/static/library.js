@@ -2,6 +2,7 @@
 import { api, element, page, sentences, state } from "./form.js";
 
 const dialog = page("#library"), CLOSED = "#dataset/training_data";
+const LAST = 6; // lines of a process
 const open = { hash: "", dataset: "" }; // what is shown, while the address may already say something else
 let latest = "", saving, timer;
 const find = (selector) => dialog.querySelector(selector);
@@ -115,7 +116,7 @@ async function follow() {
   if (!ok || !stop || data.dataset !== open.dataset || (!data.running && stop.hidden)) return;
   if (!data.running) await show(); // what it has written
   find(".change").open = true;
-  find(".changes").textContent = data.message || "Starting.";
+  find(".changes").textContent = data.message.split("\n").slice(-LAST).join("\n") || "Starting.";
   find("[value=stop]").hidden = !data.running;
   if (data.running) timer = setTimeout(follow, 2000);
 }

@@ -19,7 +19,7 @@ function offer(select, entries, otherwise) {
 
 // ---- Any two steps ----
 
-let compared = ""; // which run at which steps, and whether there is a newer preview
+let compared = ""; // which run at which steps, and how many previews there were
 
 async function compare() {
   const text = document.getElementById("steps")?.textContent ?? "[]";
@@ -32,7 +32,8 @@ async function compare() {
   offer(after, steps.map((step) => [step, step]), steps.at(-1));
   if (isNew) before.value = steps[0];
   if (isNew || newest) after.value = steps.at(-1);
-  const wanted = `${run} ${before.value} ${after.value} ${text}`;
+  const count = pane.querySelectorAll(`[data-part=previews] [data-step="${after.value}"]`).length; // a round comes one by one
+  const wanted = `${run} ${before.value} ${after.value} ${text} ${count}`;
   if (wanted === compared) return;
   compared = wanted;
   const answer = await fetch(`/runs/${encodeURIComponent(run)}/pair?before=${before.value}&after=${after.value}`);

@@ -85,7 +85,7 @@ function showLog(node, fresh) {
 
 // What waits cannot be added to the queue again.
 function tellWaiting() {
-  const waits = place("queue").querySelector(`li:has(.waiting) > a[data-run="${CSS.escape(run ?? "")}"]`);
+  const waits = place("queue").querySelector(`li[data-command=train]:has(.waiting) > a[data-run="${CSS.escape(run ?? "")}"]`);
   for (const button of place("head").querySelectorAll("[data-press=queue], [name=queue]")) {
     button.disabled = Boolean(waits);
     button.textContent = waits ? "In the queue" : "Add to queue";

@@ -5,14 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from contextlib import suppress
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
-PACKAGES = (
-    "simpletuner", "torch", "diffusers", "transformers", "accelerate", "peft", "huggingface_hub", "safetensors",
-    "numpy", "pillow", "torch-optimi",
-)  # fmt: skip
+from simpletuner.plan.resume import package_versions
 
 
 def describe_environment(device: str | None = None) -> dict[str, str]:
@@ -28,17 +22,6 @@ def describe_environment(device: str | None = None) -> dict[str, str]:
         "processor": f"{os.cpu_count()} cores",
     }
     return environment | package_versions()
-
-
-@cache
-def package_versions() -> dict[str, str]:
-    """Version of each installed package that affects the result."""
-    versions = {}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            # From the metadata of the installation: importing the packages would take seconds.
-            versions[name] = version(name)
-    return versions
 
 
 def describe_device() -> str:

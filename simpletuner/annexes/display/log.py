@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from simpletuner.errors import UserError, did_you_mean
+from simpletuner.errors import Problems
+from simpletuner.plan.environment import log_level
 from simpletuner.redaction import redact
 
-LEVELS = {logging.getLevelName(level): level for level in range(logging.DEBUG, logging.CRITICAL + 1, 10)}
 OWN_LOGGER = "simpletuner"
 # These install their own console handlers and do not propagate records to ours.
 # With the extra [torchao], its import warns of kernels for other machines, and torch and diffusers warn of its types.
@@ -23,20 +23,6 @@ BARS = {"huggingface_hub.utils": "disable_progress_bars"} | {
     f"{package}.utils.logging": "disable_progress_bar" for package in ("diffusers", "transformers")
 }
 STUBBORN_LIBRARIES = ("accelerate", "diffusers", "huggingface_hub", "peft", "torch", "transformers")
-
-
-def log_level() -> int:
-    """The level in SIMPLETUNER_LOG_LEVEL, else INFO.
-
-    Raises:
-        UserError: there is no such level.
-    """
-    word = os.environ.get("SIMPLETUNER_LOG_LEVEL") or "INFO"
-    level = LEVELS.get(word.strip().upper())
-    if level is None:
-        guess = did_you_mean(word.upper(), LEVELS)
-        raise UserError(f"SIMPLETUNER_LOG_LEVEL: {word!r} is not one of: {', '.join(LEVELS)}.{guess}")
-    return level
 
 
 def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = "", *, console: bool = True) -> None:
@@ -50,15 +36,18 @@ def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = ""
         console: whether records are printed.
 
     Raises:
-        UserError: the level is unknown.
+        ConfigError: the level is unknown.
     """
+    problems = Problems()
+    level = problems.take(log_level())
+    problems.raise_if_fatal()
     # The hub's own progress bars would overwrite ours; it reads this variable when it is imported, and so do others.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in BARS.keys() & sys.modules.keys():  # a program that calls us may have imported them before
         getattr(sys.modules[name], BARS[name])()
     # Without any handler Python prints warnings itself.
     shown = ConsoleHandler() if console else logging.NullHandler()
-    shown.setLevel(log_level())
+    shown.setLevel(level)
     shown.addFilter(belongs_on_console)
     shown.setFormatter(RedactingFormatter("%(levelname)s %(message)s"))
     handlers: list[logging.Handler] = [shown]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from simpletuner.annexes.display.log import setup_logging
 from simpletuner.errors import UserError
 from simpletuner.redaction import HIDDEN, _known_secrets, hide, redact, redact_settings
-from simpletuner.reporting.log import log_level, setup_logging
 
 own = logging.getLogger("simpletuner.somewhere")
 
@@ -84,7 +84,7 @@ def test_what_imports_warn_of_is_not_shown(name: str, capsys: pytest.CaptureFixt
 def test_an_unknown_level_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIMPLETUNER_LOG_LEVEL", "WARNIG")
     with pytest.raises(UserError, match=r"SIMPLETUNER_LOG_LEVEL: 'WARNIG'.*Did you mean 'WARNING'"):
-        log_level()
+        setup_logging(None)
 
 
 def test_a_debug_file_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,8 +184,8 @@ def test_settings_are_hidden_by_name_and_by_content() -> None:
 def test_reporting_imports_without_torch() -> None:
     rooms = {
         "config": "publishing",
-        "reporting": "environment events log metrics pace record",
-        "annexes": "payloads display.progress display.terminal",
+        "reporting": "events metrics pace record",
+        "annexes": "figures payloads display.log display.progress display.terminal report.environment",
     }
     modules = [f"simpletuner.{room}.{name}" for room, names in rooms.items() for name in names.split()]
     code = (

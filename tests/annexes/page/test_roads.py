@@ -1,0 +1,220 @@
+"""Roads through the page from end to end, and what walking them has found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from simpletuner.annexes.page import plans
+from simpletuner.annexes.page.project import Project
+from simpletuner.annexes.page.serve import create_app
+from simpletuner.annexes.queue import JOBS, QUEUE_FILE, Job
+from simpletuner.annexes.report.sheet import samples_in
+from simpletuner.headers import with_metadata
+from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE
+from simpletuner.reporting.events import StateChanged
+from tests.annexes.page.page import opened
+from tests.annexes.page.test_accessible import axe, complaints
+from tests.annexes.page.test_run_page import preview
+from tests.annexes.page.test_runs import STEPS, tell
+from tests.annexes.page.test_start_page import PLAN, started
+from tests.annexes.web import picture
+from tests.workspace import Workspace
+
+__all__ = ["axe", "started"]
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
+expect = sync_api.expect
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path.resolve()
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    made = Workspace.create(tmp_path.resolve() / "project", tmp_path, pictures=2)
+    monkeypatch.chdir(made.folder)
+    return made
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The plan that the page gets, for tests to change."""
+    document = {**PLAN}
+
+    async def answer(*given: object) -> tuple[str, str]:
+        return json.dumps(document), ""
+
+    monkeypatch.setattr(plans, "run_while_wanted", answer)
+    return document
+
+
+def skipped(page: Any) -> list[str]:
+    return [str(each) for each in page.locator("#start-skipped li").all_text_contents()]
+
+
+@pytest.mark.slow
+def test_from_an_empty_project_to_the_queue(browser: Any, folder: Path, started: list[list[str]]) -> None:
+    refused: list[str] = []
+    for name, content in {"0.png": picture(0), "1.png": picture(1), "notes.txt": b"hm", "torn.png": b"?"}.items():
+        (folder / name).write_bytes(content)
+    with opened(browser, folder) as page:
+        page.on("response", lambda answer: refused.append(answer.url) if answer.status >= 400 else None)
+        page.reload()
+        chooser = page.locator("#drop-files")
+        chooser.set_input_files([folder / name for name in ("0.png", "1.png", "notes.txt", "torn.png")])
+        expect(page.locator("#start-told")).to_contain_text("pictures: 2")
+        # What the folder as a whole tells, too: that no picture has the name of a text.
+        assert sorted(skipped(page)) == [
+            "notes.txt: has no picture or clip of the same name",
+            "torn.png: is not a picture",
+        ]
+        chooser.set_input_files([folder / "torn.png"])
+        expect(page.locator("#start-skipped li")).to_have_count(2)
+        expect(page.locator("#start-told")).to_contain_text("pictures: 2")
+        assert refused == []
+        name = page.get_by_label("Name of the run")
+        name.fill("config")
+        card = page.locator("#start-form")
+        card.get_by_role("button", name="Add to queue").click()
+        expect(card.get_by_role("alert")).to_have_text("'config' is the name of config/config.json; choose another.")
+        name.fill("cats")
+        card.get_by_role("button", name="Add to queue").click()
+        expect(page.locator(".queue li")).to_contain_text(["cats"])
+        # The styles of the choices on the card are of the card alone.
+        border = "(each) => getComputedStyle(each).borderTopWidth"
+        assert page.locator("#beside").evaluate(border) == "0px"
+    assert (folder / "config/cats/config.json").is_file()
+
+
+@pytest.mark.slow
+def test_new_asks_for_no_config_that_is_not_there(browser: Any, project: Workspace, planned: dict[str, Any]) -> None:
+    refused: list[str] = []
+    project.write_config(validation_negative_prompt="")
+    with opened(browser, project.folder) as page:
+        page.on("response", lambda answer: refused.append(answer.url) if answer.status >= 400 else None)
+        expect(page.locator("#f-validation_negative_prompt")).to_have_attribute("placeholder", "empty")
+        page.get_by_role("button", name="New", exact=True).click()
+        dialog = page.get_by_role("dialog", name="New config")
+        for name, words in {"config": "There is a config config already.", "a b": "Give it a name"}.items():
+            dialog.get_by_label("Name, for").fill(name)
+            dialog.get_by_role("button", name="Create").click()
+            expect(dialog.get_by_role("alert")).to_contain_text(words)
+        dialog.get_by_label("Name, for").fill("mine")
+        dialog.get_by_role("button", name="Create").click()
+        expect(page.get_by_label("Output Folder", exact=True)).to_have_value("output/mine")
+        expect(page.locator("#f-data_backend_config")).to_have_value("config/mine/multidatabackend.json")
+        assert refused == []
+        page.goto(page.url.partition("?")[0] + "?config=gone")
+        expect(page.locator("#saved")).to_have_text("There is no config gone.")
+        expect(page.locator("#config")).to_have_value("config")
+
+
+@pytest.mark.slow
+def test_the_plan_tells_a_problem_once_and_has_buttons(
+    browser: Any, project: Workspace, planned: dict[str, Any]
+) -> None:
+    project.write_config(train_batch_size=0)
+    batch = "train_batch_size 8 would be as fast a step: the GPU waits for the host"
+    missing = "these folders do not exist or cannot be listed: pictures: 'datasets/pictures'."
+    with opened(browser, project.folder) as page:
+        told = page.locator("[data-key=train_batch_size] .told .bad")
+        expect(told).to_have_count(1)
+        said = page.request.post(
+            page.url.split("?")[0].rstrip("/") + "/api/training/validate",
+            data={"config": "config", "values": {"train_batch_size": 0}},
+        ).json()
+        first = next(each for each in said["problems"] if each["key"] == "train_batch_size")
+        fits = {**first, "message": f"{first['message']} This would fit.", "remedy": {"train_batch_size": 2}}
+        planned |= {"problems": [fits, {"key": "instance_data_dir", "message": missing, "fatal": True}]}
+        planned |= {"offload_auto": [batch]}
+        page.reload()
+        expect(told).to_contain_text("This would fit. Apply")
+        expect(told).to_have_count(1)
+        expect(page.locator(".dataset-card [data-key=instance_data_dir] .bad")).to_have_text(missing)
+        expect(page.locator("#problems li")).to_have_count(0)
+        page.locator("#plan").get_by_role("button", name="Apply").click()
+        expect(page.locator("#f-train_batch_size")).to_have_value("8")
+
+
+@pytest.mark.slow
+def test_a_comparison_grows_with_a_round_of_previews(browser: Any, project: Workspace) -> None:
+    output = project.path("output")
+    output.mkdir()
+    tell(output, *STEPS, *preview(output, (0, "validation"), (0, "bird"), (3, "validation")))
+    with opened(browser, project.folder, "#run") as page:
+        compared = page.locator("#comparison .compare .tag")
+        expect(compared).to_have_text(["step 0", "step 3"])
+        tell(output, *STEPS, *preview(output, (3, "bird")))
+        expect(compared).to_have_text(["step 0", "step 3"] * 2)
+
+
+@pytest.mark.slow
+def test_a_job_that_was_cut_off_goes_on_from_the_queue(
+    browser: Any, project: Workspace, started: list[list[str]]
+) -> None:
+    output = project.path("output")
+    output.mkdir()
+    tell(output, *STEPS)
+    jobs = [
+        Job("1", "train", str(output), "config", state="interrupted", message="Ended unexpectedly at step 3."),
+        Job("2", "train", str(project.path("gone")), "gone"),
+    ]
+    project.path(QUEUE_FILE).write_bytes(JOBS.dump_json(jobs))
+    with opened(browser, project.folder, "#run") as page:
+        page.get_by_role("button", name="Continue output").click()
+        expect(page.locator(".queue li").first).not_to_contain_text("Ended unexpectedly")
+
+
+def test_names_that_no_new_config_can_have(folder: Path) -> None:
+    project = Project(folder)
+    (folder / "config" / "old").mkdir(parents=True)
+    for name, words in {"config": "choose another", "../x": "letters, digits", "old": "already"}.items():
+        with pytest.raises(Exception, match=words):
+            project.new_config(name)
+    assert project.new_config("new") == folder / "config/new/config.json"
+
+
+def test_the_strengths_of_a_prompt_stay_together(folder: Path) -> None:
+    for number, (prompt, strength) in enumerate([("a", 0.5), ("b", 0.5), ("a", 1), ("b", 1)]):
+        made = {"prompt": prompt, "seed": 7, "index": 0, "width": 64, "height": 64, "step": 3, "strength": strength}
+        (folder / f"{number}.png").write_bytes(b"")
+        (folder / f"{number}.json").write_text(json.dumps(made))
+    assert [record.short_name for record in samples_in(folder)] in (
+        ["b, seed 7", "b, seed 7, at 0.5", "a, seed 7", "a, seed 7, at 0.5"],
+        ["a, seed 7", "a, seed 7, at 0.5", "b, seed 7", "b, seed 7, at 0.5"],
+    )
+
+
+def test_a_folder_that_may_not_be_written_is_an_answer(project: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *arguments: object, **more: object) -> None:
+        raise OSError(30, "Read-only file system", str(project.path("config")))
+
+    page = TestClient(create_app(Project(project.folder)), raise_server_exceptions=False)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    answer = page.put("/api/configs/new", json={"values": {"seed": 1}})
+    assert answer.status_code == 422, answer.text
+    assert "cannot be written (Read-only file system)" in answer.json()["problems"][0]["message"]
+
+
+@pytest.mark.slow
+def test_results_and_queue_are_accessible(browser: Any, project: Workspace, axe: str, started: list[list[str]]) -> None:
+    output = project.path("output")
+    output.mkdir()
+    tell(output, *STEPS, StateChanged("finished", 3, 9, "done"))
+    blob = len(b"{}").to_bytes(8, "little") + b"{}"
+    (output / LORA_FILE).write_bytes(with_metadata(blob, {STEP_NOTE: "3"}))
+    jobs = [Job(state, "train", str(output), "config", state=state, message=state) for state in ("completed", "error")]
+    project.path(QUEUE_FILE).write_bytes(JOBS.dump_json([*jobs, Job("2", "train", str(project.path("gone")), "gone")]))
+    with opened(browser, project.folder, "#run") as page:
+        expect(page.get_by_role("link", name="Download output.safetensors")).to_be_visible()
+        page.get_by_text("Sample with your own prompts").click()
+        expect(page.get_by_role("button", name="Sample", exact=True)).to_be_visible()
+        expect(page.locator(".queue li").first).to_be_visible()
+        assert complaints(page, axe) == ""

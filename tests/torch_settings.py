@@ -1,0 +1,38 @@
+"""How torch is set for all tests, once this is imported, and two ways round its compiler."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo.guards
+
+from simpletuner.models.blocks import FreeSizes
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # see tests/conftest.py
+if os.environ.get("MKLDNN") == "off":
+    torch.backends.mkldnn.set_flags(False)
+
+# After each compilation torch collects garbage, and flushes the processor's caches to time the guards: a fifth of the
+# time that tiny graphs take.
+torch._dynamo.config.run_gc_after_compile = False
+torch._dynamo.guards.profile_guard_manager = lambda *given: 0.0  # type: ignore[attr-defined]
+
+# pytest attaches a handler to every logger that does not propagate. A handler at torch.__trace makes torch write down
+# each compilation, which takes as long as compiling; sixty more were a third of the time of a short test.
+for logger in list(logging.root.manager.loggerDict.values()):
+    if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+        logger.propagate = True
+
+
+def trace(function: Callable[..., Any], compile: Callable[..., Any] = torch.compile, **settings: Any) -> Any:
+    """Like `torch.compile`, but the graphs run as they were traced."""
+    return compile(function, **{**settings, "backend": "eager", "mode": None})
+
+
+def mark_no_sizes(sizes: FreeSizes, inputs: object, dimensions: object) -> None:
+    """In place of `FreeSizes.mark`: blocks are compiled for the sizes that they see. Symbols take two to three times as
+    long to trace, and gain nothing where there is one size. That they serve all sizes is for tests/speed."""
