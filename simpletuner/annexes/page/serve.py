@@ -172,7 +172,7 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(cast(tuple[str, int], address[:2]), family=family, backlog=128)
     except OSError as error:
         # The text of the error names the address again.
-        reason = os.strerror(error.errno) if error.errno in errno.errorcode else str(error)
+        reason = os.strerror(error.errno) if error.errno and error.errno in errno.errorcode else str(error)
         raise UserError(f"port {port} of {host} cannot be used ({reason}); choose another with --port.") from None
 
 
