@@ -53,8 +53,9 @@ def _write_clip(path: Path, width: int, height: int) -> None:
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=24)
         stream.width, stream.height = width, height
-        frame = VideoFrame.from_ndarray(np.zeros((height, width, 3), np.uint8))
-        for _ in range(250):
+        frame = VideoFrame.from_ndarray(np.zeros((height, width, 3), np.uint8)).reformat(format="yuv420p")
+        for number in range(250):
+            frame.pts = number
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
 

@@ -263,18 +263,16 @@ def test_a_server_that_is_away_is_told_and_nothing_typed_is_lost(browser: Any, w
     assert saved(workspace)["train_batch_size"] == 3
 
 
-@pytest.mark.parametrize(("name", "folder"), [("second", "output/second"), ("demo", "output/my-demo")])
-def test_a_copy_of_an_example_has_an_output_folder_of_its_own(
-    page: Any, workspace: Workspace, name: str, folder: str
-) -> None:
-    page.get_by_role("button", name="New", exact=True).click()
-    dialog = page.get_by_role("dialog", name="New config")
-    dialog.get_by_label("Name, for").fill(name)
-    dialog.get_by_label("Start from").select_option("examples/demo")
-    dialog.get_by_role("button", name="Create", exact=True).click()
-    expect(page.get_by_label("Output Folder", exact=True)).to_have_value(folder)
-    save(page)
-    assert json.loads(workspace.path(f"config/{name}/config.json").read_text())["output_dir"] == folder
+def test_a_copy_of_an_example_has_an_output_folder_of_its_own(page: Any, workspace: Workspace) -> None:
+    for name, folder in (("second", "output/second"), ("demo", "output/my-demo")):
+        page.get_by_role("button", name="New", exact=True).click()
+        dialog = page.get_by_role("dialog", name="New config")
+        dialog.get_by_label("Name, for").fill(name)
+        dialog.get_by_label("Start from").select_option("examples/demo")
+        dialog.get_by_role("button", name="Create", exact=True).click()
+        expect(page.get_by_label("Output Folder", exact=True)).to_have_value(folder)
+        save(page)
+        assert json.loads(workspace.path(f"config/{name}/config.json").read_text())["output_dir"] == folder
 
 
 def test_datasets_are_edited_as_cards(page: Any, workspace: Workspace) -> None:
