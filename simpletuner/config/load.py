@@ -235,7 +235,7 @@ def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
     if kind == "literal_error":
         return f"{shown} {_why_not(details, path, model)}"
     for limit in context.keys() & LIMITS.keys():
-        return f"{shown} is out of range; it must be {LIMITS[limit]} {context[limit]:g}."
+        return f"{shown} is out of range; it must be {LIMITS[limit]} {context[limit]:.10g}."
     if kind in ("value_error", "too_large"):
         return f"{shown} {context['error'] if kind == 'value_error' else details['msg']}."
     return f"{shown} is not {EXPECTED[kind]}." if kind in EXPECTED else f"{shown}: {details['msg']}."

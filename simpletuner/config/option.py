@@ -292,7 +292,7 @@ class Option:
 
     @property
     def limit_text(self) -> str:
-        return ", ".join(f"{LIMITS[name]} {bound:g}" for name, bound in self.limits.items())
+        return ", ".join(f"{LIMITS[name]} {bound:.10g}" for name, bound in self.limits.items())
 
 
 def as_written(value: Any) -> str:

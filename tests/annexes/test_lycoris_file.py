@@ -94,7 +94,7 @@ def test_the_innermost_class_decides(tmp_path: Path) -> None:
         ({"multiplier": "strong"}, "multiplier 'strong' is not a number"),
         ({"full_matrix": "yes"}, "full_matrix 'yes' is not true or false"),
         ({"factor": True}, "factor True is not a whole number"),
-        ({"factor": 0}, "factor 0 is not a whole number from -1 to 1e+06, but not 0"),
+        ({"factor": 0}, "factor 0 is not a whole number from -1 to 1000000, but not 0"),
         ({"factor": 2.5}, "factor 2.5 is not a whole number"),
         ({"linear_dim": -3}, "linear_dim -3 is not a whole number from 0"),
         ({"multiplier": math.nan}, "multiplier nan is not a number from -1000 to 1000, but not 0"),

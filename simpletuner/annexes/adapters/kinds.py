@@ -212,7 +212,7 @@ def _why_not(key: str, value: Any) -> str:
     is_inside = type(value) in (int, float) and lowest <= value <= highest
     if is_inside and not (whole and value % 1) and not (never_zero and value == 0):
         return ""
-    return f"a {'whole ' * whole}number from {lowest:g} to {highest:g}{', but not 0' * never_zero}"
+    return f"a {'whole ' * whole}number from {lowest:.10g} to {highest:.10g}{', but not 0' * never_zero}"
 
 
 def _unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str) -> Iterator[Problem]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import socket
 import threading
 import time
@@ -169,7 +171,8 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(cast(tuple[str, int], address[:2]), family=family, backlog=128)
     except OSError as error:
-        reason = error.strerror or str(error)
+        # The text of the error names the address again.
+        reason = os.strerror(error.errno) if error.errno and error.errno in errno.errorcode else str(error)
         raise UserError(f"port {port} of {host} cannot be used ({reason}); choose another with --port.") from None
 
 

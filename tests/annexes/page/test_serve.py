@@ -100,7 +100,9 @@ def test_busy_port_and_foreign_address_are_one_sentence(capsys: pytest.CaptureFi
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["server", "--port", str(port)]) == 2
-        assert capsys.readouterr().err.startswith(f"error: port {port} of 127.0.0.1 cannot be used (Address already")
+        assert capsys.readouterr().err.startswith(
+            f"error: port {port} of 127.0.0.1 cannot be used (Address already in use); choose another with --port."
+        )
     assert main(["server", "--host", "192.0.2.1"]) == 2
     assert "192.0.2.1" in capsys.readouterr().err
 
