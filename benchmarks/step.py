@@ -78,7 +78,7 @@ def ours(size: str, device: str, config: RunConfig, batch: Batch, record: Path |
     recorder = None
     if record is not None:
         events = EventStream(PlainDisplay(io.StringIO()), RunRecord(record / str(len(batch.names)), 0))
-        recorder = Recorder(events, ema=None, epochs=1)
+        recorder = Recorder(events, epochs=1)
         recorder.on_train_start(assembly, state)
 
     def step() -> None:

@@ -59,7 +59,7 @@ def test_an_output_folder_is_copied_and_only_once(endpoint: str, tmp_path: Path)
         os.utime(tmp_path / "star" / name, (0, 0))
     bucket = BucketCopy(publish, tmp_path / "star")
     assert bucket.prepare() == ""
-    upload = Upload("step 4", 4, tmp_path / "star", {}, "")
+    upload = Upload("step 4", tmp_path / "star", {}, "")
     assert bucket.upload(upload) == "https://files.example/team/star"
     expected = {"team/star/.simpletuner", "team/star/a.txt", "team/star/checkpoint-2/w.bin"}
     assert keys_in(client, "runs") == expected

@@ -177,14 +177,19 @@ class Queue:
     def step(self) -> None:
         """Note what has ended, and start the next job if nothing is at work."""
         with self._change() as write:
-            before = self.read()
-            jobs = [self.worker.look(job) if job.state == RUNNING else job for job in before]
+            jobs = [self.worker.look(job) if job.state == RUNNING else job for job in self.read()]
             if in_state(jobs, WAITING):
                 jobs = self._start_next(jobs, write)
             ended = [job for job in jobs if job.state not in (WAITING, RUNNING)]
             jobs = [*ended[-KEPT:], *in_state(jobs, RUNNING), *in_state(jobs, WAITING)]
-            if jobs != before:
+            # Read again: a job that was refused is at work in the file, wherever it was before.
+            if jobs != self.read():
                 write(jobs)
+
+    @property
+    def at_work(self) -> str:
+        """The title of the job, or the output folder of a run by hand, that has the GPU; empty if none has."""
+        return next((job.title for job in in_state(self.read(), RUNNING)), "") or self.worker.at_work()
 
     def _start_next(self, jobs: list[Job], write: Write) -> list[Job]:
         """The jobs, one more of them at work if nothing else is; those that wait know for what."""

@@ -222,7 +222,7 @@ def attempt(assembly: Assembly, reader: BatchReader, planned: PlannedBatch, done
         released = {} if assembly.release is None else assembly.release.read_size(losses.names)
         measured = gradient_size(every.values(), assembly.settings.optimizer)
         sizes = (*released.values(), *(each.item() for each in measured.values()))
-        stop_if_gradients_not_finite(sizes, every, assembly.scaler, losses.names)
+        stop_if_gradients_not_finite(assembly, sizes, losses.names)
 
 
 @contextmanager
@@ -298,9 +298,7 @@ def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
         raise UserError(f"--replay has the settings of the failed run; leave out {', '.join(arguments.selectors)}.")
     kept = failure.checkpoint and Path(failure.checkpoint).is_dir()  # it may have been removed since
     settings = [("resume_from_checkpoint", failure.checkpoint if kept else "latest"), *arguments.settings]
-    # `default`, since the environment may name another config.
-    selectors = {"env": "default", "config_path": str(folder / CONFIG_FILE)}
-    plan, _ = ready_plan(replace(arguments, settings=settings, selectors=selectors))
+    plan, _ = ready_plan(replace(arguments, settings=settings, selectors={"config_path": str(folder / CONFIG_FILE)}))
     if (launch := plan.config.launch).num_processes > 1:
         size = launch.data_processes * plan.config.schedule.train_batch_size
         whole = " sequence_parallel_size=1" if launch.sequence_parallel_size > 1 else ""

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Literal
 from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.payloads import EVENTS_FILE, read_events
 from simpletuner.config.values import read_json
-from simpletuner.distributed.requests import FOLDER, REQUESTS, Request
+from simpletuner.distributed.requests import FOLDER, REQUESTS
 from simpletuner.errors import UserError, result_of
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
@@ -228,14 +228,9 @@ class Story:
                 self.growing[shot_of(event)] = growing_preview(event)
             case "training.validation":
                 self.growing.pop(shot_of(event), None)
-        # How a run ended is in its message; other events only repeat it.
-        if event["type"] == "notification" and is_told(str(event["message"]), event["severity"]):
-            self.notices = [*self.notices, str(event["message"])][-NOTICES:]
-
-
-def is_told(message: str, severity: str) -> bool:
-    """Whether the page tells of a notification: a warning, or the answer to a button."""
-    return severity == "warning" or message.startswith(STOPS_LATER)
+            # Warnings, and the answer to a button. How a run ended is in its message; other events only repeat it.
+            case "notification" if event["severity"] == "warning" or str(event["message"]).startswith(STOPS_LATER):
+                self.notices = [*self.notices, str(event["message"])][-NOTICES:]
 
 
 def is_step(line: bytes) -> bool:
@@ -424,7 +419,7 @@ class Run:
         # The record first, then what the events say: a silent session has only the former.
         progress = blank["progress"] | {"current": step, "metrics": last} | story.progress
         in_loop = (state, story.status) == ("running", "running")
-        asked = list(filter(self._is_asked, REQUESTS)) if in_loop else []
+        asked = [*filter(lambda request: (self.folder / FOLDER / request).exists(), REQUESTS if in_loop else ())]
         stop = is_active and story.status != "stopping" and "stop" not in asked
         return blank | {
             "status": state,
@@ -439,9 +434,6 @@ class Run:
             | {"stop": stop}
             | ({} if is_active else self._beginnings(step)),
         }
-
-    def _is_asked(self, request: Request) -> bool:
-        return (self.folder / FOLDER / request).exists()
 
     def _beginnings(self, step: int) -> dict[str, bool]:
         """Which sessions can begin when none is at work."""

@@ -14,7 +14,7 @@ from simpletuner.config.load import Layer, canonical
 from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER, PLAIN_PRECISIONS, RunConfig, option_names
 from simpletuner.config.sources import Arguments
-from simpletuner.config.values import read_json
+from simpletuner.config.values import home_path, read_json
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.media import probe
@@ -133,7 +133,7 @@ def _asked_for(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
         yield Problem("--prompt", "is required; it may be given several times.")
     found = []
     for each in request.images:
-        found.append((yield from _picture(Path(each).expanduser())))
+        found.append((yield from _picture(home_path(each))))
     return tuple(filter(None, found))
 
 
@@ -195,7 +195,7 @@ def find_weights(request: SampleRequest) -> Reading[tuple[list[Weights], Checkpo
             message = "needs the output folder of a run: simpletuner sweep OUTPUT_DIR"
             raise ConfigError([Problem("sweep", message)])
         return [Weights("base model")], None
-    path = Path(request.source).expanduser()
+    path = home_path(request.source)
     if not path.exists():
         beside = [str(each) for each in path.parent.glob("*")]
         yield Problem("source", f"{str(path)!r} does not exist.{did_you_mean(str(path), beside)}")

@@ -17,6 +17,8 @@ import numpy as np
 from PIL import Image
 
 from simpletuner.config.publishing import tracker_names, wandb_mode, why_missing
+from simpletuner.config.values import read_json
+from simpletuner.errors import result_of
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting import events as happened
@@ -216,10 +218,8 @@ class WandbTracker:
 
 def previous_id(output_dir: Path) -> str | None:
     """Id of the run to continue; None if the file is missing or damaged."""
-    try:
-        return str(json.loads((output_dir / RUN_FILE).read_text(encoding="utf-8"))["id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    content = result_of(read_json(output_dir / RUN_FILE, dict)) or {}
+    return content.get("id")
 
 
 class TensorboardTracker:

@@ -21,11 +21,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import av
 import httpx
-from PIL import Image
 
 from simpletuner.annexes.payloads import Payload, Payloads
+from simpletuner.annexes.report.sheet import still
 from simpletuner.config.publishing import Hook
 from simpletuner.config.schema import RunConfig
 from simpletuner.redaction import hide
@@ -254,12 +253,8 @@ def _attachments(paths: Sequence[Path]) -> tuple[list[tuple[str, bytes]], list[s
 
 
 def still_jpeg(path: Path) -> bytes:
-    """A picture, or the first frame of a clip, as JPEG of at most 1024 pixels a side."""
-    if path.suffix == ".mp4":
-        with av.open(str(path)) as clip:
-            picture = next(clip.decode(video=0)).to_image()
-    else:
-        picture = Image.open(path).convert("RGB")
+    """A picture, or the middle frame of a clip, as JPEG of at most 1024 pixels a side."""
+    picture = still(path)
     picture.thumbnail((1024, 1024))
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", quality=90)

@@ -261,11 +261,12 @@ class Budget:
 
     def _vae_bytes(self, loads: Sequence[VaeLoad]) -> float:
         """Peak memory of the VAE's activations while it encodes these batches."""
+        numbers = [self.parts.cost.vae.encode(self.parts.vae, self._as_configured(load)) for load in loads]
+        return max(numbers) * BYTES[vae_dtype(self.config.precision, self.config.caching)]
+
+    def _as_configured(self, load: VaeLoad) -> VaeLoad:
         caching = self.config.caching
-        tiled, sliced = caching.vae_enable_tiling, caching.vae_enable_patch_conv
-        batches = [replace(load, tiled=tiled, sliced=sliced) for load in loads]
-        size = BYTES[vae_dtype(self.config.precision, caching)]
-        return max(self.parts.cost.vae.encode(self.parts.vae, load) for load in batches) * size
+        return replace(load, tiled=caching.vae_enable_tiling, sliced=caching.vae_enable_patch_conv)
 
     def _teacher(self, bucket: Bucket) -> float:
         """Memory of what computes features, VAE and encoder."""
@@ -276,11 +277,8 @@ class Budget:
 
     def _teaching(self, bucket: Bucket) -> float:
         """The peak of that while it computes them for one clip."""
-        caching = self.config.caching
-        tiled, sliced = caching.vae_enable_tiling, caching.vae_enable_patch_conv
-        clip = VaeLoad(1, bucket.frames, bucket.width, bucket.height, tiled, sliced)
-        decoding = self.parts.cost.vae.decode(self.parts.vae, clip) * BYTES[vae_dtype(self.config.precision, caching)]
-        return self._teacher(bucket) + decoding
+        numbers = self.parts.cost.vae.decode(self.parts.vae, self._as_configured(bucket.clip))
+        return self._teacher(bucket) + numbers * BYTES[vae_dtype(self.config.precision, self.config.caching)]
 
     def _kept_for_previews(self) -> float:
         """What previews leave on the device while training goes on: the VAE, and what decodes in the background."""
@@ -303,8 +301,7 @@ class Budget:
         """Peak of decoding the largest preview, without the weights of the VAE."""
         parts, largest, how = self.parts, self.workload.previews[0], self.config.validation.validation_decoding
         tiled, tile = (True, TILE) if how == "tiles" else (self.config.caching.vae_enable_tiling, VaeLoad.tile)
-        shape = 1, largest.frames, largest.width, largest.height
-        picture = VaeLoad(*shape, tiled=tiled, strips=how != "whole", tile=tile)
+        picture = replace(largest.clip, tiled=tiled, strips=how != "whole", tile=tile)
         workspace = WORKSPACE if how == "whole" and largest.frames > 1 and parts.on_gpu else 0.0
         return parts.cost.vae.decode(parts.vae, picture) * BYTES[self.preview_dtype] * (1 + workspace)
 
@@ -327,8 +324,7 @@ def with_strips(budget: Budget) -> Budget:
 def check_decoding(budget: Budget) -> Iterator[Problem]:
     """Whether previews are small enough for torch to decode them whole."""
     sizes = budget.workload.previews if budget.config.validation.validation_decoding == "whole" else ()
-    loads = {each.label: VaeLoad(1, each.frames, each.width, each.height) for each in sizes}
-    numbers = {label: budget.parts.cost.vae.upsampled(budget.parts.vae, load) for label, load in loads.items()}
+    numbers = {each.label: budget.parts.cost.vae.upsampled(budget.parts.vae, each.clip) for each in sizes}
     if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
         message = f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch get wrong;"
         yield Problem(DECODING, f"{message} strips and tiles do not.", fatal=False)
@@ -364,8 +360,7 @@ def _faster_previews(budget: Budget) -> Iterator[str]:
 def decoding_seconds(budget: Budget) -> float:
     """Seconds of decoding a preview of each size."""
     parts, device = budget.parts, budget.device
-    loads = [VaeLoad(1, each.frames, each.width, each.height) for each in budget.workload.previews]
-    flops = sum(parts.cost.vae.decode_flops(parts.vae, load) for load in loads)
+    flops = sum(parts.cost.vae.decode_flops(parts.vae, each.clip) for each in budget.workload.previews)
     if not device.is_gpu:
         return flops / (CPU_CONVOLUTIONS * device.rates.matmul)
     speed = FLOAT32_SHARE if budget.preview_dtype == "fp32" else 1.0

@@ -53,6 +53,11 @@ class Bucket:
         return f"{self.width}x{self.height}{frames}" + (f", batch {self.batch}" if self.batch > 1 else "")
 
     @property
+    def clip(self) -> VaeLoad:
+        """One sample, for the VAE."""
+        return VaeLoad(1, self.frames, self.width, self.height)
+
+    @property
     def pixels(self) -> int:
         return self.batch * self.frames * self.width * self.height
 

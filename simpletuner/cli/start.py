@@ -35,12 +35,15 @@ def start(
     from simpletuner.annexes.start.questions import ask
     from simpletuner.annexes.wizard.talk import Talk
     from simpletuner.config.load import canonical
+    from simpletuner.config.schema import main_name
     from simpletuner.config.sources import parse_arguments
     from simpletuner.errors import Problem
     from simpletuner.models.lora_keys import LORA_FILE
 
     arguments = parse_arguments(context.args)
-    settings = arguments.problems.take(canonical(arguments.layer()))
+    arguments.problems.take(canonical(arguments.layer()))
+    # As written: references to environment variables go into the config as such.
+    settings = {main_name(key): value for key, value in arguments.settings}
     for chosen in arguments.selectors:
         arguments.problems.append(Problem(chosen, "has no effect: start writes a config of its own."))
     arguments.problems.raise_if_fatal()

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from simpletuner.config.option import Group, Option
+from simpletuner.config.option import LIMITS, Group, Option
 from simpletuner.config.schema import (
     FAMILY_DEFAULT,
     FAMILY_FIXED,
@@ -40,7 +40,6 @@ SENDING = ("Publishing", "Webhooks")
 LONGEST_SHOWN = 120  # characters of a wrong value: a pasted object would bury the message
 # By pydantic's type of error, whose message would name Python's types.
 EXPECTED = {"list_type": "a list", **dict.fromkeys(("dict_type", "model_type", "dataclass_type"), "an object")}
-SIGNS = {"greater_than_equal": "≥", "greater_than": ">", "less_than_equal": "≤", "less_than": "<"}
 
 
 @dataclass(frozen=True)
@@ -235,8 +234,8 @@ def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
         return unknown_key(path.rpartition(".")[2], _known_keys(model, path))
     if kind == "literal_error":
         return f"{shown} {_why_not(details, path, model)}"
-    if kind in SIGNS:
-        return f"{shown} is out of range; it must be {SIGNS[kind]} {next(iter(context.values())):g}."
+    for limit in context.keys() & LIMITS.keys():
+        return f"{shown} is out of range; it must be {LIMITS[limit]} {context[limit]:g}."
     if kind in ("value_error", "too_large"):
         return f"{shown} {context['error'] if kind == 'value_error' else details['msg']}."
     return f"{shown} is not {EXPECTED[kind]}." if kind in EXPECTED else f"{shown}: {details['msg']}."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from simpletuner.config.load import Layer, read_json_layer
 from simpletuner.config.schema import option_names
-from simpletuner.config.values import plain_key, read_text
+from simpletuner.config.values import home_path, plain_key, read_text
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, result_of
 
 if TYPE_CHECKING:
@@ -168,15 +168,18 @@ def example_file(name: str) -> Path:
 def locate(selectors: Mapping[str, str]) -> Reading[Located]:
     """The requested configuration.
 
-    In this order: `example=`; `env=`, `$SIMPLETUNER_ENV`, `$ENV`; `$CONFIG_PATH`; config.json in the working directory,
-    then in config/. Launch variables of the environment and a config.env beside the file are weaker layers.
+    In this order: `example=`; `env=`; `--config=`; `$SIMPLETUNER_ENV`, `$ENV`; `$CONFIG_PATH`; config.json in the
+    working directory, then in config/. Launch variables of the environment and a config.env beside the file are weaker
+    layers.
 
     Raises:
         ConfigError: it does not exist (the message lists every path tried) or cannot be read.
     """
     if "example" in selectors and "env" in selectors:
         yield Problem("example", "and env both choose a configuration; give one of them.")
-    name = next(filter(None, [selectors.get("env"), *map(os.environ.get, ENV_VARIABLES)]), None)
+    # What is given on the command line counts for more than the environment.
+    variables = () if "config_path" in selectors else ENV_VARIABLES
+    name = next(filter(None, [selectors.get("env"), *map(os.environ.get, variables)]), None)
     name = None if name == "default" else name
     if "example" in selectors:
         path = example_file(selectors["example"])
@@ -319,7 +322,7 @@ def _candidates(name: str | None, selectors: Mapping[str, str]) -> list[Path]:
     backends = (wanted,) if wanted else BACKENDS
     given = selectors.get("config_path") or os.environ.get("CONFIG_PATH")
     if given and not name:
-        path = Path(os.path.expanduser(given))  # noqa: PTH111 - unlike Path's, never raises
+        path = home_path(given)
         # With or without its extension; `/` has no name that could get one.
         whole = not path.name or path.suffix.removeprefix(".") in BACKENDS
         return [path] if whole else [path, *(path.with_name(f"{path.name}.{backend}") for backend in backends)]

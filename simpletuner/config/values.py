@@ -275,6 +275,16 @@ def parse_text(value: object) -> object:
     return str(value)
 
 
+def typed(value: Any) -> str:
+    """A value as people write it: text as it is, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def home_path(text: str) -> Path:
+    """A path, `~` expanded if there is such a home; unlike `Path.expanduser` it never raises."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111
+
+
 def parse_path(value: object) -> object:
     """Text that is a valid path: looking it up later finds it or not, but raises no other error."""
     text = parse_text(value)
@@ -324,8 +334,8 @@ def parse_objects(key: str, value: object) -> object:
     """
     value = parse_json_text(value)
     if isinstance(value, str):
-        path, problems = Path(value).expanduser(), Problems()
-        if not path.is_file():
+        path, problems = home_path(value), Problems()
+        if not os.path.isfile(path):  # noqa: PTH113 - unlike Path's, never raises
             raise ValueError("does not exist; it is a file, an object or a list of objects")
         # `canonical` expanded what config.json holds; this file is read later.
         value = problems.take(expand_environment(problems.take(read_json(path)), key, secret=True, keep_unset=True))

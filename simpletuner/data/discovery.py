@@ -342,7 +342,7 @@ def read_excluded(config: DatasetConfig) -> Reading[frozenset[str]]:
     if path.name != config.exclude_files:
         yield Problem("exclude_files", f"{config.exclude_files!r} must be the name of a file in the dataset's folder.")
         return frozenset()
-    if not path.is_file() and "exclude_files" not in config.model_fields_set:
+    if "exclude_files" not in config.model_fields_set and not path.is_file():
         return frozenset()
     problems = Problems()
     names = problems.take(read_json(path, list, "a JSON list of file names")) or []

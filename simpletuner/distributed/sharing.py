@@ -6,8 +6,8 @@ Nobody waits in a collective, which would time out before the others are done wi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -17,13 +17,12 @@ from simpletuner.data.entries import ProgressBar
 from simpletuner.distributed.requests import Stop
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
-from simpletuner.reporting.events import EventStream, RunningPhase
+from simpletuner.reporting.events import EventStream, PhaseStarted, RunningPhase
 
 Value = TypeVar("Value")
-Start = Callable[[EventStream], AbstractContextManager[RunningPhase]]
-# Takes (index, result); indices order the results of all processes.
-Keep = Callable[[Any, Value], object]
-Work = Callable[[ProgressBar, Keep[Value]], object]
+# Results with their indices, which order those of all processes.
+Results = Generator[tuple[Any, Value]]
+Work = Callable[[ProgressBar], Iterable[tuple[Any, Value]]]
 POLL_SECONDS = 0.1
 
 
@@ -55,28 +54,31 @@ class SharedPhase:
 
 
 def share_work(
-    world: World, events: EventStream, start: Start, work: Work[Value], keep: Keep[Value], *, in_lockstep: bool = False
-) -> None:
+    world: World, events: EventStream, phase: PhaseStarted, work: Work[Value], *, in_lockstep: bool = False
+) -> Results[Value]:
     """Do this process's part of some work, and wait for the others'; the main process shows the whole as a phase.
 
     Args:
-        start: starts the phase; its total is that of all processes.
-        work: does this process's part, and passes on each result.
-        keep: gets the results of all processes, on each of them in order; those of a process alone at once.
+        phase: its total is that of all processes.
+        work: does this process's part.
         in_lockstep: the processes do all of the work together, step by step, instead of a part each.
 
+    Yields:
+        the results of all processes, on each of them in order; those of a process alone at once.
+
     Raises:
-        Interrupted: a process was asked to stop. Raised on all of them, when the results so far are kept.
+        Interrupted: a process was asked to stop. Raised on all of them, after the results so far.
     """
     undivided = in_lockstep or world.size == 1
     stop = Stop(partial(_agree, world, events.stop)) if undivided else Stop()
-    with start(EventStream(events.publish, stop=stop)) as phase:  # on all of them, whatever one is asked for now
+    shown = EventStream(events.publish, stop=stop)
+    with shown.phase(**vars(phase)) as running:  # on all of them, whatever one is asked for now
         if undivided:
-            work(phase, keep)
+            yield from work(running)
             return
         # The parts may be cut short at different moments: `_divide` waits for all of them at its end.
         stop.look_at(events.stop.is_due)
-        _divide(world, SharedPhase(phase, world.counters()), events, work, keep)
+        yield from _divide(world, SharedPhase(running, world.counters()), events, work)
 
 
 def _agree(world: World, stop: Stop) -> bool:
@@ -87,16 +89,16 @@ def _agree(world: World, stop: Stop) -> bool:
     return is_agreed  # not what the watch may meanwhile have heard of
 
 
-def _divide(world: World, phase: SharedPhase, events: EventStream, work: Work[Value], keep: Keep[Value]) -> None:
+def _divide(world: World, phase: SharedPhase, events: EventStream, work: Work[Value]) -> Results[Value]:
     results: list[tuple[Any, Value]] = []
     finished = False
     with suppress(Interrupted):
-        work(phase, lambda place, value: results.append((place, value)))
+        for result in work(phase):  # one by one: those before an interruption count
+            results.append(result)
         finished = True
     phase.wait(world.size)
     shares = world.gather((finished, results))
-    for place, value in sorted((each for _, found in shares for each in found), key=itemgetter(0)):
-        keep(place, value)
+    yield from sorted((each for _, found in shares for each in found), key=itemgetter(0))
     if not all(finished for finished, _ in shares):
         events.stop.request()
         events.stop.check()

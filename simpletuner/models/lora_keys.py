@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.lora import LoraConfig
-from simpletuner.config.values import read_json
+from simpletuner.config.values import home_path, read_json
 from simpletuner.errors import Problem, Reading, UserError, did_you_mean, shorten
 from simpletuner.headers import EXPONENTS, LENGTH_BYTES, METADATA, header_end, not_finite, read_header
 from simpletuner.models.source import HUB_ID, WeightsError, tensor_shapes, weights_header
@@ -150,7 +150,7 @@ def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets
         modules: the linear layers of the transformer; empty if it is not on this machine.
         targets: selection of the trained layers.
     """
-    key, path = "init_lora", lora_file(Path(config.init_lora or "").expanduser())
+    key, path = "init_lora", lora_file(home_path(config.init_lora or ""))
     if config.init_lora is None:
         return
     shapes = yield from read_shapes(key, path)
@@ -281,7 +281,7 @@ def find_lora(location: str, *, fetch: bool = False) -> Path | None:
     Raises:
         UserError: it could not be downloaded.
     """
-    path, (repo, _, name) = Path(location).expanduser(), location.partition(":")
+    path, (repo, _, name) = home_path(location), location.partition(":")
     if path.exists() or not HUB_ID.fullmatch(repo):
         return lora_file(path)
     from huggingface_hub import hf_hub_download

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.schema import RunConfig
+from simpletuner.config.values import home_path
 from simpletuner.errors import Problem, UserError, shorten
 from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, read_header
 from simpletuner.models.spec import FamilySpec, Flavour
@@ -136,12 +137,12 @@ class Part:
 
     def local_folder(self) -> Path | None:
         """The folder on this machine, or None; nothing is downloaded."""
-        base = Path(self.location).expanduser() if self.is_local else self._snapshot()
+        base = home_path(self.location) if self.is_local else self._snapshot()
         return base / self.folder if base is not None and _fault(base / self.folder) is None else None
 
     def fault(self) -> str | None:
         """The fault of this part in a local folder, or None."""
-        folder = Path(self.location).expanduser() / self.folder
+        folder = home_path(self.location) / self.folder
         return _fault(folder) or _unreadable(folder) or self._fault_of_variant(folder)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -290,7 +291,7 @@ class ModelSource:
                     message = f"{location!r} is neither an existing folder nor a valid hub id."
                     problems.append(Problem(parts[0].key, message))
                 continue
-            if not Path(location).expanduser().is_dir():
+            if not home_path(location).is_dir():
                 problems.append(Problem(parts[0].key, f"the model folder {location!r} does not exist."))
                 continue
             faults = [f"{part.folder} ({fault})" for part in parts if (fault := part.fault()) is not None]
@@ -302,7 +303,7 @@ class ModelSource:
 
 def looks_like_path(location: str) -> bool:
     """Whether a model location is a folder: hub ids have exactly one slash and do not start like a path."""
-    return location.startswith(("/", ".", "~")) or location.count("/") != 1 or Path(location).expanduser().is_dir()
+    return location.startswith(("/", ".", "~")) or location.count("/") != 1 or home_path(location).is_dir()
 
 
 def _fault(folder: Path) -> str | None:

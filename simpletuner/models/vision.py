@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.config.alignment import PATCH
+from simpletuner.config.values import home_path
 from simpletuner.errors import Problem, did_you_mean
 from simpletuner.models.source import HUB_ID, Part
 
@@ -39,7 +40,7 @@ class VisionEncoder:
     @cached_property
     def known(self) -> str | None:
         """The published model of that name, such as `dinov2_vitg14` for `dino_v2_g`; None for a folder or hub id."""
-        match = None if Path(self.name).expanduser().is_dir() else SPELLINGS.fullmatch(self.name.strip().lower())
+        match = None if home_path(self.name).is_dir() else SPELLINGS.fullmatch(self.name.strip().lower())
         return f"dinov2_vit{match[1]}14{match[2] or ''}" if match else None
 
     @cached_property
@@ -99,7 +100,7 @@ class VisionEncoder:
                 message = f"{location!r} is a {kind!r} with patches of {patch} px, not a DINOv2 with {PATCH}."
                 yield Problem(self.key, message)
         elif self.part.is_local or not HUB_ID.fullmatch(location):
-            fault = f" ({self.part.fault()})" if Path(location).expanduser().is_dir() else ""
+            fault = f" ({self.part.fault()})" if home_path(location).is_dir() else ""
             message = f"{self.name!r} is neither one of {', '.join(ENCODERS)} nor a model folder{fault} or hub id."
             yield Problem(self.key, message + did_you_mean(self.name, ENCODERS))
         elif is_offline_mode():

@@ -195,7 +195,7 @@ def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     if spec.media == "video" and frames is not None and (frames - 1) % stride:  # clips fill whole latent frames
         below = (frames - 1) // stride * stride + 1
         message = f"{frames} is not {stride}k+1; the nearest are {below} and {below + stride}."
-        yield Problem("validation_num_video_frames", message)
+        yield Problem("validation_num_video_frames", message, remedy={"validation_num_video_frames": below + stride})
     if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
         message = f"'comfyui': ComfyUI has no built-in {spec.title} that could load it; use diffusers."
         yield Problem("lora_format", message)

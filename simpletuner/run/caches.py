@@ -43,7 +43,7 @@ from simpletuner.models.source import Part
 from simpletuner.plan.build import Plan, make_sampler, plan_length
 from simpletuner.plan.checks import check_block_numbers, check_parts
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
-from simpletuner.reporting.events import CACHING, EventStream
+from simpletuner.reporting.events import CACHING, EventStream, PhaseStarted
 from simpletuner.run.quarantine import quarantine
 from simpletuner.training.assemble import make_accelerator
 
@@ -110,22 +110,17 @@ class Encoding:
 
     def _share(self, count: int, world: World, what: str, unit: str, stage: str, work: Work) -> dict[Any, str]:
         """Encode `count` entries here and others elsewhere; returns what the work of all processes returned."""
-        notes: dict[Any, str] = {}
         # The total of all processes decides, or those with entries would wait for one that skipped the phase.
         total = sum(world.gather(count))
-        if total:
-            share_work(
-                world,
-                self.events,
-                lambda events: events.phase(f"Encoding {what}", total, unit, CACHING, stage=stage),
-                lambda bar, keep: [keep(key, note) for key, note in work(bar).items()],
-                notes.__setitem__,
-            )
-            # Free the memory of the encoder, which went out of scope, before the next one is loaded.
-            gc.collect()
-            trim_heap()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+        if not total:
+            return {}
+        phase = PhaseStarted(f"Encoding {what}", total, unit, CACHING, stage)
+        notes = dict(share_work(world, self.events, phase, lambda bar: work(bar).items()))
+        # Free the memory of the encoder, which went out of scope, before the next one is loaded.
+        gc.collect()
+        trim_heap()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         return notes
 
     def encode(self, entry: LatentEntry) -> Tensor:
@@ -196,11 +191,6 @@ class CacheFiller:
     def catalogue(self) -> Catalogue:
         return self.listing.catalogue
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether other processes encode the other shares at the same time."""
-        return self.world.size > 1
-
     def fill(self) -> None:
         """Encode all missing entries of the listing, and remove files that turn out to be damaged from the plan.
 
@@ -228,14 +218,14 @@ class CacheFiller:
     def _texts_here(self) -> list[TextEntry]:
         """The missing texts that this process encodes. Text encoders that stream are in host memory all the time, so
         one process of each machine has them."""
-        if not (self.plan.config.offload.group_offload_text_encoder and self.is_shared):
+        if not (self.plan.config.offload.group_offload_text_encoder and self.world.size > 1):
             return self.share.of(self.listing.texts.missing)
         place = self.world.place_among_leaders()
         return Share(*place).of(self.listing.texts.missing) if place else []
 
     def _check_complete(self) -> None:
         """Make sure that nothing is missing any more: of all entries, or of a share that is encoded alone."""
-        listing, together = self.listing, self.is_shared
+        listing, together = self.listing, self.world.size > 1
         holes: list[AnyEntry] = [*listing.texts.missing, *listing.ahead.missing, *listing.features.missing]
         end = time.monotonic() + (SECONDS_TO_APPEAR if together else 0)
         # A share alone leaves holes, which the other shares fill at their own time.

@@ -10,40 +10,32 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
-from simpletuner.data.sampler import PlannedBatch
 from simpletuner.diffusion.batch import Batch
 from simpletuner.distributed.sharding import local
 from simpletuner.errors import UserError, is_out_of_memory
+from simpletuner.run.session import Session
 from simpletuner.training.losses import Losses
 from simpletuner.training.state import Assembly, random_states, restore_random_states
 from simpletuner.training.step import run_micro_step
 from simpletuner.validation.runner import ValidationRunner
 
 
-def rehearse(
-    assembly: Assembly,
-    batches: Sequence[PlannedBatch],
-    read: Callable[[PlannedBatch], Batch],
-    validation: ValidationRunner,
-    budget: Budget,
-) -> Iterator[str]:
+def rehearse(session: Session, validation: ValidationRunner, budget: Budget) -> Iterator[str]:
     """Try the largest micro-step, then the largest preview; says what each needed.
-
-    Args:
-        batches: of the current epoch, whose entries are cached.
-        read: loads a batch from cached entries.
 
     Raises:
         UserError: the device ran out of memory.
     """
     # Activations grow with the tokens, which are proportional to the pixels of all frames.
+    assembly, loader = session.assembly, session.loader
+    batches = loader.sampler.batches(loader.epoch)
     planned = max(batches, key=lambda batch: len(batch.samples) * batch.samples[0].frames * math.prod(batch.size))
     samples, (width, height) = planned.samples, planned.size
     frames = f", {samples[0].frames} frames" if samples[0].frames > 1 else ""
@@ -53,7 +45,7 @@ def rehearse(
 
     def micro_steps() -> None:
         for micro_step in sorted({0, last}):
-            rehearse_micro_step(assembly, read(planned), micro_step=micro_step)
+            rehearse_micro_step(assembly, session.reader(planned), micro_step=micro_step)
 
     with unchanged(assembly):
         yield _measure(assembly, budget, title, "training", micro_steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -23,7 +23,7 @@ from simpletuner.config.precision import transformer_dtype
 from simpletuner.config.values import Size
 from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sample import Sample
-from simpletuner.diffusion.batch import Batch, TextEmbeds
+from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.distributed.world import World
 from simpletuner.memory.precision import DTYPES
 from simpletuner.plan.build import Plan
@@ -58,14 +58,12 @@ class Session:
         catalogue: locations of cache entries.
         reader: loads batches from cached entries.
         loader: supplies batches in the order of the run.
-        ema: the moving average, if `use_ema` is set.
     """
 
     plan: Plan
     events: EventStream
     catalogue: Catalogue
     assembly: Assembly
-    ema: Ema | None
     reader: BatchReader
     loader: BatchLoader
     state: TrainState
@@ -79,23 +77,20 @@ class Session:
             techniques = [technique.build() for technique in plan.techniques]
             assembly = assemble(config, training_spec(plan), encoding.adapter, techniques, accelerator, world)
         # From the initial weights; `load_checkpoint` replaces the average of a resumed run.
-        ema = Ema(assembly.parameters, config.ema, accelerator.device) if config.ema.use_ema else None
+        if config.ema.use_ema:
+            assembly.trained.ema = Ema(assembly.parameters, config.ema, accelerator.device)
         dropout, features = config.text.caption_dropout_probability, feature_kinds(plan)
         reader = BatchReader(caches.catalogue, dropout, plan.seed, encoding.restore, encoding.encode, features)
         loader = BatchLoader(plan.sampler(assembly.world), reader, config.caching, caches.follow, pin=True)
         if plan.resume is not None:
-            state = load_checkpoint(plan.resume, assembly, loader, ema, same_data=plan.same_data)
+            state = load_checkpoint(plan.resume, assembly, loader, same_data=plan.same_data)
         else:
             state = TrainState(global_step=config.lora.init_lora_step if config.lora.init_lora else 0)
         # Drawing noise takes long, so the reading thread does it ahead of the step.
         loader.complete = partial(with_noise, assembly)
         # Noise is keyed by the micro-batch's number in the whole run, not in this session.
         loader.count = state.global_step * assembly.settings.accumulation
-        return cls(plan, events, caches.catalogue, assembly, ema, reader, loader, state)
-
-    def first_batch(self) -> Batch:
-        """The first one of the epoch."""
-        return self.reader(self.loader.sampler.batches(self.loader.epoch)[0])
+        return cls(plan, events, caches.catalogue, assembly, reader, loader, state)
 
 
 def training_spec(plan: Plan) -> TrainingSpec:
@@ -115,8 +110,8 @@ def build_callbacks(
         rates: measured speed of the device, if it was measured.
         thread: of one worker, which completes checkpoints.
     """
-    plan, config, events, ema = session.plan, session.plan.config, session.events, session.ema
-    first: list[Callback] = [EmaUpdater(ema)] if ema else []
+    plan, config, events = session.plan, session.plan.config, session.events
+    first: list[Callback] = [EmaUpdater()]
     if datasets := {data.id: data.samples for data in evaluated(plan)}:
         from simpletuner.validation.eval_loss import EvaluationLoss
 
@@ -124,27 +119,24 @@ def build_callbacks(
             config=config.evaluation,
             datasets=datasets,
             read=session.reader.read_sample,
-            seed=plan.seed,
             steps_per_epoch=steps_per_epoch(plan),
-            ema=ema,
             ema_validation=config.ema.ema_validation,
             events=events,
             lacking=not recorded.evaluated,
         )
         first.append(evaluation)
     flops, rounds = rates.matmul_flops if rates else None, find_rounds(plan, budget)
-    recorder = Recorder(events, ema, plan.length.epochs, matmul_flops=flops, rounds=rounds)
+    recorder = Recorder(events, plan.length.epochs, matmul_flops=flops, rounds=rounds)
     checkpoints = CheckpointWriter(
         output_dir=plan.output_dir,
         in_shards=config.launch.fsdp_state_dict_type == "SHARDED_STATE_DICT",
         config=config.checkpoints,
         loader=session.loader,
-        ema=ema,
         identity=identify(plan),
         settings=redact_settings(config.flat),
         events=events,
         note=lambda state: weight_note(plan, state),
-        in_background=budget.saves_in_background,
+        in_background=budget.saves_in_background and session.assembly.trained.sharers.size == 1,
         thread=thread,
         before=validation.settle,
         in_use=lambda: [path for companion in companions for path in companion.in_use],
@@ -177,8 +169,6 @@ def build_validation(session: Session, recorded: Recorded, thread: Executor) -> 
         subjects=build_subjects(plan, session.catalogue, session.reader),
         sizes=plan.sizes,
         output_dir=plan.output_dir,
-        seed=plan.seed,
-        ema=session.ema,
         events=session.events,
         frame_rate=plan.frame_rate,
         adapters=session.assembly.world.leader_first(fetch) if plan.prompts else [],
@@ -222,32 +212,29 @@ def fitted_picture(sample: Sample, size: Size) -> Image:
     return prepared_picture(sample.fitted(size))
 
 
-def publish_result(
-    plan: Plan, assembly: Assembly, ema: Ema | None, note: Mapping[str, str], read: Callable[[], Batch]
-) -> str:
+def publish_result(session: Session) -> str:
     """Write the result and check it; returns a message for the user.
-
-    Args:
-        read: loads a training batch, for results that are compared with what was trained on it.
 
     Raises:
         NonFiniteError: a weight is NaN or infinite; nothing is written.
         RuntimeError: the file does not load as it was saved.
     """
+    plan, assembly = session.plan, session.assembly
     if not assembly.writes:
         return ""
-    dtype = DTYPES[transformer_dtype(plan.config.precision)]
-    shift, predict = plan.config.sampling_shift, partial(predict_once, assembly, read)
+    dtype, shift = DTYPES[transformer_dtype(plan.config.precision)], plan.config.sampling_shift
+    note, predict = weight_note(plan, session.state), partial(predict_once, session)
     publication = Publication(assembly.adapter, plan.source, dtype, shift, note, predict)
     with assembly.sampling_weights():
-        stop_if_result_not_finite(assembly, ema)
-        return assembly.trained.publish(plan.output_dir, publication, ema)
+        stop_if_result_not_finite(assembly)
+        return assembly.trained.publish(plan.output_dir, publication)
 
 
-def predict_once(assembly: Assembly, read: Callable[[], Batch]) -> Tensor:
-    """The prediction for a batch with the noise of step 0, as in previews."""
+def predict_once(session: Session) -> Tensor:
+    """The prediction for the first batch of the epoch with the noise of step 0, as in previews."""
+    assembly, loader = session.assembly, session.loader
     assembly.transformer.eval()
-    batch = read().to(assembly.accelerator.device)
+    batch = session.reader(loader.sampler.batches(loader.epoch)[0]).to(assembly.accelerator.device)
     return predict_now(assembly, assembly.adapter.prepare(add_noise(assembly, batch, 0, 0)))
 
 

@@ -30,7 +30,7 @@ from simpletuner.reporting.record import Recorded, RunRecord
 from simpletuner.run.caches import Encoding, build_adapter, prepare_caches
 from simpletuner.run.companions import Companion, Ledger, strike
 from simpletuner.run.rehearsal import rehearse
-from simpletuner.run.session import Session, build_callbacks, build_validation, publish_result, weight_note
+from simpletuner.run.session import Session, build_callbacks, build_validation, publish_result
 from simpletuner.training.assemble import make_accelerator
 from simpletuner.training.loop import train
 from simpletuner.training.manifest import FOLDER_NAME, PIPELINE_FOLDER
@@ -89,8 +89,7 @@ def run_plan(
         callbacks = build_callbacks(session, validation, recorded, budget, rates, companions, writing)
         if rehearsed or (rehearsed is None and device.type == "cuda"):
             with events.phase("Rehearsing the largest moments", stage="init_prepare_models"):
-                batches = loader.sampler.batches(loader.epoch)
-                for tried in rehearse(session.assembly, batches, session.reader, validation, budget):
+                for tried in rehearse(session, validation, budget):
                     events.say(tried)
         # Left before the result is published: no step is left to finish then, and Ctrl-C interrupts at once.
         with ExitStack() as around:
@@ -102,7 +101,7 @@ def run_plan(
         # Before the result: after a kill that leaves one, the next start knows what is still to do.
         ledger = Ledger(state.global_step, state.epoch, (*(task for one in companions for task in one.tasks), "end"))
         world.main_only(lambda: ledger.write(plan.output_dir))
-        result = publish_result(plan, session.assembly, session.ema, weight_note(plan, state), session.first_batch)
+        result = publish_result(session)
         world.main_only(lambda: end(plan, events, companions, ledger, result))
 
 

@@ -237,16 +237,6 @@ def _shape(value: Any) -> object:
     return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 
-logger = logging.getLogger(__name__)
-
-
-Reference = Callable[[], AbstractContextManager[None]]
-
-
-def always() -> bool:
-    return True
-
-
 class FirstGradients:
     """`forward` of a block that logs the error of its gradients in the first training call.
 
@@ -261,8 +251,8 @@ class FirstGradients:
     """
 
     def __init__(
-        self, message: str, reference: Reference, block: nn.Module, fast: FastBlocks | None,
-        is_ready: Callable[[], bool] = always,
+        self, message: str, reference: Callable[[], AbstractContextManager[None]], block: nn.Module,
+        fast: FastBlocks | None, is_ready: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         self.message, self.reference, self.block, self.fast, self.is_ready = message, reference, block, fast, is_ready
         self.eager = self.forward = block.forward

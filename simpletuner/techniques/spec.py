@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from simpletuner.caching.catalogue import FeatureCost, FeatureKind
@@ -178,8 +178,7 @@ def _preservation(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
 
 def _later(name: str, *arguments: Any) -> Callable[[], Any]:
     """A call of `module:function` of this room that imports the module, and torch with it, only then."""
-    module, _, function = name.partition(":")
-    return lambda: getattr(import_module(f"simpletuner.techniques.{module}"), function)(*arguments)
+    return lambda: pkgutil.resolve_name(f"simpletuner.techniques.{name}")(*arguments)
 
 
 def _passes(forwards: float, passes: float = 0.0) -> Callable[[TransformerCost, BatchShape], TechniqueCost]:

@@ -36,19 +36,10 @@ from simpletuner.distributed.sharding import is_part, load_shards, shard_moments
 from simpletuner.errors import UserError, is_out_of_memory
 from simpletuner.models.blocks import DEVICE_FAILURES
 from simpletuner.reporting.events import CheckpointSaved, EventStream, StepReport
-from simpletuner.training.ema import Ema
+from simpletuner.training import manifest
 from simpletuner.training.guard import refuse_not_finite, stop_if_result_not_finite
 from simpletuner.training.loop import Callback
-from simpletuner.training.manifest import (
-    STATE_FOLDER,
-    Checkpoint,
-    Identity,
-    Manifest,
-    damaged_files,
-    describe_files,
-    prune,
-    write_manifest,
-)
+from simpletuner.training.manifest import STATE_FOLDER, Checkpoint, Identity, Manifest
 from simpletuner.training.optimizers import load_state
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
 from simpletuner.training.trained import EARLIER, Draft, copy_drafts
@@ -64,9 +55,7 @@ FOREIGN = (
 )  # fmt: skip
 
 
-def load_checkpoint(
-    checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, ema: Ema | None, *, same_data: bool
-) -> TrainState:
+def load_checkpoint(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *, same_data: bool) -> TrainState:
     """Restore a run from a checkpoint.
 
     Args:
@@ -76,10 +65,10 @@ def load_checkpoint(
         UserError: the checkpoint is damaged or edited, holds NaN or infinity, or was made with other trained layers or
             another optimizer.
     """
-    if damaged := damaged_files(checkpoint):
+    if damaged := manifest.damaged_files(checkpoint):
         raise UserError(f"{checkpoint.path} is damaged: {', '.join(damaged)}. Choose an earlier checkpoint.")
     try:
-        return _restore(checkpoint, assembly, loader, ema, same_data=same_data)
+        return _restore(checkpoint, assembly, loader, same_data=same_data)
     except FOREIGN as error:  # a file was changed together with its hash in the manifest
         is_of_device = is_out_of_memory(error) or isinstance(error, DEVICE_FAILURES)
         if is_of_device or assembly.world.size > 1:  # a failed collective raises the same types
@@ -89,10 +78,8 @@ def load_checkpoint(
         raise UserError(message) from error
 
 
-def _restore(
-    checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, ema: Ema | None, *, same_data: bool
-) -> TrainState:
-    folder, manifest = checkpoint.path / STATE_FOLDER, checkpoint.manifest
+def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *, same_data: bool) -> TrainState:
+    folder, saved = checkpoint.path / STATE_FOLDER, checkpoint.manifest
     assembly.trained.load(checkpoint.path)
     _load_modules(assembly, folder)
     # To the CPU first: the optimizer moves its state to the device of its parameters.
@@ -101,9 +88,9 @@ def _restore(
     mapped = any(map(is_part, parameters)) or assembly.accelerator.device.type != "cpu"
     content = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True, mmap=mapped)
     step, epoch = content["global_step"], content["epoch"]
-    if (step, epoch) != (manifest.step, manifest.epoch):
-        message = f"{checkpoint.path} holds step {step} of epoch {epoch}, its manifest says step {manifest.step}"
-        raise UserError(f"{message} of epoch {manifest.epoch}. Choose an earlier checkpoint.")
+    if (step, epoch) != (saved.step, saved.epoch):
+        message = f"{checkpoint.path} holds step {step} of epoch {epoch}, its manifest says step {saved.step}"
+        raise UserError(f"{message} of epoch {saved.epoch}. Choose an earlier checkpoint.")
     content = load_shards(content, folder, parameters)
     host = assembly.release.host if assembly.release is not None else None
     try:
@@ -114,6 +101,7 @@ def _restore(
     for technique in assembly.techniques:
         if technique.name in content["techniques"]:  # otherwise it was switched on since and starts now
             technique.load_state_dict(content["techniques"][technique.name])
+    ema = assembly.trained.ema
     if ema is not None and content["ema"] is not None:
         refuse_not_finite(content["ema"]["average"], f"The moving average in {checkpoint.path}", EARLIER)
         ema.load_state_dict(content["ema"])
@@ -157,7 +145,7 @@ class CheckpointWriter(Callback):
         before: waits for what is to be on disk before the checkpoint: a run that continues from it does not repeat it.
         note: header entries of weight files for a state of the run.
         in_use: returns checkpoints that may not be removed now.
-        in_background: host memory has room for a copy of all that is saved.
+        in_background: host memory has room for a copy of all that is saved, and no process shares the weights.
         in_shards: every process writes its parts of the state; otherwise the main process gathers all of them.
         saved_step: step of the newest checkpoint.
     """
@@ -165,7 +153,6 @@ class CheckpointWriter(Callback):
     output_dir: Path
     config: CheckpointConfig
     loader: BatchLoader
-    ema: Ema | None
     identity: Identity
     settings: Mapping[str, Any]
     events: EventStream
@@ -177,7 +164,7 @@ class CheckpointWriter(Callback):
     thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
     saved_step: int | None = field(default=None, init=False)
     _completing: Future[CheckpointSaved] | None = field(default=None, init=False)
-    _prune: Callable[..., Sequence[Path]] = field(default=prune, init=False)
+    _prune: Callable[..., Sequence[Path]] = field(default=manifest.prune, init=False)
 
     def on_train_start(self, assembly: Assembly, state: TrainState) -> None:
         # A resumed run need not save what it has just loaded.
@@ -226,7 +213,7 @@ class CheckpointWriter(Callback):
             return CheckpointSaved(path, step, time.monotonic() - started)
 
         self._completing = self.thread.submit(finish)
-        self._prune = partial(prune, self.output_dir, limit, rolling=rolling)
+        self._prune = partial(manifest.prune, self.output_dir, limit, rolling=rolling)
 
     def write(self, final: Path, assembly: Assembly, state: TrainState) -> Callable[[], None] | None:
         """Write the files of a checkpoint, or copy them; collective if processes share the trained weights.
@@ -239,7 +226,7 @@ class CheckpointWriter(Callback):
             NonFiniteError: a weight is NaN or infinite; nothing is written.
             DiskFullError: no space left; earlier checkpoints are kept.
         """
-        stop_if_result_not_finite(assembly, self.ema)
+        stop_if_result_not_finite(assembly)
         arrived: Callable[[], list[Draft]] = list
         sharers = assembly.trained.sharers
         with ExitStack() as building:
@@ -247,19 +234,19 @@ class CheckpointWriter(Callback):
             sharers.on_main((folder / STATE_FOLDER).mkdir)
             # Closed at once, since the moving average may replace the weights until then.
             with closing(self._drafts(assembly, state, folder)) as drafts:
-                if self.in_background and sharers.size == 1:
+                if self.in_background:
                     arrived = copy_drafts(drafts, assembly.accelerator.device)
                 else:
                     for draft in drafts:
                         sharers.on_main(partial(draft.write_into, folder))
             written = building.pop_all()
-        manifest = partial(Manifest, state.global_step, state.epoch, self.identity)
+        describe = partial(Manifest, state.global_step, state.epoch, self.identity)
 
         def complete() -> None:
             with written:  # which gives the folder its name
                 for draft in arrived():
                     draft.write_into(folder)
-                write_manifest(folder, manifest(describe_files(folder)))
+                manifest.write_manifest(folder, describe(manifest.describe_files(folder)))
 
         return sharers.main_only(lambda: complete)
 
@@ -269,13 +256,14 @@ class CheckpointWriter(Callback):
         Args:
             folder: for the parts of shared tensors, which are written at once.
         """
-        yield from assembly.trained.drafts(ema=self.ema, note=self.note(state))
+        ema = assembly.trained.ema
+        yield from assembly.trained.drafts(self.note(state))
         content = {
             "global_step": state.global_step,
             "epoch": state.epoch,
             "optimizer": assembly.optimizer.state_dict(),
             "scaler": assembly.scaler.state_dict(),
-            "ema": None if self.ema is None else self.ema.state_dict(),
+            "ema": None if ema is None else ema.state_dict(),
             "loader": self.loader.state_dict(),
             "random": random_states(),
             "techniques": {technique.name: technique.state_dict() for technique in assembly.techniques},

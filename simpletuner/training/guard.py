@@ -19,7 +19,6 @@ from simpletuner.distributed.sharding import from_all, local, local_parts
 from simpletuner.errors import NonFiniteError, UserError, shorten
 
 if TYPE_CHECKING:
-    from simpletuner.training.ema import Ema
     from simpletuner.training.state import Assembly
 
 
@@ -40,13 +39,14 @@ def stop_if_losses_not_finite(losses: Sequence[float], files: Sequence[Sequence[
         )
 
 
-def stop_if_result_not_finite(assembly: Assembly, ema: Ema | None) -> None:
+def stop_if_result_not_finite(assembly: Assembly) -> None:
     """Check everything trained, the moving average included, before it is saved, published or rendered.
 
     Raises:
         NonFiniteError: naming the tensors.
     """
     stop_if_weights_not_finite(assembly.parameters | assembly.module_parameters)
+    ema = assembly.trained.ema
     if ema is not None:  # on its own, since it may be on another device
         stop_if_weights_not_finite({f"EMA of {name}": tensor for name, tensor in ema.average.items()})
 
@@ -137,12 +137,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig, 
 
 
 def stop_if_gradients_not_finite(
-    sizes: Iterable[float],
-    parameters: Mapping[str, nn.Parameter],
-    scaler: torch.amp.GradScaler,
-    files: Sequence[Sequence[str]],
-    *,
-    is_halfway: bool = False,
+    assembly: Assembly, sizes: Iterable[float], files: Sequence[Sequence[str]], *, is_halfway: bool = False
 ) -> None:
     """Check the gradient of a step before the update.
 
@@ -155,6 +150,7 @@ def stop_if_gradients_not_finite(
     Raises:
         NonFiniteError: naming the tensors in the order in which the backward pass reached them, and the files.
     """
+    scaler, parameters = assembly.scaler, assembly.parameters | assembly.module_parameters
     if all(map(math.isfinite, sizes)) or (scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE):
         return
     gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}

@@ -27,7 +27,6 @@ from simpletuner.errors import UserError, shorten
 from simpletuner.models.cost import Adapters
 from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE, Targets
 from simpletuner.training import lora_files
-from simpletuner.training.ema import Ema
 from simpletuner.training.guard import refuse_not_finite
 from simpletuner.training.manifest import LORA_FILE
 from simpletuner.training.trained import AdapterWeights, Draft, Publication
@@ -63,8 +62,8 @@ class LoraAdapter(AdapterWeights):
         layers = (name for name, each in self.transformer.named_modules() if isinstance(each, BaseTunerLayer))
         return Adapters(self.settings.r, frozenset(layers))
 
-    def drafts(self, *, ema: Ema | None, note: Mapping[str, str]) -> Generator[Draft]:
-        averages = {} if ema is None else {f"ema/{LORA_FILE}": plain_names(ema.average)}
+    def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
+        averages = {} if self.ema is None else {f"ema/{LORA_FILE}": plain_names(self.ema.average)}
         header = self.header(note)
         for name, weights in {LORA_FILE: self.state_dict(), **averages}.items():
             yield Draft(partial(lora_files.write_weights, name, header), self.file_weights(weights))
@@ -84,9 +83,9 @@ class LoraAdapter(AdapterWeights):
         finally:
             self.load_state_dict(trained)
 
-    def publish(self, output_dir: Path, publication: Publication, ema: Ema | None) -> str:
-        if ema is not None:
-            self._publish(output_dir / "ema", publication, plain_names(ema.average))
+    def publish(self, output_dir: Path, publication: Publication) -> str:
+        if self.ema is not None:
+            self._publish(output_dir / "ema", publication, plain_names(self.ema.average))
         path, checked = self._publish(output_dir, publication, self.state_dict())
         loads = "load through the stock pipeline as they were trained"
         if self.form == "comfyui":

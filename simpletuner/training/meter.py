@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 
 from simpletuner.data.loader import BatchLoader
 from simpletuner.diffusion.batch import Batch
+from simpletuner.memory.offload.streamer import HostClock
 from simpletuner.models.cost import NO_ADAPTERS, Adapters, BatchShape, FamilyCost, Kernels, Shape, Work
 from simpletuner.reporting.events import StepReport
 from simpletuner.techniques.base import Technique
@@ -20,23 +20,21 @@ from simpletuner.training.state import Assembly, SampleFlops
 
 
 class StepMeter:
-    """Measures a step from its creation on."""
+    """Measures a step from its creation on.
+
+    Attributes:
+        waiting_for_data: runs while the step does so.
+    """
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._started = time.perf_counter()
         self._work = Work()
         self._shapes: list[tuple[int, ...]] = []
-        self._data_seconds, self._passes = 0.0, assembly.passes
+        self._passes = assembly.passes
+        self.waiting_for_data = HostClock()
         if assembly.streamer is not None:
             assembly.streamer.waited()  # discard what previews waited for since the last step
-
-    @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        """The duration of this context was spent waiting for data."""
-        started = time.perf_counter()
-        yield
-        self._data_seconds += time.perf_counter() - started
 
     def count(self, batch: Batch) -> None:
         """Count a micro-batch."""
@@ -59,7 +57,7 @@ class StepMeter:
             epoch=loader.epoch,
             metrics=metrics,
             seconds=time.perf_counter() - self._started,
-            data_seconds=self._data_seconds,
+            data_seconds=self.waiting_for_data.read(),
             weights_seconds=None if assembly.streamer is None else assembly.streamer.waited(),
             timesteps=timesteps,
             epochs_done=loader.epochs_done,

@@ -14,19 +14,16 @@ import torch
 from simpletuner.distributed.requests import Request, take_request, take_requests
 from simpletuner.reporting.events import EventStream, Rounds, StateChanged, StepReport
 from simpletuner.reporting.pace import SlowSteps
-from simpletuner.training.ema import Ema
 from simpletuner.training.loop import Callback
 from simpletuner.training.state import Assembly, TrainState
 
 
-@dataclass
 class EmaUpdater(Callback):
-    """Callback that updates the moving average, which starts with the run as a copy of the weights."""
-
-    ema: Ema
+    """Callback that updates the moving average, if there is one; it starts with the run as a copy of the weights."""
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        self.ema.update(state.global_step)
+        if assembly.trained.ema is not None:
+            assembly.trained.ema.update(state.global_step)
 
 
 @dataclass
@@ -40,7 +37,6 @@ class Recorder(Callback):
     """
 
     events: EventStream
-    ema: Ema | None
     epochs: int
     matmul_flops: float | None = None
     rounds: Mapping[str, Rounds] = field(default_factory=dict)
@@ -51,7 +47,8 @@ class Recorder(Callback):
         self.events.publish(StateChanged("running", state.global_step, total, rounds=self.rounds))
 
     def on_step_end(self, assembly: Assembly, state: TrainState, report: StepReport) -> None:
-        average = {} if self.ema is None else {"ema_decay_value": self.ema.decay_value}
+        ema = assembly.trained.ema
+        average = {} if ema is None else {"ema_decay_value": ema.decay_value}
         completed = replace(
             report,
             metrics={**report.metrics, **average},

@@ -175,6 +175,11 @@ class Assembly:
                 stack.enter_context(self.accelerator.no_sync(module))
             yield
 
+    def averaged(self, wanted: bool) -> AbstractContextManager[None]:
+        """A context with the moving average in place of the weights, if it is wanted."""
+        ema = self.trained.ema
+        return ema.applied() if wanted and ema is not None else nullcontext()
+
     def sampling_weights(self) -> AbstractContextManager[None]:
         """A context with the weights to sample with and publish; schedule-free optimizers train at others."""
         return sampling_weights(self.optimizer, self.settings.optimizer, self.settings.mixed_precision)

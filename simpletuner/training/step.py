@@ -44,7 +44,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     meter, losses = StepMeter(assembly), Losses()
     rate = _prepare_groups(assembly, global_step)
     for micro_step in range(settings.accumulation):
-        with meter.waiting_for_data():
+        with meter.waiting_for_data.running():
             batch = next(loader).to(accelerator.device, non_blocking=True)
         meter.count(batch)
         # The backward pass waits for the other processes; the watch names this step if one stays away.
@@ -75,7 +75,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         gathered = assembly.world.gather(mine)
     everyone = Losses.merged(gathered[:: settings.sequence])  # one of each group
     is_halfway = assembly.release is not None
-    guard.stop_if_gradients_not_finite(sizes, model | modules, assembly.scaler, everyone.names, is_halfway=is_halfway)
+    guard.stop_if_gradients_not_finite(assembly, sizes, everyone.names, is_halfway=is_halfway)
     # After the check, which judges by the scale that this step was computed with.
     assembly.scaler.update()
     # None, not zeros: previews get the memory, and optimizers skip a module that no loss has reached.

@@ -115,10 +115,12 @@ class Trained(Protocol):
     Attributes:
         sharers: the processes that hold a part of these weights each, and so call these methods together; this one
             alone if it has all of them.
+        ema: their moving average, if `use_ema` is set.
     """
 
     transformer: nn.Module
     sharers: World
+    ema: Ema | None
 
     @property
     def adapters(self) -> Adapters:
@@ -127,7 +129,7 @@ class Trained(Protocol):
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters to optimize, by name, in a fixed order."""
 
-    def drafts(self, *, ema: Ema | None, note: Mapping[str, str]) -> Generator[Draft]:
+    def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
         """The weights and their moving average in a checkpoint: in the form that users load, and exactly as trained.
 
         Each draft is to be written or copied before the next is asked for, and the generator closed.
@@ -147,7 +149,7 @@ class Trained(Protocol):
             RuntimeError: the base model itself is trained, so that state is lost.
         """
 
-    def publish(self, output_dir: Path, publication: Publication, ema: Ema | None) -> str:
+    def publish(self, output_dir: Path, publication: Publication) -> str:
         """Write the result and check it by loading it as users will; returns a message for the user.
 
         Raises:
@@ -163,6 +165,7 @@ class AdapterWeights:
 
     transformer: nn.Module
     sharers = World()
+    ema: Ema | None = None
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: each for name, each in self.transformer.named_parameters() if each.requires_grad}
@@ -222,6 +225,7 @@ class FullModel:
 
     transformer: nn.Module
     sharers: World = field(default_factory=World)
+    ema: Ema | None = None
 
     @property
     def adapters(self) -> Adapters:
@@ -230,10 +234,10 @@ class FullModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.transformer.named_parameters())
 
-    def drafts(self, *, ema: Ema | None, note: Mapping[str, str]) -> Generator[Draft]:
+    def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
         yield from self._files(FOLDER)
-        if ema is not None:
-            with ema.applied():
+        if self.ema is not None:
+            with self.ema.applied():
                 yield from self._files(AVERAGED)
 
     def load(self, folder: Path) -> None:
@@ -243,13 +247,13 @@ class FullModel:
     def disabled(self) -> AbstractContextManager[None]:
         raise RuntimeError("a full fine-tune changes the base model itself, so there is nothing to disable")
 
-    def publish(self, output_dir: Path, publication: Publication, ema: Ema | None) -> str:
+    def publish(self, output_dir: Path, publication: Publication) -> str:
         """Write a folder for `from_pretrained`: the transformer (or its average) and copies of the other parts."""
         final = output_dir / PIPELINE_FOLDER
         with ExitStack() as building:  # which ends in the main process when all have written
             folder = self.sharers.on_main(lambda: building.enter_context(build_folder(final)))
             self.sharers.on_main(lambda: copy_parts(publication, folder))
-            with nullcontext() if ema is None else ema.applied():
+            with nullcontext() if self.ema is None else self.ema.applied():
                 for draft in self._files(FOLDER):
                     self.sharers.on_main(partial(draft.write_into, folder))
                 self.verify(folder / FOLDER)

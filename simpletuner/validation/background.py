@@ -18,7 +18,6 @@ from simpletuner.reporting.metrics import MediaRecord
 
 logger = logging.getLogger(__name__)
 
-Decode = Callable[[], list[Image]]
 Write = Callable[[list[Image]], MediaRecord]
 
 
@@ -42,12 +41,12 @@ class DecodingThread:
         """Whether nothing is left to be decoded or reported."""
         return not self._pending
 
-    def submit(self, name: str, decode: Decode, write: Write) -> None:
+    def submit(self, name: str, decode: Callable[[], list[Image]], write: Write) -> None:
         """Decode and write a preview of that name when its latents are there."""
         ready = None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
         self._pending.append((name, self.thread.submit(partial(self._decode, ready, decode, write))))
 
-    def _decode(self, ready: torch.cuda.Event | None, decode: Decode, write: Write) -> MediaRecord:
+    def _decode(self, ready: torch.cuda.Event | None, decode: Callable[[], list[Image]], write: Write) -> MediaRecord:
         # Gradients, device and stream are settings of a thread.
         with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None and ready is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -23,11 +22,10 @@ from simpletuner.data.sample import Sample
 from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise
 from simpletuner.diffusion.seeds import generator_for
-from simpletuner.distributed.sharing import Keep, share_work
+from simpletuner.distributed.sharing import Results, share_work
 from simpletuner.models.adapter import FamilyAdapter
-from simpletuner.reporting.events import EVALUATION, Evaluated, EventStream, Rounds, StepReport
+from simpletuner.reporting.events import EVALUATION, Evaluated, EventStream, PhaseStarted, Rounds, StepReport
 from simpletuner.reporting.metrics import EVALUATED
-from simpletuner.training.ema import Ema
 from simpletuner.training.state import Assembly, TrainState
 from simpletuner.validation.runner import Placed, own_share, quiet, weights_to_use
 
@@ -41,7 +39,6 @@ class EvaluationLoss:
     Attributes:
         datasets: the samples to evaluate, by dataset id.
         read: returns a sample as a batch of one, with its first caption.
-        seed: of the run; the noise depends on it and on the sample's name.
         steps_per_epoch: optimizer steps, may be a fraction.
         ema_validation: which weights to evaluate; see `EmaConfig`.
         lacking: the record lacks the evaluation of the step from which the session resumes.
@@ -50,9 +47,7 @@ class EvaluationLoss:
     config: EvaluationConfig
     datasets: Mapping[str, Sequence[Sample]]
     read: Callable[[Sample], Batch]
-    seed: int
     steps_per_epoch: float
-    ema: Ema | None
     ema_validation: str
     events: EventStream
     lacking: bool = False
@@ -81,25 +76,19 @@ class EvaluationLoss:
 
         The processes split the samples; the means equal those of one process, bit for bit.
         """
-        weights = weights_to_use(self.ema, self.ema_validation)
+        weights = weights_to_use(assembly, self.ema_validation)
         samples: list[Evaluation] = [
             (use_ema, name, sample)
             for use_ema in weights
             for name, dataset in self.datasets.items()
             for sample in dataset
         ]
-        losses: dict[int, Tensor] = {}
         # A sample counts once for each noise level, since each is a forward pass.
-        title, total = f"Evaluating at step {step}", len(samples) * self.config.eval_timesteps
-        share_work(
-            assembly.world,
-            self.events,
-            lambda events: events.phase(title, total, "timesteps", EVALUATION),
-            partial(self._measure, assembly, own_share(assembly, samples)),
-            losses.__setitem__,
-            # Under FSDP2 a forward pass gathers weights from all processes, so they evaluate every sample together.
-            in_lockstep=assembly.is_sharded,
-        )
+        total = len(samples) * self.config.eval_timesteps
+        phase = PhaseStarted(f"Evaluating at step {step}", total, "timesteps", EVALUATION)
+        measure = partial(self._measure, assembly, own_share(assembly, samples))
+        # Under FSDP2 a forward pass gathers weights from all processes, so they evaluate every sample together.
+        losses = dict(share_work(assembly.world, self.events, phase, measure, in_lockstep=assembly.is_sharded))
         device, groups = assembly.accelerator.device, defaultdict[tuple[bool, str], list[Tensor]](list)
         for place, (use_ema, name, _) in enumerate(samples):
             groups[use_ema, name].append(losses[place].to(device))
@@ -113,23 +102,24 @@ class EvaluationLoss:
                 means[f"{EVALUATED}pooled{suffix}"] = fmean(by_dataset.values())
         return means
 
-    def _measure(self, assembly: Assembly, samples: Placed[Evaluation], bar: ProgressBar, keep: Keep[Tensor]) -> None:
-        """Pass on the losses of samples, with the moving average or without."""
+    def _measure(self, assembly: Assembly, samples: Placed[Evaluation], bar: ProgressBar) -> Results[Tensor]:
+        """The losses of samples, with the moving average or without."""
         with quiet(assembly):
             # `samples` are ordered by weights, so the average is applied once, not for each sample.
             for use_ema, group in itertools.groupby(samples, key=lambda item: item[1][0]):
-                with self.ema.applied() if use_ema and self.ema else nullcontext():
+                with assembly.averaged(use_ema):
                     for place, (_, _, sample) in group:
                         losses = []
                         for loss in self._losses(assembly, sample):
                             losses.append(loss)
                             bar.advance(1, sample.name)
                         # In host memory, from where they are sent to the other processes.
-                        keep(place, torch.cat(losses).cpu())
+                        yield place, torch.cat(losses).cpu()
 
     def _losses(self, assembly: Assembly, sample: Sample) -> Iterator[Tensor]:
-        batch, sigmas = self.read(sample).to(assembly.accelerator.device), even_sigmas(self.config.eval_timesteps)
-        return sample_losses(assembly.adapter, assembly.transformer, batch, sigmas, self.seed, assembly.settings.loss)
+        settings, sigmas = assembly.settings, even_sigmas(self.config.eval_timesteps)
+        batch = self.read(sample).to(assembly.accelerator.device)
+        return sample_losses(assembly.adapter, assembly.transformer, batch, sigmas, settings.seed, settings.loss)
 
 
 def sample_losses(

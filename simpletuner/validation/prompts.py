@@ -107,19 +107,20 @@ def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool) -> Read
 
     A side under 128 px is an error, since usually megapixels are meant; `lenient` (`i_know_what_i_am_doing`) allows it.
     """
-    key = "validation_resolution"
+    key, multiple = "validation_resolution", spec.size_multiple
+    rounded = [(max(multiple, round(w / multiple) * multiple), max(multiple, round(h / multiple) * multiple))
+               for w, h in sizes]  # fmt: skip
+    remedy = {key: ",".join(f"{width}x{height}" for width, height in rounded)}
     fitting = []
-    for width, height in sizes:
+    for (width, height), snapped in zip(sizes, rounded, strict=True):
         shown = str(width) if width == height else f"{width}x{height}"
         if min(width, height) < SMALLEST_SIDE and not lenient:
             message = f"{shown!r} is smaller than {SMALLEST_SIDE} px; sizes are pixels, not megapixels."
             yield Problem(key, f"{message} (i_know_what_i_am_doing allows it.)")
             continue
-        multiple = spec.size_multiple
-        snapped = max(multiple, round(width / multiple) * multiple), max(multiple, round(height / multiple) * multiple)
         if snapped != (width, height):
             message = f"{shown} is not a multiple of {multiple} px; {snapped[0]}x{snapped[1]} is rendered."
-            yield Problem(key, message, fatal=False)
+            yield Problem(key, message, fatal=False, remedy=remedy)
         if max(snapped) > spec.largest_side:
             yield Problem(key, f"{shown} is larger than {spec.largest_side} px, the model's limit.")
         fitting.append(snapped)
@@ -154,7 +155,8 @@ class AdapterRun:
     @property
     def size(self) -> int:
         """Bytes of the files."""
-        return sum(path.stat().st_size for path, _ in self.loras)
+        # What does not exist is a problem of its own.
+        return sum(path.stat().st_size for path, _ in self.loras if path.is_file())
 
 
 def adapter_runs(config: RunConfig, *, fetch: bool = False) -> list[AdapterRun]:

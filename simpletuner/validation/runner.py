@@ -12,7 +12,7 @@ import gc
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,14 +29,13 @@ from simpletuner.config.values import Size
 from simpletuner.data.entries import ProgressBar
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.diffusion.seeds import step_seed
-from simpletuner.distributed.sharing import Keep, share_work
+from simpletuner.distributed.sharing import Results, share_work
 from simpletuner.memory.offload.attach import Offload
 from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import FamilyAdapter, PreviewPipeline, PreviewRequest
 from simpletuner.models.decoding import decode_in
-from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, StepReport
+from simpletuner.reporting.events import PREVIEWS, EventStream, MediaRendered, PhaseStarted, StepReport
 from simpletuner.reporting.metrics import MediaRecord
-from simpletuner.training.ema import Ema
 from simpletuner.training.guard import stop_if_result_not_finite
 from simpletuner.training.lora_files import Loras, applied_loras
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
@@ -223,7 +222,6 @@ class ValidationRunner:
     """Callback that renders previews at step 0, at the configured intervals and at the end.
 
     Attributes:
-        seed: of the run; used if `validation_seed` is unset.
         frame_rate: of preview clips; None for families of pictures.
         adapters: the further LoRAs to render with; the first run usually has none.
         recorded: previews of the step from which the session resumes; not rendered again.
@@ -235,8 +233,6 @@ class ValidationRunner:
     subjects: Sequence[Subject]
     sizes: Sequence[tuple[int, int]]
     output_dir: Path
-    seed: int
-    ema: Ema | None
     events: EventStream
     frame_rate: float | None = None
     adapters: Sequence[AdapterRun] = (AdapterRun(),)
@@ -302,67 +298,62 @@ class ValidationRunner:
         step, world = state.global_step, assembly.world
         # Paths are compared without, since they hold the number of frames that came out (`768x512@61`).
         recorded = {replace(record, path="") for record in self.recorded}
-        shots = [shot for shot in self._shots(step, benchmark) if shot.record() not in recorded]
+        shots = [shot for shot in self._shots(assembly, step, benchmark) if shot.record() not in recorded]
         # A request, or the end of the run, may ask for a step that an interval has just rendered.
         if not shots or self._rendered_at == step:
             return
         self.settle()
         world.main_only(lambda: discard_unfinished(self.output_dir))
-        title, unit = f"Rendering previews at step {step}", "clips" if self.frame_rate else "pictures"
         # Names for programs: docs/WEBHOOKS.md lists them.
         stage = "final_validation" if step >= assembly.settings.total_steps else "validation"
         stage = "benchmark_base_model" if benchmark else stage
+        unit = "clips" if self.frame_rate else "pictures"
+        phase = PhaseStarted(f"Rendering previews at step {step}", len(shots), unit, PREVIEWS, stage)
+        work = partial(self._render_all, assembly, own_share(assembly, shots))
+        # Under FSDP2 all processes take part in every forward pass.
+        rendered = share_work(world, self.events, phase, work, in_lockstep=assembly.is_sharded)
         try:
-            share_work(
-                world,
-                self.events,
-                lambda events: events.phase(title, len(shots), unit, PREVIEWS, stage=stage),
-                partial(self._render_all, assembly, own_share(assembly, shots)),
-                lambda place, record: self.events.publish(MediaRendered(record)),
-                # Under FSDP2 all processes take part in every forward pass.
-                in_lockstep=assembly.is_sharded,
-            )
+            with closing(rendered):  # what is applied to the model is taken back if a record cannot be written
+                for _, record in rendered:
+                    self.events.publish(MediaRendered(record))
             self._rendered_at = step
         finally:
             self._release()
 
-    def _shots(self, step: int, benchmark: bool) -> Iterator[Shot]:
+    def _shots(self, assembly: Assembly, step: int, benchmark: bool) -> Iterator[Shot]:
         """All previews of one round."""
-        weights = [False] if benchmark else weights_to_use(self.ema, self.config.ema.ema_validation)
+        weights = [False] if benchmark else weights_to_use(assembly, self.config.ema.ema_validation)
         indices = range(self.config.validation.num_validation_images)
         for use_ema, adapters, subject, size, index in itertools.product(
             weights, self.adapters, self.subjects, self.sizes, indices
         ):
-            yield Shot(step, subject, size, index, self._seed(step, index), use_ema, adapters, benchmark)
+            yield Shot(step, subject, size, index, self._seed(assembly, step, index), use_ema, adapters, benchmark)
 
-    def _render_all(
-        self, assembly: Assembly, shots: Placed[Shot], bar: ProgressBar, keep: Keep[MediaRecord]
-    ) -> None:  # fmt: skip
-        """Render shots and pass on their records."""
+    def _render_all(self, assembly: Assembly, shots: Placed[Shot], bar: ProgressBar) -> Results[MediaRecord]:
+        """Render shots; yields the records of those that are not decoded in the background."""
         transformer = assembly.accelerator.unwrap_model(assembly.transformer)
         dtype = DTYPES[trained_precision(self.config.optimizer, self.config.precision)]
         with quiet(assembly):
-            stop_if_result_not_finite(assembly, self.ema)
+            stop_if_result_not_finite(assembly)
             # Grouped, because switching to the average and back copies all weights.
             for (use_ema, loras), group in itertools.groupby(shots, key=lambda item: (item[1].ema, item[1].loras)):
-                averaged = self.ema.applied() if use_ema and self.ema else nullcontext()
-                with averaged, applied_loras(transformer, loras, dtype, assembly.accelerator.device):
+                further = applied_loras(transformer, loras, dtype, assembly.accelerator.device)
+                with assembly.averaged(use_ema), further:
                     for place, shot in group:
-                        self._render(assembly, shot, bar, partial(keep, place))
+                        if record := self._render(assembly, shot, bar):
+                            yield place, record
                         bar.advance(1, shot.name)
 
     def rehearse(self, assembly: Assembly) -> None:
         """Render the first subject at the largest size in `REHEARSED_STEPS`, and discard the result."""
         size = max(self.sizes, key=lambda size: size[0] * size[1])
         with quiet(assembly):
-            request = self.renderer.request(self.subjects[0], size, self._seed(0, 0))
+            request = self.renderer.request(self.subjects[0], size, self._seed(assembly, 0, 0))
             self._pipeline(assembly).render(replace(request, num_inference_steps=REHEARSED_STEPS))
         self.renderer.release()
 
-    def _render(
-        self, assembly: Assembly, shot: Shot, bar: ProgressBar, keep: Callable[[MediaRecord], object]
-    ) -> None:  # fmt: skip
-        """Sample one preview, and write it now or in the background."""
+    def _render(self, assembly: Assembly, shot: Shot, bar: ProgressBar) -> MediaRecord | None:
+        """Sample one preview, and write it now, or in the background."""
         request = self.renderer.request(shot.subject, shot.size, shot.seed)
         # Advancing by 0 checks for a request to stop, so that a long clip can be cut short between sampling steps.
         request = replace(request, between_steps=lambda: bar.advance(0, shot.name))
@@ -372,8 +363,8 @@ class ValidationRunner:
         # A source picture is encoded by the same VAE.
         if self.decoding is not None and request.source is None:
             self.decoding.submit(f"{shot.name} of step {shot.step}", pipeline.sample(request), write)
-        else:
-            keep(write(pipeline.render(request)))
+            return None
+        return write(pipeline.render(request))
 
     def _write(self, assembly: Assembly, shot: Shot, frames: list[Image]) -> MediaRecord:
         path = self._path(shot, frames)
@@ -400,20 +391,20 @@ class ValidationRunner:
         name = f"step_{shot.step}_{shot.name}_{shot.index}_{dimensions}{'_ema' if shot.ema else ''}{suffix}"
         return self.output_dir / IMAGE_FOLDER / name
 
-    def _seed(self, step: int, index: int) -> int:
+    def _seed(self, assembly: Assembly, step: int, index: int) -> int:
         if self.config.validation.validation_randomize:
-            return step_seed(self.seed, step, index, 0, "preview") % 2**32
+            return step_seed(assembly.settings.seed, step, index, 0, "preview") % 2**32
         configured = self.config.validation.validation_seed
-        return (self.seed if configured is None else configured) + index
+        return (assembly.settings.seed if configured is None else configured) + index
 
     def _pipeline(self, assembly: Assembly) -> PreviewPipeline:
         transformer = assembly.accelerator.unwrap_model(assembly.transformer)
         return self.renderer.open(assembly.adapter, transformer, assembly.accelerator.device)
 
 
-def weights_to_use(ema: Ema | None, ema_validation: str) -> list[bool]:
+def weights_to_use(assembly: Assembly, ema_validation: str) -> list[bool]:
     """The weights to validate with: True is the moving average."""
-    if ema is None:
+    if assembly.trained.ema is None:
         return [False]
     return {"none": [False], "ema_only": [True], "comparison": [False, True]}[ema_validation]
 

@@ -67,7 +67,17 @@ def test_a_replacement_is_seen_before_it_is_made_and_can_be_undone(files: dict[s
     assert texts(files) == TEXTS | {"a.txt": "a red fox\n", "b.txt": "two\nlines of a fox\n"}
     undone, _ = changes_of(files, result_of(restoring(tmp_path / backup)))
     assert apply(undone, tmp_path) != backup
-    assert texts(files) == TEXTS | {"b.txt": "two\nlines of a cat\n"}
+    assert texts(files) == TEXTS
+
+
+def test_what_training_refuses_comes_back_too(tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("a.txt", "b.txt")}
+    for path in files.values():
+        path.write_text("a cat <|im_end|> ")
+    backup = apply(changes_of(files, replacing("<|im_end|>", ""))[0], tmp_path)
+    assert texts(files) == dict.fromkeys(files, "a cat\n")
+    apply(changes_of(files, result_of(restoring(tmp_path / backup)))[0], tmp_path)
+    assert texts(files) == dict.fromkeys(files, "a cat <|im_end|> ")
 
 
 def test_other_changes_have_another_digest(files: dict[str, Path]) -> None:
@@ -111,11 +121,11 @@ def test_a_file_that_changed_since_the_preview_is_kept(files: dict[str, Path], t
     ("text", "whole", "expected"),
     [
         ("a cat\n", False, "zkt, a cat\n"),
-        ("one\n\ntwo", False, "zkt, one\n\nzkt, two"),
-        ("one\ntwo", True, "zkt, one\ntwo"),
+        ("one\n\ntwo", False, "zkt, one\n\nzkt, two\n"),
+        ("one\ntwo", True, "zkt, one\ntwo\n"),
         ("zkt, a cat", False, "zkt, a cat"),
         (" zkt in a box", False, " zkt in a box"),
-        ("zkts are many", False, "zkt, zkts are many"),
+        ("zkts are many", False, "zkt, zkts are many\n"),
         ("", False, ""),
     ],
 )

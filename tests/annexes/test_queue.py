@@ -100,6 +100,14 @@ def test_what_cannot_start_is_skipped_with_its_problem_and_starts_once_it_can(qu
     assert queue.find(a.id).message == ""
 
 
+def test_what_is_refused_again_and_again_goes_on_waiting(queue: Queue, worker: Pretender) -> None:
+    queue.add("train", "a")
+    worker.refused["a"] = "in use on another machine"
+    for _ in range(3):
+        queue.step()
+        assert [(job.state, job.message) for job in queue.read()] == [("waiting", "in use on another machine")]
+
+
 @pytest.mark.parametrize("is_removed", [False, True])
 def test_what_was_passed_says_after_what_it_started(queue: Queue, worker: Pretender, is_removed: bool) -> None:
     first, second = (queue.add("train", name).id for name in "ab")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 from PIL import Image
@@ -39,6 +38,8 @@ COLUMNS: dict[str, list[Any]] = {
 
 def write(folder: Path, pictures: list[Any] | None = None, kind: Any = None, **columns: list[Any]) -> dict[str, Any]:
     """A folder as a dataset's repository has it, and an entry for it."""
+    import datasets  # brings pandas along: every process would import both while it collects
+
     cells = pictures or [{"bytes": picture(number), "path": f"{number}.png"} for number in range(5)]
     table = datasets.Dataset.from_dict({"image": cells, **(columns or COLUMNS)})
     table = table.cast_column("image", datasets.Image() if pictures is None else kind or datasets.Value("string"))
@@ -84,6 +85,8 @@ def test_filters_choose_rows_by_their_columns(context: DataContext, tmp_path: Pa
 
 
 def test_one_of_several_pictures_side_by_side(context: DataContext, tmp_path: Path) -> None:
+    import datasets
+
     wide = np.concatenate([np.full((64, 80, 3), value, dtype=np.uint8) for value in (10, 120, 230)], axis=1)
     file = io.BytesIO()
     Image.fromarray(wide).save(file, "PNG")

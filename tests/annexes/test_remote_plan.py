@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlparse
 
-import datasets
 import pytest
 
 from simpletuner.annexes.remote import store
@@ -134,6 +133,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    import datasets
+
     columns = {"image": [{"bytes": picture(number), "path": None} for number in range(4)], "text": list("abcd")}
     table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
     table.to_parquet(str(tmp_path / "train.parquet"))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import shutil
+import ssl
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +79,7 @@ def test_what_cannot_be_had_is_listed_and_left_alone_until_asked_for(
         "/text.png": "is neither a picture nor a clip",
         "/large.png": "has more than 0 MB",
         "/short.png": "ends after",
-        "/file.png": "Redirection to url 'file:///etc/hostname' is not allowed",
+        "/file.png": "does not lead to http or https",
     }
     paths = [*good, "/elsewhere.png", *reasons]
     entry = table(
@@ -163,6 +166,28 @@ def test_neither_a_redirect_nor_a_proxy_leads_into_the_network(site: Site, monke
     with pytest.raises(DownloadError, match=r"leads to 10\.0\.0\.7"):
         list(web.read_url(f"http://outer.example{port}/start.png", 5000))
     assert site.asked == {"/start.png": 1}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_a_certificate_is_verified_for_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=x -addext"
+    names = "subjectAltName=DNS:outer.example"
+    subprocess.run([*command.split(), names, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    secure = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    secure.load_cert_chain(certificate, key)
+    trusting = ssl.create_default_context(cafile=certificate)
+    monkeypatch.setattr(web, "_certificates", lambda: trusting)
+    monkeypatch.setattr(web, "is_public", lambda address: True)
+    real = web.socket.getaddrinfo
+    monkeypatch.setattr(web.socket, "getaddrinfo", lambda host, *more, **named: real("127.0.0.1", *more, **named))
+    with serve(secure) as site:
+        site.moved["/start.png"] = "/end.png"
+        site.add("/end.png", b"content")
+        port = site.address.rpartition(":")[2]
+        assert list(web.read_url(f"https://outer.example:{port}/start.png", 100)) == [b"content"]
+        with pytest.raises(DownloadError, match=r"not valid for 'other\.example'"):
+            list(web.read_url(f"https://other.example:{port}/end.png", 100))
 
 
 def _answers(real: Any, site: Site) -> Any:

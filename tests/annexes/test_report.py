@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from simpletuner.annexes.figures import Columns
-from simpletuner.annexes.publishing.card import Result
+from simpletuner.annexes.publishing.card import Result, public_settings
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.environment import describe_environment
 from simpletuner.annexes.report.html import (
@@ -323,6 +323,10 @@ def test_charts_follow_what_was_recorded(tmp_path: Path) -> None:
     assert {place: count for place, count in bars if count} == {25: 20.0, 975: 20.0}
     page = render(data_of(tmp_path, recorded, step=1, total_steps=1))
     assert '"hours":[[1,' in page.source
+
+
+def test_a_prompt_is_not_taken_for_somebodys_home() -> None:
+    assert public_settings({"validation_prompt": "~kitten~", "output_dir": "/tmp/x"}).keys() == {"validation_prompt"}
 
 
 def test_settings_know_what_changed_and_hide_secrets() -> None:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 from PIL import Image
 
 from simpletuner.annexes.page.project import CONFIG_NAME
+from simpletuner.annexes.start import receive as receiving
 from simpletuner.annexes.start.material import Material
+from simpletuner.annexes.start.receive import MOST_FILES, receive, unpack
 from simpletuner.annexes.start.recipe import Recipe, Start
 from simpletuner.cli.app import main
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.discovery import Scan
+from simpletuner.errors import UserError
 from tests.clips import write_clip
 
 Capture = pytest.CaptureFixture[str]
@@ -201,6 +208,10 @@ def test_captions_come_before_training(commands: list[list[str]]) -> None:
         (["half"], "1 of 2 files have no caption (1.png is the first). --caption writes them"),
         (["cat", "--purpose", "styel"], "--purpose 'styel' is not one of: subject, style. Did you mean 'style'?"),
         (["cat", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image."),
+        (["pairs"], "pairs/after holds no pictures."),
+        (["cat", "max_train_step=9"], "max_train_step: is not a known key. Did you mean 'max_train_steps'?"),
+        (["cat", "learning_rate=fast", "lora_rank=0"], "learning_rate: 'fast'"),
+        (["cat", "learning_rate=fast", "lora_rank=0"], "lora_rank: 0"),
         (["cat", "learning_rat=1"], "learning_rat: is not a known key. Did you mean 'learning_rate'?"),
         (["cat", "env=other"], "env: has no effect: start writes a config of its own."),
         (["cat", "--name", "a/b"], "--name 'a/b' is not the name of a folder."),
@@ -215,13 +226,88 @@ def test_what_cannot_be_started(arguments: list[str], told: str, commands: list[
     put_pictures(Path("half"), 2, captions=1)
     put_pictures(Path("mixed"), 1)
     write_clip(Path("mixed/a.mp4"), seconds=0.5, size=(64, 48))
-    for folder in ("empty", "run", "config/old"):
+    for folder in ("empty", "run", "config/old", "pairs/before", "pairs/after"):
         Path(folder).mkdir(parents=True)
     Path("run/config.json").write_text("{}")
     assert main(["start", *arguments, "--yes"]) == 2
     assert told in capsys.readouterr().err
     assert not commands
     assert [path.name for path in Path("config").iterdir()] == ["old"]
+
+
+def test_captions_come_from_a_model_that_can_write_them(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    Path("clips").mkdir()
+    write_clip(Path("clips/a.mp4"), seconds=2.0, size=(64, 48))
+    monkeypatch.setattr(Start, "verdict", lambda self: (self.example == "sanavideo-lora", "judged"))
+    assert main(["start", "clips", "--yes", "--caption", "--model", "sanavideo"]) == 2
+    assert "--caption: the text encoder of sanavideo writes none" in capsys.readouterr().err
+    assert not Path("config").exists()
+    assert main(["start", "clips", "--yes", "--caption"]) == 0
+    assert written("clips")["model_family"] == "kandinsky5-video"
+
+
+def test_settings_are_written_by_their_names_and_the_rest_follows(commands: list[list[str]]) -> None:
+    put_pictures(Path("cat"), 3)
+    settings = ["--max-train-steps=40", "--output-dir", "mine", "lr_warmup_steps=null", "hub_model_id={env:HUB}"]
+    assert main(["start", "cat", "--yes", *settings]) == 0
+    config = written("cat")
+    assert (config["max_train_steps"], config["checkpoint_step_interval"]) == (40, 5)
+    assert commands[1][:2] == ["sweep", "mine"]
+    assert (config["lr_warmup_steps"], config["hub_model_id"]) == (None, "{env:HUB}")
+
+
+def test_nothing_that_is_there_is_replaced(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    put_pictures(Path("cat"), 1)
+    (Path("config/cat-tmp")).mkdir(parents=True)
+    Path("config/cat-tmp/config.json").write_text("mine")
+
+    def answer(prompt: str) -> str:
+        Path("config/cat").mkdir(exist_ok=True)  # meanwhile, on the page
+        Path("config/cat/config.json").write_text("theirs")
+        return ""
+
+    monkeypatch.setattr("builtins.input", answer)
+    assert main(["start", "cat"]) == 2
+    assert "config/cat cannot be written: Directory not empty." in capsys.readouterr().err
+    assert sorted(path.as_posix() for path in Path("config").rglob("*.json")) == [
+        "config/cat-tmp/config.json", "config/cat/config.json"
+    ]  # fmt: skip
+    assert Path("config/cat/config.json").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_zip_that_lies_about_the_number_of_its_files_is_not_listed(
+    is_large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, count = b"a" * 1020, MOST_FILES + 1
+    entry = struct.pack("<4s4B4HL2L5H2L", b"PK\1\2", *[0] * 11, len(name), *[0] * 6) + name
+    directory, end = entry * count, b""
+    if is_large:
+        size, at = len(directory), len(directory)
+        end = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, size, 0)
+        end += struct.pack("<4sLQL", b"PK\6\7", 0, at, 1)
+    told = 46 if is_large else len(directory)
+    end += struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, told, 0, 0)
+    (archive := tmp_path / "bomb.zip").write_bytes(directory + end)
+    with ZipFile(archive) as content:
+        assert len(content.infolist()) == count
+    monkeypatch.setattr(receiving, "ZipFile", None)  # which would read all of it into memory
+    with pytest.raises(UserError, match="holds more than 10,000 files"):
+        unpack(archive, "bomb.zip")
+
+
+def test_what_a_killed_server_left_of_an_upload_goes_with_the_next_one(tmp_path: Path) -> None:
+    for name, age in (("old", 7200), ("new", 0)):
+        (folder := tmp_path / f".upload-{name}").mkdir()
+        (folder / "0.zip").write_bytes(b"half")
+        for path in (folder / "0.zip", folder):
+            os.utime(path, (time.time() - age,) * 2)
+    assert receive(tmp_path, "a.txt", [b"a cat"]) == (["a.txt"], {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".upload-new", "a.txt"]
 
 
 def test_a_failed_command_ends_it_and_says_how_to_go_on(

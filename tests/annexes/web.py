@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -45,8 +46,8 @@ class Site:
 
 
 @contextmanager
-def serve() -> Iterator[Site]:
-    """A server on a free port of 127.0.0.1."""
+def serve(secure: ssl.SSLContext | None = None) -> Iterator[Site]:
+    """A server on a free port of 127.0.0.1, by https if there is a certificate."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -72,6 +73,8 @@ def serve() -> Iterator[Site]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if secure is not None:
+        server.socket = secure.wrap_socket(server.socket, server_side=True)
     site = Site(f"http://127.0.0.1:{server.server_port}")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()

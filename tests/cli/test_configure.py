@@ -261,7 +261,7 @@ def test_steps_replace_the_rounds_of_the_file(configure: Configure) -> None:
         ("validation_guidance", "0.5", "4", "must be ≥ 1"),
         ("output_dir", "config.env/x", "out", "is a file"),
         ("data_backend_config", "config/config.json", "config/data.json", "choose another"),
-        ("validation_resolution", "1000x1000", "1008x1008", "the nearest are 992x992 and 1008x1008"),
+        ("validation_resolution", "1000x1000", "1008x1008", "992x992 is rendered"),
         ("validation_resolution", "big", "512x512", "is not a size"),
         ("validation_resolution", "64", "512x512", "smaller than 128"),
         ("report_to", "wand", "none", "Did you mean 'wandb'?"),
@@ -282,13 +282,13 @@ def test_a_bad_answer_is_asked_again_with_the_reason(
 
 def test_after_a_bad_size_enter_takes_a_good_one(configure: Configure) -> None:
     configure(validation_resolution="1000x700, 512x512")
-    assert written()["validation_resolution"] == "1008x704,512x512"
+    assert written()["validation_resolution"] == "992x704,512x512"
 
 
 def test_a_length_off_the_rule_offers_both_neighbours(configure: Configure, capsys: pytest.CaptureFixture) -> None:
     _, person = configure(model_family="kandinsky5-video", validation_num_video_frames=["48", "-4", "45"])
     assert person.asked.count("validation_num_video_frames") == 3
-    assert "48 does not fit the model; the nearest are 45 and 49." in capsys.readouterr().out
+    assert "48 is not 4k+1; the nearest are 45 and 49." in capsys.readouterr().out
     assert written()["validation_num_video_frames"] == 45
     Path("config/config.json").unlink()
     configure(model_family="kandinsky5-video", validation_num_video_frames="62")
@@ -299,7 +299,7 @@ def test_clips_are_called_clips(configure: Configure, capsys: pytest.CaptureFixt
     configure(model_family="sanavideo")
     shown = capsys.readouterr().out
     assert "where your clips are" in shown
-    assert '"id": "my-clips"' in shown
+    assert '"instance_data_dir": "datasets/videos"' in shown
 
 
 def test_after_a_wrong_spelling_enter_takes_the_nearest(configure: Configure) -> None:
@@ -621,7 +621,7 @@ def test_advice_on_the_frames_of_i2v_is_taken_when_it_is_followed(
     for asked_for in ("14", "13"):
         FILE.unlink(missing_ok=True)
         configure(model_family="kandinsky5-video", model_flavour="i2v-lite-5s", validation_num_video_frames=asked_for)
-        assert "the nearest is 17" in capsys.readouterr().out
+        assert "NaN below 17 frames" in capsys.readouterr().out
         assert written()["validation_num_video_frames"] == 17, "Enter takes what was advised"
 
 

@@ -96,6 +96,7 @@ def test_the_name_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch,
     assert seed() == 5
     assert seed(env="other") == 6
     assert seed(env="default") == 7
+    assert seed(config_path="config/other/config.json") == 6, "what is given counts for more than the environment"
     monkeypatch.setenv(variable, "default")
     assert seed() == 7
     monkeypatch.setenv(variable, "nowhere")

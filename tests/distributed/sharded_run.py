@@ -118,7 +118,7 @@ class Run:
         kernel = (lambda *size, **where: "fused") if self.case.fused else optimizers.update_kernel
         with patch.object(assembling, "shard", self.shard), patch.object(optimizers, "update_kernel", kernel):
             self.assembly: Any = assemble(config, spec, adapter, self.case.techniques(), make_accelerator(), self.world)
-        self.ema = Ema(self.assembly.parameters, config.ema, CPU)
+        self.assembly.trained.ema = self.ema = Ema(self.assembly.parameters, config.ema, CPU)
         # Encoding takes longer than everything else.
         batch = torch.load(self.folder / self.case.batch, weights_only=False)
         self.shared = config.launch.sequence_parallel_size
@@ -165,7 +165,7 @@ class Run:
         if self.assembly.writes:
             identity = Identity("kandinsky5-image", "t2i-lite-sft", "full", 4, 3, "x", {})
             writer = CheckpointWriter(
-                folder, CheckpointConfig(), self.loader, self.ema, identity, {}, EventStream(print), lambda state: {},
+                folder, CheckpointConfig(), self.loader, identity, {}, EventStream(print), lambda state: {},
                 in_shards=in_shards,
             )  # fmt: skip
             complete = writer.write(folder, self.assembly, self.state)
@@ -177,7 +177,7 @@ class Run:
     def load(self, folder: Path) -> None:
         checkpoint = open_checkpoint(folder)
         assert checkpoint is not None
-        self.state = load_checkpoint(checkpoint, self.assembly, self.loader, self.ema, same_data=True)
+        self.state = load_checkpoint(checkpoint, self.assembly, self.loader, same_data=True)
 
 
 def run_case(name: str, checkpoint: Path, world: World, folder: Path) -> dict[str, Any]:

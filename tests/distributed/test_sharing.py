@@ -30,7 +30,16 @@ from simpletuner.distributed.sharing import SharedPhase, share_work
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
 from simpletuner.plan.entries import evaluated
-from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, Event, EventStream, MediaRendered, PhaseAdvanced
+from simpletuner.reporting.events import (
+    CACHING,
+    EVALUATION,
+    PREVIEWS,
+    Event,
+    EventStream,
+    MediaRendered,
+    PhaseAdvanced,
+    PhaseStarted,
+)
 from simpletuner.run.caches import CacheFiller, Encoding, build_adapter, prepare_caches
 from simpletuner.run.session import build_subjects, training_spec
 from simpletuner.training.assemble import assemble, make_accelerator
@@ -169,7 +178,7 @@ def everything(process: Process) -> dict[str, Any]:
 def build(process: Process, filler: CacheFiller) -> tuple[Assembly, ValidationRunner, EvaluationLoss]:
     plan, config = filler.plan, filler.plan.config
     assembly = assemble(config, training_spec(plan), filler.encoding.adapter, [], make_accelerator(), process.world)
-    ema = Ema(assembly.parameters, config.ema, CPU)
+    assembly.trained.ema = Ema(assembly.parameters, config.ema, CPU)
     with torch.no_grad():
         for name, parameter in assembly.parameters.items():
             if "lora_B" in name:
@@ -177,11 +186,9 @@ def build(process: Process, filler: CacheFiller) -> tuple[Assembly, ValidationRu
     encoding = filler.encoding
     reader = BatchReader(filler.catalogue, 0.0, plan.seed, encoding.restore, encoding.encode)
     subjects = build_subjects(plan, filler.catalogue, reader)
-    validation = ValidationRunner(config, subjects, plan.sizes, plan.output_dir, plan.seed, ema, process.events)
+    validation = ValidationRunner(config, subjects, plan.sizes, plan.output_dir, process.events)
     samples = {each.id: each.samples for each in evaluated(plan)}
-    evaluation = EvaluationLoss(
-        config.evaluation, samples, reader.read_sample, plan.seed, 4.0, ema, "comparison", process.events
-    )
+    evaluation = EvaluationLoss(config.evaluation, samples, reader.read_sample, 4.0, "comparison", process.events)
     return assembly, validation, evaluation
 
 
@@ -227,13 +234,11 @@ def test_what_the_watch_has_heard_stops_no_process_alone() -> None:
             events.stop.request()
             return [False, False]
 
-    phases: list[object] = []
-    share_work(
-        Hearing(0, 2), events, lambda stream: stream.phase("Rendering", 1),
-        lambda phase, keep: phases.append(phase.advance()), lambda place, value: None, in_lockstep=True,
-    )  # fmt: skip
+    results = share_work(
+        Hearing(0, 2), events, PhaseStarted("Rendering", 1), lambda phase: [(0, phase.advance())], in_lockstep=True
+    )
+    assert [*results] == [(0, None)], "all of them go on"
     assert events.stop.requested
-    assert phases == [None], "all of them go on"
 
 
 class Machines(World):

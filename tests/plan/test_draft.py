@@ -12,7 +12,7 @@ from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.draft import Draft
 
-JUNK: list[Any] = ["", "x", -1, float("nan"), ["a", 3], {"a": [1]}]
+JUNK: list[Any] = ["", "x", "~nouser/x", -1, float("nan"), ["a", 3], {"a": [1]}]
 
 
 def test_nothing_at_all_is_a_draft(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +25,10 @@ from simpletuner.run.session import publish_result
 from simpletuner.training import lora_files
 from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, STEP_NOTE
+from simpletuner.training.state import TrainState
 from simpletuner.training.trained import FullModel, Publication
 from tests.fidelity.family import make_config
-from tests.training.assembly import lora_of, make_assembly, make_batch, write_lora
+from tests.training.assembly import lora_of, make_assembly, write_lora
 from tests.workspace import Workspace
 
 
@@ -53,7 +55,7 @@ def test_a_file_that_was_not_written_as_trained_never_replaces_a_good_one(
     assembly = make_assembly(t2i_checkpoint)
     lora, publication = lora_of(assembly), make_publication(t2i_checkpoint, assembly.adapter)
     good = tmp_path / LORA_FILE
-    assert f"all {len(lora.state_dict())} tensors load" in lora.publish(tmp_path, publication, None)
+    assert f"all {len(lora.state_dict())} tensors load" in lora.publish(tmp_path, publication)
     before, write = good.read_bytes(), lora_files.write_weights
 
     def flawed(*given: Any) -> Path:
@@ -63,7 +65,7 @@ def test_a_file_that_was_not_written_as_trained_never_replaces_a_good_one(
 
     monkeypatch.setattr(lora_files, "write_weights", flawed)
     with pytest.raises(RuntimeError, match="does not load as it was saved"):
-        lora.publish(tmp_path, publication, None)
+        lora.publish(tmp_path, publication)
     assert good.read_bytes() == before
 
 
@@ -74,14 +76,15 @@ def test_nothing_that_is_not_finite_is_published(
 ) -> None:
     workspace = Workspace.create(tmp_path, t2i_checkpoint, model_type=kind)
     assembly = make_assembly(t2i_checkpoint, model_type=kind)
-    ema = Ema(assembly.parameters, EmaConfig(), torch.device("cpu"))
+    assembly.trained.ema = ema = Ema(assembly.parameters, EmaConfig(), torch.device("cpu"))
     weights = ema.average if averaged else assembly.parameters
     name = next(iter(weights))
     weights[name].data.view(-1)[0] = float("nan")
     with workspace.inside():
         plan, _ = ready_plan(parse_arguments([]))
+        session: Any = SimpleNamespace(plan=plan, assembly=assembly, state=TrainState())
         with pytest.raises(NonFiniteError, match=f"not saved: .*{re.escape(name)}"):
-            publish_result(plan, assembly, ema, {}, lambda: make_batch(t2i_checkpoint, ["a star"]))
+            publish_result(session)
     assert not list(tmp_path.rglob(LORA_FILE))
     assert not list(tmp_path.rglob(PIPELINE_FOLDER))
 
@@ -114,5 +117,5 @@ def test_a_pipeline_that_was_not_written_as_trained_is_not_published(
 
     monkeypatch.setattr(full, "verify", flawed)
     with pytest.raises(RuntimeError, match="is not what was trained"):
-        full.publish(tmp_path, publication, None)
+        full.publish(tmp_path, publication)
     assert not (tmp_path / PIPELINE_FOLDER).exists()

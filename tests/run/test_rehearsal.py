@@ -21,6 +21,7 @@ from simpletuner.distributed.world import World
 from simpletuner.errors import UserError
 from simpletuner.reporting.events import EventStream, Notice
 from simpletuner.run import rehearsal
+from simpletuner.run.session import Session
 from simpletuner.run.train import run_plan
 from simpletuner.techniques.base import Technique
 from simpletuner.training import step as steps
@@ -57,11 +58,11 @@ def pair(tmp_path: Path, filled: Workspace) -> list[Workspace]:
 
 
 def test_it_changes_no_result(pair: list[Workspace], monkeypatch: pytest.MonkeyPatch) -> None:
-    def watched(*arguments: Any) -> Iterator[Any]:
+    def watched(session: Session, *arguments: Any) -> Iterator[Any]:
         before = torch.get_rng_state()
-        yield from rehearsal.rehearse(*arguments)
+        yield from rehearsal.rehearse(session, *arguments)
         assert torch.equal(torch.get_rng_state(), before)
-        assert all(parameter.grad is None for parameter in arguments[0].parameters.values())
+        assert all(parameter.grad is None for parameter in session.assembly.parameters.values())
 
     monkeypatch.setattr("simpletuner.run.train.rehearse", watched)
     told, untold = run(pair[0], rehearsed=True), run(pair[1], rehearsed=None)
@@ -125,8 +126,8 @@ def test_a_process_allocates_the_state_of_its_part() -> None:
 def test_the_optimizer_state_that_is_still_to_come(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[float, float]] = []
 
-    def look(assembly: Any, *rest: Any) -> Any:
-        budget = rest[-1]
+    def look(session: Session, validation: Any, budget: Any) -> Any:
+        assembly = session.assembly
         before = rehearsal.coming_state(assembly, budget)
         for parameter in assembly.parameters.values():
             parameter.grad = torch.zeros_like(parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,6 +185,8 @@ def test_keeping_sparse_attention_costs_masks_on_a_cpu(checkpoints: dict[str, Pa
 def bytes_of_keeping(checkpoint: Path, case: str) -> int:
     """What a forward pass keeps more if it keeps the result of attention."""
     batch, kept = make_batch(checkpoint, case), []
+    gc.collect()
+    gc.freeze()  # what earlier tests have left need not be looked through each time
     for keep in (False, True):
         assembly = make_assembly(checkpoint, case, speed_keep_attention=keep)
         before = live_bytes()
@@ -195,8 +198,6 @@ def bytes_of_keeping(checkpoint: Path, case: str) -> int:
 
 def live_bytes() -> int:
     """Bytes of all tensors that Python can see, each storage counted once."""
-    import gc
-
     gc.collect()
     tensors = [each for each in gc.get_objects() if type(each) is Tensor]
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())

@@ -16,7 +16,7 @@ from simpletuner.config.schema import CheckpointConfig, EmaConfig
 from simpletuner.distributed.world import World
 from simpletuner.errors import DiskFullError, UserError
 from simpletuner.reporting.events import CheckpointSaved, Event, EventStream, StepReport
-from simpletuner.training import checkpoints
+from simpletuner.training import checkpoints, manifest
 from simpletuner.training.checkpoints import STATE_FILE, CheckpointWriter, load_checkpoint
 from simpletuner.training.ema import Ema
 from simpletuner.training.manifest import (
@@ -50,7 +50,7 @@ def make_writer(folder: Path, assembly: Any, seen: list[Event]) -> CheckpointWri
     loader: Any = Batches(None)
     config = CheckpointConfig(checkpoint_step_interval=100)
     return CheckpointWriter(
-        folder, config, loader, None, IDENTITY, {}, EventStream(seen.append), lambda state: {}, in_shards=False
+        folder, config, loader, IDENTITY, {}, EventStream(seen.append), lambda state: {}, in_shards=False
     )
 
 
@@ -58,7 +58,7 @@ def test_training_goes_on_while_a_checkpoint_is_completed(
     tmp_path: Path, t2i_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assembly, seen, go_on = make_assembly(t2i_checkpoint, model_type="full"), list[Event](), threading.Event()
-    monkeypatch.setattr(checkpoints, "describe_files", lambda folder: go_on.wait(5) and describe_files(folder))
+    monkeypatch.setattr(manifest, "describe_files", lambda folder: go_on.wait(5) and describe_files(folder))
     writer = make_writer(tmp_path, assembly, seen)
     before = {name: each.detach().clone() for name, each in assembly.parameters.items()}
     writer.save(assembly, TrainState(1))
@@ -86,10 +86,10 @@ def test_a_checkpoint_is_written_from_a_copy_while_training_goes_on(
 ) -> None:
     settings = {"lora_type": kind} if kind == "lokr" else {"model_type": kind}
     assembly, seen, go_on = make_assembly(t2i_checkpoint, **settings), list[Event](), threading.Event()
-    ema = Ema(assembly.parameters, EmaConfig(use_ema=True), CPU)
+    assembly.trained.ema = ema = Ema(assembly.parameters, EmaConfig(use_ema=True), CPU)
     batches: Any = Batches(make_batch(t2i_checkpoint, ["a star"]))
     writer = CheckpointWriter(
-        tmp_path, CheckpointConfig(), batches, ema, IDENTITY, {}, EventStream(seen.append), lambda state: {}
+        tmp_path, CheckpointConfig(), batches, IDENTITY, {}, EventStream(seen.append), lambda state: {}
     )
 
     def train(step: int) -> None:
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_cannot_be_completed_ends_the_run(
     def fail(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "describe_files", fail)
+    monkeypatch.setattr(manifest, "describe_files", fail)
     writer = make_writer(tmp_path, assembly, seen)
     writer.save(assembly, TrainState(1))
     with pytest.raises(DiskFullError, match="checkpoint-1: no space left"):
@@ -161,9 +161,7 @@ def lora(t2i_checkpoint: Path) -> Any:
 def test_a_file_that_was_edited_together_with_its_hash_is_said(tmp_path: Path, lora: Any, name: str) -> None:
     (edit, words), batches = FOREIGN[name], Batches(None)
     loader: Any = batches
-    writer = CheckpointWriter(
-        tmp_path, CheckpointConfig(), loader, None, IDENTITY, {}, EventStream(print), lambda state: {}
-    )
+    writer = CheckpointWriter(tmp_path, CheckpointConfig(), loader, IDENTITY, {}, EventStream(print), lambda state: {})
     complete = writer.write(tmp_path / "checkpoint-2", lora, TrainState(2, 1))
     assert complete is not None
     complete()
@@ -172,7 +170,7 @@ def test_a_file_that_was_edited_together_with_its_hash_is_said(tmp_path: Path, l
     checkpoint = open_checkpoint(tmp_path / "checkpoint-2")
     assert checkpoint is not None
     with pytest.raises(UserError, match=words) as caught:
-        load_checkpoint(checkpoint, lora, loader, None, same_data=True)
+        load_checkpoint(checkpoint, lora, loader, same_data=True)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -183,8 +181,8 @@ def test_a_failure_of_the_device_is_no_fault_of_a_checkpoint(
     def restore(*given: Any, **named: Any) -> None:
         raise failure("of the device")
 
-    monkeypatch.setattr(checkpoints, "damaged_files", lambda checkpoint: [])
+    monkeypatch.setattr(manifest, "damaged_files", lambda checkpoint: [])
     monkeypatch.setattr(checkpoints, "_restore", restore)
     alone: Any = SimpleNamespace(world=World())
     with pytest.raises(failure, match="of the device"):
-        load_checkpoint(alone, alone, alone, None, same_data=True)
+        load_checkpoint(alone, alone, alone, same_data=True)

@@ -225,7 +225,7 @@ def test_weights_that_are_not_finite_are_named() -> None:
 def test_nothing_that_is_not_finite_is_saved(tmp_path: Path, t2i_checkpoint: Path, kind: str, part: str) -> None:
     assembly = make_assembly(t2i_checkpoint, model_type=kind)
     assembly.modules["Projector"] = nn.Linear(2, 2)
-    ema = Ema(assembly.parameters, EmaConfig(), torch.device("cpu"))
+    assembly.trained.ema = ema = Ema(assembly.parameters, EmaConfig(), torch.device("cpu"))
     name = list(assembly.parameters)[3]
     spoilt = {
         "weight": assembly.parameters[name],
@@ -236,9 +236,7 @@ def test_nothing_that_is_not_finite_is_saved(tmp_path: Path, t2i_checkpoint: Pat
     named = {"weight": name, "average": f"EMA of {name}", "module": "Projector.bias"}[part]
     identity = Identity("kandinsky5-image", "t2i-lite-sft", kind, 1, seed=1, datasets="", versions={})
     loader: Any = None  # never asked
-    writer = CheckpointWriter(
-        tmp_path, CheckpointConfig(), loader, ema, identity, {}, EventStream(print), lambda state: {}
-    )
+    writer = CheckpointWriter(tmp_path, CheckpointConfig(), loader, identity, {}, EventStream(print), lambda state: {})
     with pytest.raises(NonFiniteError, match=f"not saved: {re.escape(named)}"):
         writer.write(tmp_path / "checkpoint-1", assembly, TrainState(1))
     assert not list(tmp_path.iterdir())
@@ -250,7 +248,7 @@ def test_nothing_that_is_not_finite_is_loaded(tmp_path: Path, t2i_checkpoint: Pa
     name, parameter = list(assembly.parameters.items())[3]
     parameter.data.view(-1)[0] = math.inf
     (tmp_path / STATE_FOLDER).mkdir()
-    for draft in assembly.trained.drafts(ema=None, note={}):
+    for draft in assembly.trained.drafts({}):
         draft.write_into(tmp_path)
     parameter.data.zero_()
     with pytest.raises(UserError, match=f"NaN or infinite values in {re.escape(name)}; choose an earlier"):

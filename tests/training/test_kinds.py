@@ -138,9 +138,9 @@ def test_published_as_a_stock_lora(
     for step in range(steps):
         optimizer_step(assembly, Batches(batch), step)
     adapter, own = adapter_of(assembly), predict(assembly, t2i_checkpoint)
-    ema = Ema(assembly.parameters, EmaConfig(), torch.device("cpu")) if averaged else None
+    adapter.ema = Ema(assembly.parameters, EmaConfig(), torch.device("cpu")) if averaged else None
     publication = make_publication(t2i_checkpoint, assembly.adapter, lambda: predict(assembly, t2i_checkpoint))
-    message = adapter.publish(tmp_path, publication, ema)
+    message = adapter.publish(tmp_path, publication)
     notes = read_header(tmp_path / LORA_FILE)[METADATA]
     weights, forward = float(notes[WEIGHT_ERROR]), float(notes[FORWARD_ERROR])
     with adapter.disabled():
@@ -238,7 +238,7 @@ def test_offload_and_checkpointing_change_nothing(t2i_checkpoint: Path, kind: st
 def test_a_quantised_base_is_published_as_a_lora(t2i_checkpoint: Path, tmp_path: Path, kind: str) -> None:
     assembly = trained(t2i_checkpoint, kind, base_model_precision="int8-quanto")
     publication = make_publication(t2i_checkpoint, assembly.adapter, lambda: predict(assembly, t2i_checkpoint))
-    adapter_of(assembly).publish(tmp_path, publication, None)
+    adapter_of(assembly).publish(tmp_path, publication)
     assert 0 < float(read_header(tmp_path / LORA_FILE)[METADATA][FORWARD_ERROR]) <= 1e-2
 
 
@@ -284,7 +284,7 @@ def test_the_video_families_load_it_too(tmp_path: Path, make: Any, kind: str) ->
         for parameter in assembly.parameters.values():
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     publication = make_publication(tmp_path / "checkpoint", assembly.adapter, lambda: torch.ones(1))
-    adapter.publish(tmp_path, publication, None)
+    adapter.publish(tmp_path, publication)
     pipeline.load_lora_weights(tmp_path)
     missing, whole = 0.0, 0.0
     with torch.no_grad():

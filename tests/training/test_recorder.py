@@ -80,7 +80,7 @@ def test_a_step_says_what_it_waited_for_and_what_it_computed(assembly: Assembly,
 def test_the_record_has_the_shares(tmp_path: Path, assembly: Assembly) -> None:
     listener = Listener()
     events = EventStream(RunRecord(tmp_path, 0), listener)
-    recorder = Recorder(events, None, 1, matmul_flops=1e12)
+    recorder = Recorder(events, 1, matmul_flops=1e12)
     recorder.on_step_end(assembly, TrainState(), report(1))
     recorder.on_step_end(assembly, TrainState(), report(2, 2.0, weights_seconds=0.5, flops=8e11))
     events.publish(StateChanged("finished", 2, 2))
@@ -103,7 +103,7 @@ def test_there_is_no_utilisation_without_both_numbers() -> None:
 def test_slow_steps_are_told_by_the_display(assembly: Assembly) -> None:
     listener, clock = Listener(), [0.0]
     watcher = SlowSteps(lambda: clock[0])
-    recorder = Recorder(EventStream(listener), None, 1, slow_steps=watcher)
+    recorder = Recorder(EventStream(listener), 1, slow_steps=watcher)
     for step in range(1, 2 * ENOUGH + RECENT + 1):
         seconds = 1.0 if step <= 2 * ENOUGH else 2.0
         clock[0] += seconds
@@ -115,7 +115,7 @@ def test_slow_steps_are_told_by_the_display(assembly: Assembly) -> None:
 
 def test_steps_with_further_passes_are_slower_by_design(assembly: Assembly) -> None:
     listener, clock = Listener(), [0.0]
-    recorder = Recorder(EventStream(listener), None, 1, slow_steps=SlowSteps(lambda: clock[0]))
+    recorder = Recorder(EventStream(listener), 1, slow_steps=SlowSteps(lambda: clock[0]))
     for step in range(1, 4 * ENOUGH):
         passes = 3 if step % 20 > 14 else 1  # also several times in a row, by chance
         clock[0] += passes

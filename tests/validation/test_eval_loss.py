@@ -39,7 +39,7 @@ def sample(name: str) -> Sample:
     return Sample("d", name, Path(), "a" * 64, (32, 32), geometry, ("a star",))
 
 
-def evaluation(batch: Batch, ema: Ema | None = None, **settings: Any) -> EvaluationLoss:
+def evaluation(batch: Batch, **settings: Any) -> EvaluationLoss:
     """Of two samples; each is read as its part of the batch."""
 
     def read(one: Sample) -> Batch:
@@ -49,7 +49,7 @@ def evaluation(batch: Batch, ema: Ema | None = None, **settings: Any) -> Evaluat
 
     config = EvaluationConfig(**{"eval_steps_interval": 1, "eval_timesteps": 3, **settings})
     return EvaluationLoss(
-        config=config, datasets={"d": [sample("0"), sample("1")]}, read=read, seed=5, steps_per_epoch=4.0, ema=ema,
+        config=config, datasets={"d": [sample("0"), sample("1")]}, read=read, steps_per_epoch=4.0,
         ema_validation="comparison", events=EventStream(),
     )  # fmt: skip
 
@@ -96,11 +96,12 @@ def test_the_average_has_a_loss_of_its_own(t2i_checkpoint: Path, batch: Batch) -
                 parameter.fill_(0.3)
     trained = evaluation(batch).evaluate(assembly, 1)["loss/val/d"]
     assert trained != pytest.approx(plain, rel=1e-4), "the two are ten times further apart than is accepted as equal"
-    both = evaluation(batch, ema, eval_dataset_pooling=True).evaluate(assembly, 1)
+    assembly.trained.ema = ema
+    both = evaluation(batch, eval_dataset_pooling=True).evaluate(assembly, 1)
     assert both["loss/val/d/ema"] == pytest.approx(plain, rel=1e-5)
     assert both["loss/val/d"] == pytest.approx(trained, rel=1e-5)
     assert both["loss/val/pooled"] == both["loss/val/d"]
-    alone = replace(evaluation(batch, ema), ema_validation="ema_only").evaluate(assembly, 1)
+    alone = replace(evaluation(batch), ema_validation="ema_only").evaluate(assembly, 1)
     assert alone == {"loss/val/d": both["loss/val/d/ema"]}
 
 

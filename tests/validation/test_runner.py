@@ -58,14 +58,14 @@ def test_the_vae_is_gone_before_its_memory_is_given_back(
     validation = runner.ValidationRunner(
         make_config(tmp_path, **settings),
         [runner.Subject(ValidationPrompt("a", "a", "a star"), lambda size: {}, lambda size: {})],
-        [(16, 16)], tmp_path, 0, None, EventStream(),
+        [(16, 16)], tmp_path, EventStream(),
     )  # fmt: skip
     accelerator = SimpleNamespace(unwrap_model=lambda model: model, device=CPU)
     assembly: Any = SimpleNamespace(
         accelerator=accelerator, adapter=SimpleNamespace(load_preview_pipeline=load, spec=KANDINSKY5_IMAGE),
-        transformer=nn.Identity(),
-        sampling_weights=nullcontext, world=World(), is_sharded=False, parameters={}, module_parameters={},
-        settings=SimpleNamespace(total_steps=9),
+        transformer=nn.Identity(), trained=SimpleNamespace(ema=None),
+        sampling_weights=nullcontext, averaged=nullcontext, world=World(), is_sharded=False, parameters={},
+        module_parameters={}, settings=SimpleNamespace(total_steps=9, seed=0),
     )  # fmt: skip
     for step in range(2):
         validation.rehearse(assembly) if rehearsed else validation.render(assembly, TrainState(step))

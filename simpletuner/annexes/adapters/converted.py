@@ -29,7 +29,6 @@ from simpletuner.diffusion.seeds import seeded
 from simpletuner.models.cost import Adapters
 from simpletuner.models.lora_keys import Targets
 from simpletuner.models.spec import FamilySpec
-from simpletuner.training.ema import Ema
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
 from simpletuner.training.lora_files import (
     PREFIXES,
@@ -116,17 +115,17 @@ class ConvertedAdapter(AdapterWeights, ABC):
     def disabled(self) -> AbstractContextManager[None]:
         """See `Trained.disabled`."""
 
-    def drafts(self, *, ema: Ema | None, note: Mapping[str, str]) -> Generator[Draft]:
+    def drafts(self, note: Mapping[str, str]) -> Generator[Draft]:
         yield self.native(note)
-        if ema is not None:
-            with ema.applied():
+        if self.ema is not None:
+            with self.ema.applied():
                 averaged = self.native(note)
                 yield Draft(lambda folder, weights: averaged.write(folder / "ema", weights), averaged.content)
         yield self.exact()
 
-    def publish(self, output_dir: Path, publication: Publication, ema: Ema | None) -> str:
-        if ema is not None:
-            with ema.applied():
+    def publish(self, output_dir: Path, publication: Publication) -> str:
+        if self.ema is not None:
+            with self.ema.applied():
                 self._publish(output_dir / "ema", publication)
         lora, errors = self._publish(output_dir, publication)
         size = (output_dir / LORA_FILE).stat().st_size / 1e6

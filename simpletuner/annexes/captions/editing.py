@@ -101,9 +101,14 @@ def content_of(text: str) -> str:
     return f"{content}\n" if content else ""
 
 
+def _tidied(edit: Edit) -> Edit:
+    """An edit whose results are what a caption file holds, where it changes anything."""
+    return lambda name, text: text if (after := edit(name, text)) == text else content_of(after)
+
+
 def replacing(find: str, new: str) -> Edit:
     """Replaces a text wherever it occurs."""
-    return lambda name, text: text.replace(find, new)
+    return _tidied(lambda name, text: text.replace(find, new))
 
 
 def prefixing(trigger: str, *, whole: bool) -> Edit:
@@ -123,11 +128,11 @@ def prefixing(trigger: str, *, whole: bool) -> Edit:
         lines = [text] if whole else text.split("\n")
         return "\n".join(line if begins.match(line) else f"{wording.lead}{line}" for line in lines)
 
-    return edit
+    return _tidied(edit)
 
 
 def restoring(backup: Path) -> Reading[Edit]:
-    """Undoes changes that were made at once, by what was kept of them."""
+    """Undoes changes that were made at once, by what was kept of them: also what training would refuse comes back."""
     texts: Mapping[str, str] = (yield from read_json(backup, dict, "the captions of a dataset")) or {}
     return lambda name, text: texts.get(name, text)
 
@@ -149,7 +154,7 @@ def changes_of(files: Mapping[str, Path], edit: Edit) -> tuple[list[CaptionChang
             unreadable.append(name)
             continue
         if (after := edit(name, text)) != text:
-            changes.append(CaptionChange(name, path, text, content_of(after)))
+            changes.append(CaptionChange(name, path, text, after))
     return changes, unreadable
 
 

@@ -18,6 +18,7 @@ from simpletuner.budget.workload import Workload
 from simpletuner.config.optimizers import may_change
 from simpletuner.config.schema import CHOSEN, PLAIN_PRECISIONS, RunConfig
 from simpletuner.config.speed import graph_key, keeps_attention, plain_math
+from simpletuner.config.values import typed
 from simpletuner.errors import Problem
 from simpletuner.plan.checks import conflicts
 from simpletuner.plan.environment import check_launch, check_offload, may_shard
@@ -51,16 +52,12 @@ class Change:
     apply: Callable[[Workload], Workload] = lambda workload: workload
 
     def __str__(self) -> str:
-        return self.words or ", ".join(f"{key} {_written(value)}" for key, value in self.values.items())
+        return self.words or ", ".join(f"{key} {typed(value)}" for key, value in self.values.items())
 
     def of(self, budget: Budget) -> Budget:
         """The budget after this change."""
         config = budget.config.with_values(self.values, CHOSEN)
         return replace(budget, config=config, workload=self.apply(budget.workload))
-
-
-def _written(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _after(budget: Budget, changes: Sequence[Change]) -> Budget:

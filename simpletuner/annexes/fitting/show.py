@@ -28,6 +28,7 @@ from simpletuner.budget.outcomes import UNCORRECTED
 from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
 from simpletuner.config.schema import ValidationConfig, all_options
+from simpletuner.config.values import typed
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
 from simpletuner.errors import Problem
@@ -70,7 +71,9 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield from _length_lines(plan)
     yield ""
     yield "Settings and their origins (without defaults):"
-    yield from _setting_lines(plan)
+    changed = changed_settings(plan)
+    width = max((len(name) for name, _, _ in changed), default=0)
+    yield from (f"  {name:<{width}}  {typed(value)}  ({origin})" for name, value, origin in changed)
     for dataset in plan.datasets:
         yield ""
         yield from _ledger_lines(dataset)
@@ -97,14 +100,6 @@ def _length_lines(plan: Plan) -> Iterator[str]:
     yield f"{_count(length.batches_per_epoch, 'batch', 'batches')} an epoch, {_count(length.epochs, 'epoch')}"
     if plan.resume is not None:
         yield f"continues from {plan.resume.path.name} (step {plan.resume.step})"
-
-
-def _setting_lines(plan: Plan) -> Iterator[str]:
-    changed = changed_settings(plan)
-    width = max((len(name) for name, _, _ in changed), default=0)
-    for name, value, origin in changed:
-        written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        yield f"  {name:<{width}}  {written}  ({origin})"
 
 
 def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:

@@ -204,7 +204,7 @@ def edit_in(library: Library, body: Mapping[str, Any]) -> editing.Edit:
 def start_captioning(request: Request, body: dict[str, Any]) -> Response:
     """Caption the files that have no caption, in a process: `{"config", "dataset", "style", "trigger"}`."""
     library, runs = editable(request, body), runs_of(request)
-    if busy := request.app.state.queue.worker.at_work():
+    if busy := request.app.state.queue.at_work:
         raise Refusal(409, f"Captions need the GPU, which is in use for {busy}; wait until that ends.")
     project, name = project_of(request), str(body.get("config") or "config")
     folder = project.inside(library.context.output_dir)

@@ -27,7 +27,7 @@ from simpletuner.annexes.figures import Columns, evaluation_points
 from simpletuner.atomic import build_folder, write_json
 from simpletuner.config.optimizers import learning_rate, optimizer_name
 from simpletuner.config.precision import transformer_dtype
-from simpletuner.config.values import read_json
+from simpletuner.config.values import home_path, read_json
 from simpletuner.errors import result_of
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.registry import load_adapter
@@ -128,7 +128,7 @@ def _is_private(value: Any) -> bool:
         return False
     with suppress(OSError, ValueError):  # too long for a path
         # A bare name is private if it exists here; PATH recognises paths that do not.
-        if Path(value).expanduser().exists():
+        if home_path(value).exists():
             return True
     return HIDDEN in value or PATH.search(value) is not None
 

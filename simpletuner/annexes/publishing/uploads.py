@@ -268,7 +268,6 @@ class Upload:
     """
 
     name: str
-    step: int
     folder: Path
     files: Mapping[str, Path]
     message: str
@@ -293,7 +292,7 @@ def make_upload(output_dir: Path, folder: Path, step: int, checkpoints: Iterable
     for checkpoint in checkpoints:
         files |= {f"{checkpoint.name}/{path}": local for path, local in loaded_files(checkpoint).items()}
     name = f"step {step}" if folder == output_dir else folder.name
-    return Upload(name, step, folder, files, read_notes(card).get("summary", f"Trained for {step} steps."))
+    return Upload(name, folder, files, read_notes(card).get("summary", f"Trained for {step} steps."))
 
 
 @dataclass
@@ -323,6 +322,7 @@ class Hub:
         Raises:
             UserError: nothing can be uploaded there.
         """
+        from huggingface_hub import get_session, get_token
         from huggingface_hub.errors import HfHubHTTPError
 
         try:
@@ -334,9 +334,11 @@ class Hub:
                 self.repository = f"{login['name']}/{self.repository}"
             self._api.create_repo(self.repository, private=self.private, exist_ok=True)
             # Says nothing about an existing repository that only others may write to.
-            if self._get("/auth-check/write").status_code in (401, 403):
+            address = f"{self._api.endpoint}/api/models/{self.repository}/auth-check/write"
+            answer = get_session().get(address, headers={"authorization": f"Bearer {get_token()}"})
+            if answer.status_code in (401, 403):
                 raise UserError(f"push_to_hub: {FORBIDDEN[403]} to {self.repository}.")
-            answer = self._get()
+            is_public = self._api.model_info(self.repository).private is False
         except UserError:
             raise
         except HfHubHTTPError as error:
@@ -345,15 +347,8 @@ class Hub:
         except Exception as error:  # noqa: BLE001 - of the HTTP library, which depends on the hub's version
             message = f"push_to_hub: {self._api.endpoint} cannot be reached ({type(error).__name__}: {error})."
             raise UserError(message) from None
-        is_public = answer.status_code == 200 and answer.json().get("private") is False
         warning = f"model_card_private has no effect: {self.repository} exists on the hub and is public."
         return warning if self.private and is_public else ""
-
-    def _get(self, path: str = "") -> Any:
-        from huggingface_hub import get_session, get_token
-
-        headers = {"authorization": f"Bearer {get_token()}"}
-        return get_session().get(f"{self._api.endpoint}/api/models/{self.repository}{path}", headers=headers)
 
     def upload(self, upload: Upload) -> str:
         """Upload in one commit, without large files that were already uploaded. Returns the address."""

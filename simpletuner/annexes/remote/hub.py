@@ -24,6 +24,7 @@ from simpletuner.atomic import write_json
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.option import Package, check_installed
 from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter
+from simpletuner.config.values import home_path
 from simpletuner.data.captions import check_columns, first_texts, texts_in
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import decode
@@ -91,7 +92,7 @@ def _commit(config: DatasetConfig, *, asks: bool) -> str:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     name = config.dataset_name or ""
-    folder = Path(name).expanduser()
+    folder = home_path(name)
     if folder.is_dir():
         files = [(str(path), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
         return _digest([(path, status.st_size, status.st_mtime_ns) for path, status in files])
@@ -130,7 +131,7 @@ def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:
     from datasets.exceptions import DatasetsError
 
     name, processes = str(config.dataset_name), min(config.num_proc, os.cpu_count() or 1)
-    folder = Path(name).expanduser()
+    folder = home_path(name)
     # The commit, as the branch may have moved since it was looked up.
     place = {"path": str(folder)} if folder.is_dir() else {"path": name, "revision": commit}
     try:

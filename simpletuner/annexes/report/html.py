@@ -50,7 +50,9 @@ def render(template: str, **values: object) -> str:
 def gallery(metrics: Columns, previews: Sequence[MediaRecord], folder: Path, *, with_mfu: bool) -> dict[str, Any]:
     """What templates need for the curves of some metrics and a grid of previews, whose paths are below `folder`."""
     grid, scripts = build_grid(previews, folder), ("curves.js", "viewer.js", "page.js")
-    return {"grid": grid, "left_out": left_out(grid), "scripts": scripts, **curves(metrics, with_mfu=with_mfu)}
+    counts = {"steps": grid.hidden_steps, "prompts": grid.hidden_rows}
+    left_out = [f"{count:,} more {what}" for what, count in counts.items() if count]
+    return {"grid": grid, "left_out": left_out, "scripts": scripts, **curves(metrics, with_mfu=with_mfu)}
 
 
 def curves(metrics: Columns, *, with_mfu: bool = True, beside: Mapping[str, Columns] | None = None) -> dict[str, Any]:
@@ -67,12 +69,6 @@ def with_lines_of(chart: Chart, name: str, others: Sequence[Chart]) -> Chart:
     """A chart with the lines that the charts of another run have under its title; histograms stay as they are."""
     theirs = [line for each in others if each.title == chart.title and not chart.bars for line in each.series]
     return replace(chart, series=[*chart.series, *(replace(line, name=f"{name}: {line.name}") for line in theirs)])
-
-
-def left_out(grid: PreviewGrid) -> list[str]:
-    """What the grid does not show, in words."""
-    counts = {"steps": grid.hidden_steps, "prompts": grid.hidden_rows}
-    return [f"{count:,} more {what}" for what, count in counts.items() if count]
 
 
 def program_in(report: Path) -> str:
@@ -372,7 +368,9 @@ def build_grid(
     shown = ordered[:ROWS]
     all_steps = steps_of(shown)
     steps = choose_steps(all_steps, columns_beside(shown))
-    allowance = _allowance(sum(record.step in steps for row in shown for record in row))
+    count = sum(record.step in steps for row in shown for record in row)
+    # Bytes of one, which change only when their number doubles: a change re-encodes all of them.
+    allowance = BUDGET // (1 << max(0, count - 1).bit_length())
     source = link or partial(_source, output_dir=output_dir, allowance=allowance)
     rows = [_build_row(row, steps, source) for row in shown]
     return PreviewGrid(steps, rows, len(all_steps) - len(steps), len(ordered) - len(shown))
@@ -438,11 +436,6 @@ def choose_steps(steps: Sequence[int], limit: int) -> list[int]:
     span = steps[-1] - steps[0]
     wanted = (steps[0] + index * span / (limit - 1) for index in range(limit))
     return sorted({min(steps, key=lambda step: (abs(step - target), step)) for target in wanted})
-
-
-def _allowance(count: int) -> int:
-    """Bytes for one of `count` pictures, which changes only when `count` doubles: a change re-encodes all of them."""
-    return BUDGET // (1 << max(0, count - 1).bit_length())
 
 
 def _source(record: MediaRecord, output_dir: Path, allowance: int) -> str:

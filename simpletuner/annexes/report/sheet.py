@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from textwrap import wrap
@@ -162,5 +162,6 @@ def still(path: Path) -> Image.Image:
     import av  # the page imports this module and decodes no clip
 
     with av.open(str(path)) as clip:
-        frames = list(clip.decode(video=0))
-        return frames[len(frames) // 2].to_image()
+        # 0 if the file does not say how many it has.
+        middle = clip.streams.video[0].frames // 2
+        return next(islice(clip.decode(video=0), middle, None)).to_image()

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, fitting_frames, probe_clip
-from simpletuner.data.discovery import Scan, pair_key, scan
+from simpletuner.data.discovery import Scan, is_readable, pair_key, scan
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import probe
 from simpletuner.errors import UserError
@@ -55,10 +55,12 @@ class Material:
         Raises:
             UserError: it holds nothing to train on, or pictures beside clips.
         """
-        if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder.")
+        if not is_readable(folder):
+            raise UserError(f"{folder} cannot be read." if folder.is_dir() else f"{folder} is not a folder.")
         if pair := _pair(folder):
-            return cls(pair[1], scan(pair[1]), sources=pair[0])
+            if not (pictures := scan(pair[1])).files:
+                raise UserError(f"{pair[1]} holds no pictures.")
+            return cls(pair[1], pictures, sources=pair[0])
         pictures, clips = scan(folder), scan(folder, CLIP_SUFFIXES)
         if pictures.files and clips.files and not mixed:
             counts = f"pictures ({len(pictures.files)}) and clips ({len(clips.files)})"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from simpletuner.annexes.start.material import Material
-from simpletuner.annexes.start.recipe import TRIGGER, Recipe, Start, run_name
+from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, run_name
 from simpletuner.annexes.wizard.talk import Talk
-from simpletuner.errors import UserError, did_you_mean
+from simpletuner.errors import Problems, UserError, did_you_mean
+from simpletuner.plan.draft import Draft
 
 
 def ask(
@@ -22,11 +23,11 @@ def ask(
 
     Args:
         given: `purpose`, `trigger`, `model` and `name` from the command line.
-        settings: keys of the config from there.
+        settings: keys of the config from there, by their main names.
         captions: captions will be written for files that have none.
 
     Raises:
-        UserError: the folder or an answer cannot be used.
+        UserError: the folder, an answer or a setting cannot be used.
     """
     material = Material.of(folder)
     name = _free_name(given["name"] or run_name(folder))
@@ -34,18 +35,28 @@ def ask(
     talk.tell(f"{folder}: {material.describe()}")
     purposes = {purpose: Recipe.of(purpose).title for purpose in material.purposes}
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"], "--purpose")
-    trigger = (given["trigger"] or "").strip()
-    if not trigger and purpose != "edit":
-        what = f", and what it is, as in: {TRIGGER}, a grey cat" if purpose == "subject" else ""
-        trigger = talk.read_line(f"A word for it that the model does not know{what} [{TRIGGER}]: ") or TRIGGER
+    trigger = (given["trigger"] or "").strip() or _ask_trigger(talk, purpose)
     captioned = captions or not material.uncaptioned
-    # As JSON has them: 500 and not "500".
-    values = {key: value if (read := _as_json(value)) is None else read for key, value in settings.items()}
+    values = {key: _as_json(value) for key, value in settings.items()}
 
     def start(example: str) -> Start:
         return Start(name, material, purpose, trigger, example, captioned, values)
 
-    return start(_choose_model(talk, material.models, given["model"], start))
+    starts = {model.removesuffix("-lora"): start(model) for model in material.models}
+    if captions and material.uncaptioned:
+        starts = _with_captioner(starts, given["model"])
+    made = starts[_choose_model(talk, starts, given["model"])]
+    # Before anything is written; the files beside the config come with it.
+    judged = {key: value for key, value in made.config().items() if key not in FILES or key in values}
+    Problems(Draft(made.folder / "config.json", judged).judgement.problems).raise_if_fatal()
+    return made
+
+
+def _ask_trigger(talk: Talk, purpose: str) -> str:
+    if purpose == "edit":
+        return ""
+    what = f", and what it is, as in: {TRIGGER}, a grey cat" if purpose == "subject" else ""
+    return talk.read_line(f"A word for it that the model does not know{what} [{TRIGGER}]: ") or TRIGGER
 
 
 def _free_name(name: str) -> str:
@@ -58,9 +69,10 @@ def _free_name(name: str) -> str:
 
 
 def _as_json(value: object) -> Any:
+    """A value as JSON has it: 500 and not "500"."""
     with suppress(ValueError):
-        return json.loads(value) if isinstance(value, str) else None
-    return None
+        return json.loads(value) if isinstance(value, str) else value
+    return value
 
 
 def _check_captions(material: Material, *, captions: bool) -> None:
@@ -73,12 +85,20 @@ def _check_captions(material: Material, *, captions: bool) -> None:
     )
 
 
-def _choose_model(talk: Talk, models: Sequence[str], given: str | None, start: Any) -> str:
-    """The example of the model: what fits comes first, in the order of the list."""
-    verdicts = {model: start(model).verdict() for model in models} if len(models) > 1 and given is None else {}
-    ordered = sorted(models, key=lambda model: not verdicts.get(model, (True, ""))[0])
-    choices = {model.removesuffix("-lora"): verdicts.get(model, (True, ""))[1] for model in ordered}
-    return f"{_choose(talk, 'Which model?', choices, given, '--model')}-lora"
+def _with_captioner(starts: Mapping[str, Start], given: str | None) -> dict[str, Start]:
+    """Those whose model can write the captions."""
+    able = {model: start for model, start in starts.items() if start.spec.words.captioner}
+    if given in starts.keys() - able.keys():
+        raise UserError(f"--caption: the text encoder of {given} writes none; choose another model.")
+    return able
+
+
+def _choose_model(talk: Talk, starts: Mapping[str, Start], given: str | None) -> str:
+    """The model: what fits comes first, in the order of the list."""
+    judged = len(starts) > 1 and given is None
+    verdicts = {model: start.verdict() if judged else (True, "") for model, start in starts.items()}
+    choices = {model: verdicts[model][1] for model in sorted(starts, key=lambda model: not verdicts[model][0])}
+    return _choose(talk, "Which model?", choices, given, "--model")
 
 
 def _choose(talk: Talk, text: str, choices: Mapping[str, str], given: str | None, option: str) -> str:

@@ -11,9 +11,12 @@ import os
 import re
 import shutil
 import stat
+import struct
+import time
 import unicodedata
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from zipfile import BadZipFile, ZipFile, ZipInfo
@@ -26,7 +29,7 @@ from simpletuner.data.files import LARGEST_CLIP
 from simpletuner.data.media import PICTURE_SUFFIXES
 from simpletuner.errors import DiskFullError, UserError
 
-ZIP = ".zip"
+ZIP, HIDDEN = ".zip", ".upload-"
 USED = PICTURE_SUFFIXES | CLIP_SUFFIXES | {CAPTION_SUFFIX}
 LARGEST_FILE = LARGEST_CLIP  # also of a zip, packed and unpacked
 MOST_FILES = 10_000  # of a zip, or dropped at once
@@ -38,7 +41,10 @@ LONGEST_NAME = 200  # bytes; file systems take 255, and temporary files add to a
 UNSAFE = re.compile(r'[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff<>:"|?*]')
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)  # devices of Windows
 SEPARATORS = re.compile(r"[/\\]")
-END_OF_ZIP, LONGEST_END = b"PK\5\6", 22 + 2**16
+LONGEST_LIST = MOST_FILES * 1024  # bytes of the list of files in a zip, which is read into memory
+END_OF_ZIP, LARGE_ZIP = b"PK\5\6", b"PK\6\7"  # what begins the end of a zip, and the 20 bytes before it in a large one
+LARGE_END, LONGEST_END = 56 + 20, 56 + 20 + 22 + 2**16
+LEFT_SECONDS = 3600.0  # without a byte, after which an upload belongs to a server that was killed
 
 
 def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str], dict[str, str]]:
@@ -58,7 +64,8 @@ def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str],
     is_zip, received = name.lower().endswith(ZIP), 0
     if not is_zip and (reason := why_unused(name)):
         return [], {name: reason}
-    with writing_to(folder / name), TemporaryDirectory(prefix=".upload-", dir=folder) as hidden:
+    _sweep(folder)
+    with writing_to(folder / name), TemporaryDirectory(prefix=HIDDEN, dir=folder) as hidden:
         # Not flushed to the disk: training detects a file that a power cut has torn.
         file = Path(hidden, f"0{Path(name).suffix.lower()}")
         with file.open("xb") as target:
@@ -69,6 +76,14 @@ def receive(folder: Path, name: str, parts: Iterable[bytes]) -> tuple[list[str],
                 target.write(part)
         found, skipped = unpack(file, name) if is_zip else ({name: file}, {})
         return _place(found, folder, skipped)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed server has left."""
+    for left in folder.glob(f"{HIDDEN}*/"):
+        with suppress(FileNotFoundError):  # its upload has just ended
+            if max(path.stat().st_mtime for path in (left, *left.iterdir())) < time.time() - LEFT_SECONDS:
+                shutil.rmtree(left)
 
 
 def _place(found: Mapping[str, Path], folder: Path, skipped: dict[str, str]) -> tuple[list[str], dict[str, str]]:
@@ -143,11 +158,14 @@ class _Fault(Exception):
 
 
 def _check_end(archive: Path) -> None:
-    """Raise for a zip of too many files before all of them are listed in memory."""
+    """Raise for a zip of too many files before all of them are listed in memory, whatever number it claims."""
     with archive.open("rb") as file:
         file.seek(max(0, archive.stat().st_size - LONGEST_END))
-        _, found, end = file.read().rpartition(END_OF_ZIP)
-    if found and int.from_bytes(end[6:8], "little") > MOST_FILES:
+        before, found, end = file.read().rpartition(END_OF_ZIP)
+    count, size = struct.unpack_from("<6xHL", end.ljust(12)) if found else (0, 0)
+    if found and before[-20:-16] == LARGE_ZIP:
+        count, size = struct.unpack_from("<32x2Q", before[-LARGE_END:].ljust(LARGE_END))
+    if count > MOST_FILES or size > LONGEST_LIST:
         raise _Fault(f"it holds more than {MOST_FILES:,} files")
 
 

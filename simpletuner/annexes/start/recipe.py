@@ -18,12 +18,13 @@ from unicodedata import category
 from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.start.material import Material
-from simpletuner.atomic import build_folder, write_json
+from simpletuner.atomic import write_json
 from simpletuner.budget.device import find_device
 from simpletuner.config.schema import render_config
 from simpletuner.config.sources import EXAMPLES, Arguments
 from simpletuner.errors import ConfigError, Problems, UserError
 from simpletuner.models.registry import FAMILIES
+from simpletuner.models.spec import FamilySpec
 
 TRIGGER = "zkt"  # no word, and a single token in no language
 # Of so many files an eighth is held out, up to four: with fewer files each of them is worth more in training. Each is
@@ -106,6 +107,10 @@ class Start:
         return Recipe.of(self.purpose)
 
     @property
+    def spec(self) -> FamilySpec:
+        return FAMILIES[read_example(self.example)["model_family"]]
+
+    @property
     def phrase(self) -> str:
         return self.recipe.phrase.format(trigger=self.trigger)
 
@@ -117,13 +122,15 @@ class Start:
 
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
-        config = read_example(self.example)
+        config, steps = read_example(self.example), self.settings.get("max_train_steps")
         config.pop("validation_step_interval")
         config |= {
             "output_dir": f"output/{self.name}",
             **{key: (self.folder / file).as_posix() for key, file in FILES.items()},
             **self.recipe.values(len(self.material.files.files) - self.held_out, self.trigger),
         }
+        if isinstance(steps, int) and steps > 0:
+            config["checkpoint_step_interval"] = max(1, steps // CHECKPOINTS)
         word, _, what = self.phrase.partition(", ")
         if self.purpose == "subject" and what:
             # The class of the subject stays as it was, without further pictures.
@@ -139,8 +146,8 @@ class Start:
         return config | self.settings
 
     def _frames(self, config: Mapping[str, Any]) -> int:
-        spec = FAMILIES[config["model_family"]]
-        return self.material.frames(spec.frame_rate or 1, spec.frame_stride, config["validation_num_video_frames"])
+        longest = config["validation_num_video_frames"]
+        return self.material.frames(self.spec.frame_rate or 1, self.spec.frame_stride, longest)
 
     def datasets(self) -> list[dict[str, Any]]:
         """The content of the dataset file."""
@@ -173,14 +180,19 @@ class Start:
         write_json(folder / "user_prompt_library.json", {"unrelated": self.recipe.unrelated_prompt})
 
     def save(self) -> None:
-        """Create the folder of the run's config, whole or not at all.
+        """Create the folder of the run's config, whole or not at all; nothing is replaced.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: it cannot be written, or exists.
         """
+        final = self.root / self.folder
         try:
-            with build_folder(self.root / self.folder) as unfinished:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(prefix=".start-", dir=final.parent) as hidden:
+                # In a folder of its own, since others may not enter the hidden one.
+                (unfinished := Path(hidden, self.name)).mkdir()
                 self.write(unfinished)
+                unfinished.rename(final)  # fails if a file or a folder with files has the name
         except OSError as error:
             raise UserError(f"{self.folder} cannot be written: {error.strerror}.") from None
 
@@ -194,8 +206,7 @@ class Start:
         with TemporaryDirectory() as name, suppress(ConfigError):
             judged.write(Path(name))
             files: list[tuple[str, object]] = [(key, f"{name}/{file}") for key, file in FILES.items()]
-            arguments = Arguments(files, {"config_path": f"{name}/config.json"}, problems=problems)
-            plan, budget = weigh_plan(arguments)
+            plan, budget = weigh_plan(Arguments(files, problems=problems, content=judged.config()))
             fits = not any(problem.where == "memory" for problem in problems)
             time = duration(budget.step_seconds * plan.length.total_steps)
             return fits, f"fits, about {time} without previews" if fits else "does not fit this GPU"

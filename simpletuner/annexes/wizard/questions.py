@@ -6,9 +6,8 @@ The steps are the sections of the web page (`config/sections.py`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub import get_token
@@ -19,12 +18,9 @@ from simpletuner.config.publishing import PACKAGES, why_missing
 from simpletuner.config.schema import DEFAULT_LEARNING_RATES, all_options
 from simpletuner.config.sections import CHOICES, Section, section_of
 from simpletuner.config.techniques import ROUTES
-from simpletuner.errors import Problem, did_you_mean, nearest
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.draft import Draft
 
-# Similarity (difflib's ratio) from which an answer counts as a misspelled choice, which is then proposed.
-MISSPELLED = 0.75
 # The schema's default, one epoch, is too short for most datasets.
 STEPS = 1000
 
@@ -38,12 +34,9 @@ class Question:
         text: the question in a few words.
         when: whether it makes sense with the answers so far, if the setting has an effect with them.
         propose: a default if the file does not have the key; without it, the value that training would use.
-        names: choices with a remark each; without it, those of the schema.
-        is_open: answers other than `names` are allowed.
+        names: choices with a remark each; without it, those of the page, else of the schema.
         implied: further settings that an answer decides; None removes one.
         follows: the default depends on another setting, so the key is written only if it differs.
-        alternatives: (value, draft) -> better values for one that does not fit.
-        meanings: values that words stand for.
     """
 
     key: str
@@ -51,15 +44,17 @@ class Question:
     when: Callable[[Draft], bool] = lambda draft: True
     propose: Callable[[Draft], Any] | None = None
     names: Callable[[Draft], Mapping[str, str]] | None = None
-    is_open: bool = False
     implied: Callable[[Any], dict[str, Any]] = lambda value: {}
     follows: bool = False
-    alternatives: Callable[[str, Draft], list[str]] = lambda value, draft: []
-    meanings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def option(self) -> Option:
         return all_options()[self.key]
+
+    @property
+    def meanings(self) -> Mapping[str, Any]:
+        """Values that words stand for."""
+        return ROUTES if self.key == "tread_config" else {}
 
     @property
     def section(self) -> Section:
@@ -80,27 +75,7 @@ class Question:
 
     def choices(self, draft: Draft) -> Mapping[str, str]:
         """Allowed words with a remark each; empty if any answer is allowed."""
-        return self.names(draft) if self.names else dict.fromkeys(self.option.choices, "")
-
-    def refusals(self, value: Any, draft: Draft) -> list[Problem]:
-        """Why an answer cannot be used, apart from the checks of training."""
-        choices = self.choices(draft)
-        if choices and not self.is_open and value is not None and value not in choices:
-            message = f"{value!r} is not one of: {', '.join(choices)}.{did_you_mean(str(value), choices)}"
-            return [Problem(self.key, message)]
-        if value is None and self.option.required:
-            return [Problem(self.key, "is required.")]
-        if better := self.alternatives(str(value), draft) if value is not None else []:
-            are = "nearest are" if len(better) > 1 else "nearest is"
-            return [Problem(self.key, f"{value} does not fit the model; the {are} {' and '.join(better)}.")]
-        return []
-
-    def suggestion(self, answer: str, draft: Draft) -> str | None:
-        """What to propose after an invalid answer; None if it was spelled right and is wrong for another reason."""
-        better, choices = self.alternatives(answer, draft), self.choices(draft)
-        if better or answer in choices:
-            return better[-1] if better else None
-        return nearest(answer, choices, cutoff=MISSPELLED)
+        return self.names(draft) if self.names else CHOICES.get(self.key) or dict.fromkeys(self.option.choices, "")
 
     def changes(self, value: Any, draft: Draft) -> dict[str, Any]:
         """The settings that an answer decides."""
@@ -115,45 +90,6 @@ def usable_trackers(draft: Draft) -> Mapping[str, str]:
     names = [name for name in PACKAGES if name != "wandb" and why_missing(name) is None]
     listed = {"none": "nowhere; the HTML report is always written", "wandb": f"wandb.ai{ready}"}
     return {**listed, **dict.fromkeys(names, "")}
-
-
-SIZES = re.compile(r"\d{1,6}(x\d{1,6})?(,\d{1,6}(x\d{1,6})?)*")
-
-
-def nearest_sizes(value: str, draft: Draft) -> list[str]:
-    """The next smaller and larger sizes that the model can render; empty if the value is fine or not a size."""
-    multiple = draft.spec.size_multiple
-    sizes = ",".join(part.strip().lower() for part in value.split(",") if part.strip())
-    if not SIZES.fullmatch(sizes) or all(int(side) % multiple == 0 for side in re.findall(r"\d+", sizes)):
-        return []
-
-    def rounded(added: int) -> str:
-        return re.sub(r"\d+", lambda side: str(max(multiple, (int(side[0]) + added) // multiple * multiple)), sizes)
-
-    return [rounded(0), rounded(multiple - 1)]
-
-
-LONGEST_CLIP = 10_000  # frames; more is certainly a typing error
-SEARCHED = 6  # lengths that are tried in each direction
-
-
-def nearest_lengths(value: str, draft: Draft) -> list[str]:
-    """The next shorter and longer lengths that the flavour can render; empty if the value is fine or not a number.
-
-    They fill whole latent frames and pass the flavour's own checks: an i2v flavour has a minimum length.
-    """
-    stride, key = draft.spec.frame_stride, "validation_num_video_frames"
-
-    def suits(length: int) -> bool:
-        return length > 0 and not any(problem.fatal for problem in draft.weigh(key, {key: length}))
-
-    frames = int(value) if re.fullmatch(r"\d{1,6}", value.strip()) else 0
-    if not 1 <= frames <= LONGEST_CLIP or ((frames - 1) % stride == 0 and suits(frames)):
-        return []
-    below = (frames - 1) // stride * stride + 1
-    shorter = filter(suits, (below - stride * step for step in range(SEARCHED)))
-    longer = filter(suits, (below + stride * step for step in range(1, SEARCHED)))
-    return [str(length) for length in (next(shorter, None), next(longer, None)) if length is not None]
 
 
 def _by_hand(draft: Draft) -> bool:
@@ -189,12 +125,7 @@ QUESTIONS = (
         propose=lambda draft: draft.spec.flavours[0].name,
         names=lambda draft: {flavour.name: flavour.about for flavour in draft.spec.flavours},
     ),
-    Question(
-        "model_type",
-        "What to train",
-        names=lambda draft: CHOICES["model_type"],
-        implied=lambda value: {"lora_rank": None} if value == "full" else {},
-    ),
+    Question("model_type", "What to train", implied=lambda value: {"lora_rank": None} if value == "full" else {}),
     Question("output_dir", "Output folder"),
     Question("seed", "Seed of the run (the same seed repeats it)", propose=lambda draft: 42),
     Question(
@@ -213,7 +144,7 @@ QUESTIONS = (
     Question("train_batch_size", "Batch size"),
     Question("gradient_accumulation_steps", "Gradient accumulation steps"),
     Question("plan_device_memory_gb", "GPU memory in GB, for the estimate at the end"),
-    Question("offload", "Settings that save memory: who chooses them", names=lambda draft: CHOICES["offload"]),
+    Question("offload", "Settings that save memory: who chooses them"),
     Question(
         "enable_group_offload",
         "Keep the model in host memory and stream it to the GPU block by block (group offload)?",
@@ -253,17 +184,14 @@ QUESTIONS = (
         "tread_config",
         "Tokens that skip the middle of the model (TREAD: faster steps, previews as always)",
         when=lambda draft: draft.spec.token_blocks is not None,
-        names=lambda draft: CHOICES["tread_config"],
-        is_open=True,
-        meanings=ROUTES,
     ),
     Question("use_ema", "Keep a running average of the weights (EMA)?"),
     Question("ema_validation", "Previews with EMA"),
     Question("data_backend_config", "Dataset file", propose=lambda draft: draft.dataset_file),
     Question("validation_prompt", "Prompt for previews (none: only the empty prompt is rendered)"),
     Question("user_prompt_library", "File with more prompts", propose=_prompt_library),
-    Question("validation_resolution", "Preview size, width x height", alternatives=nearest_sizes),
-    Question("validation_num_video_frames", "Preview length in frames", alternatives=nearest_lengths),
+    Question("validation_resolution", "Preview size, width x height"),
+    Question("validation_num_video_frames", "Preview length in frames"),
     Question("framerate", "Frames per second"),
     Question("validation_guidance", "Guidance scale (how closely previews follow the prompt)"),
     Question("validation_num_inference_steps", "Sampling steps"),
@@ -272,7 +200,7 @@ QUESTIONS = (
     Question("push_to_hub", "Upload the result to the Hugging Face hub?", when=lambda draft: get_token() is not None),
     Question("hub_model_id", "Name on the hub"),
     Question("model_card_private", "Private?"),
-    Question("report_to", "Send curves to", names=usable_trackers, is_open=True),
+    Question("report_to", "Send curves to", names=usable_trackers),
     Question("tracker_project_name", "Project name there", when=_is_tracked),
     Question("tracker_run_name", "Run name there", when=_is_tracked),
     Question("checkpoint_step_interval", "Save a checkpoint every N steps; N"),

@@ -12,17 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from simpletuner.annexes.start.material import PURPOSES, Material
+from simpletuner.annexes.start.material import CLIPS, EDITS, PICTURES, PURPOSES, Material
 from simpletuner.annexes.start.recipe import TRIGGER, Recipe, read_example
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_atomically, write_json
 from simpletuner.config.load import canonical, read_json_layer
 from simpletuner.config.schema import main_name, render_config
-from simpletuner.config.values import read_json
+from simpletuner.config.sources import DATASET_FILE
+from simpletuner.config.values import read_json, typed
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.discovery import Scan, scan
-from simpletuner.errors import ConfigError, Problem, Problems, Reading, UserError, result_of
+from simpletuner.errors import ConfigError, Problems, Reading, UserError, result_of
 from simpletuner.plan.draft import Draft
 from simpletuner.redaction import redact
 
@@ -234,14 +235,28 @@ def _show(draft: Draft, talk: Talk) -> tuple[bool, Mapping[str, Any]]:
     # Late, since importing the plan would delay the first question.
     from simpletuner.annexes.wizard.verdict import judge
 
+    _show_settings(_written(draft), draft, talk)
+    lines, problems = judge(draft, draft.values.get(DEVICE_MEMORY))
+    for line in lines:
+        talk.tell(f"  {line}", "cyan")
+    told = dict.fromkeys([*draft.judgement.problems, *problems])
+    fatal = {str(problem) for problem in told if problem.fatal}
+    for problem in told:
+        if problem.fatal or str(problem) not in fatal:
+            talk.refuse(f"{'Training will refuse this' if problem.fatal else 'Note'}: {problem}")
+    talk.say()
+    is_refused = any(problem.fatal and problem.where != "device" for problem in told)
+    # Empty if the run fits, or if settings are not enough.
+    return is_refused, next((problem.remedy for problem in problems if problem.where == "memory"), {})
+
+
+def _show_settings(values: Mapping[str, Any], draft: Draft, talk: Talk) -> None:
     talk.say()
     talk.say("Your settings", "bold")
-    values = _written(draft)
     asked = [question.key for question in QUESTIONS if question.key in values]
     width = max(len(key) for key in values)
     for key in asked:
-        value = values[key] if isinstance(values[key], str) else json.dumps(values[key], ensure_ascii=False)
-        talk.say(f"  {key:<{width}}  {redact(value)}")
+        talk.say(f"  {key:<{width}}  {redact(typed(values[key]))}")
     others = [key for key in values if key not in asked]
     for title, keys in (
         ("Follows from your answers", [key for key in others if key not in draft.loaded]),
@@ -251,25 +266,6 @@ def _show(draft: Draft, talk: Talk) -> tuple[bool, Mapping[str, Any]]:
             shown = (f"{key} {redact(json.dumps(values[key], ensure_ascii=False))}" for key in keys)
             talk.say(f"  {title}: {', '.join(shown)}")
     talk.say()
-    lines, problems = judge(draft, draft.values.get(DEVICE_MEMORY))
-    for line in lines:
-        talk.tell(f"  {line}", "cyan")
-    told = [*draft.judgement.problems, *problems]
-    _warn(told, talk)
-    talk.say()
-    return any(problem.fatal and problem.where != "device" for problem in told), _remedy(problems)
-
-
-def _remedy(problems: list[Problem]) -> Mapping[str, Any]:
-    """The settings with which the run would fit; empty if it does, or if settings are not enough."""
-    return next((problem.remedy for problem in problems if problem.where == "memory"), {})
-
-
-def _warn(problems: list[Problem], talk: Talk) -> None:
-    fatal = {str(problem) for problem in problems if problem.fatal}
-    for problem in dict.fromkeys(problems):
-        if problem.fatal or str(problem) not in fatal:
-            talk.refuse(f"{'Training will refuse this' if problem.fatal else 'Note'}: {problem}")
 
 
 def check_target(file: Path) -> None:
@@ -343,31 +339,14 @@ def show_next_steps(draft: Draft, talk: Talk) -> None:
 
 
 def example_datasets(draft: Draft) -> list[dict[str, Any]]:
-    """A dataset file to start from: a folder of pictures or clips, captions in text files of the same name."""
-    spec, samples = draft.spec, dict[str, Any]()
-    samples |= {
-        "id": f"my-{spec.media_noun}",
-        "type": "local",
-        "dataset_type": spec.media,
-        "instance_data_dir": "datasets/my_images" if spec.media == "image" else "datasets/videos",
-        "caption_strategy": "textfile",
-        "resolution": spec.defaults["resolution"],
-        "repeats": 10,
-    }
-    if spec.media == "video":
-        frames = _frames(draft, Path(samples["instance_data_dir"]))
-        samples["video"] = {"num_frames": frames, "min_frames": frames}
-    texts = {"id": "text-embeds", "type": "local", "dataset_type": "text_embeds", "default": True}
-    if draft.judgement.flavour.task != "i2i":
-        return [samples, texts]
-    sources = {
-        "id": "my-sources",
-        "type": "local",
-        "dataset_type": "conditioning",
-        "conditioning_type": "reference_strict",
-        "instance_data_dir": "datasets/my_sources",
-    }
-    return [samples | {"conditioning_data": "my-sources"}, sources, texts]
+    """A dataset file to start from, that of a packaged example: captions in text files of the same names."""
+    examples = EDITS if draft.judgement.flavour.task == "i2i" else (*PICTURES, *CLIPS)
+    example = next(name for name in examples if name.startswith(draft.spec.name))
+    entries: list[dict[str, Any]] = read_example(example, DATASET_FILE)
+    if video := entries[0].get("video"):
+        frames = _frames(draft, Path(entries[0]["instance_data_dir"]))
+        video |= {"num_frames": frames, "min_frames": frames}
+    return entries
 
 
 def _frames(draft: Draft, folder: Path) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from simpletuner.annexes.wizard.questions import Question, stale_keys
+from simpletuner.config.techniques import ROUTES
 from simpletuner.config.values import parse_flag, plain_key
 from simpletuner.errors import ConfigError, Problem, UserError, did_you_mean, nearest
 from simpletuner.plan.draft import Draft
@@ -20,6 +21,8 @@ HELP, NONE, BACK = "?", "-", "back"
 NOTHING = frozenset({"n", "no", "none"})
 # Invalid answers to a question after which its default is taken, so that piped input cannot loop for ever.
 PATIENCE = 5
+# Similarity (difflib's ratio) from which an answer counts as a misspelled choice, which is then proposed.
+MISSPELLED = 0.75
 # Unicode categories that no setting may contain: control characters, and surrogates, which stand for invalid UTF-8.
 NO_TEXT = ("Cc", "Cs")
 # A longer list would hide the question; `?` shows it.
@@ -61,7 +64,7 @@ class Talk:
     def ask(self, question: Question, draft: Draft) -> None:
         """Ask for one setting and put the answer into the draft."""
         proposed = question.default(draft)
-        self._list_choices(question, question.choices(draft), proposed)
+        self.list_choices(question.choices(draft), _worded(proposed, question))
         for _ in range(PATIENCE):
             answer = self.read_line(f"  {question.text} {_bracketed(proposed, question)}: ")
             if answer == HELP:
@@ -69,12 +72,16 @@ class Talk:
                 continue
             if answer.lower() == BACK:
                 raise Back
-            value = _interpret(answer, question, proposed, question.choices(draft))
-            if self._accept(question, draft, value, is_proposed=not answer):
+            choices = question.choices(draft)
+            value = _interpret(answer, question, proposed, choices)
+            problems = _problems_of(question, draft, value)
+            if self._accept(question, problems, is_proposed=not answer):
                 draft.change(question.changes(value, draft))
                 return
-            # Enter now takes the corrected spelling.
-            proposed = question.suggestion(answer, draft) or proposed
+            # Enter now takes what would be right, else the corrected spelling.
+            remedies = [problem.remedy[question.key] for problem in problems if question.key in problem.remedy]
+            word = None if answer in choices else nearest(answer, choices, cutoff=MISSPELLED)
+            proposed = next(filter(None, [*reversed(remedies), word]), proposed)
         self._give_up(question, draft)
 
     def _give_up(self, question: Question, draft: Draft) -> None:
@@ -84,7 +91,7 @@ class Talk:
             InputEnded: the default is invalid too.
         """
         value = question.default(draft)
-        if not self._accept(question, draft, value, is_proposed=True):
+        if not self._accept(question, _problems_of(question, draft, value), is_proposed=True):
             raise InputEnded(f"{question.key}: {PATIENCE} invalid answers. Nothing was written.")
         self.refuse(f"Left at {_worded(value, question)}; name {question.key} at the end to change it.")
         draft.change(question.changes(value, draft))
@@ -115,10 +122,9 @@ class Talk:
 
     def pick(self, text: str, choices: Mapping[str, str]) -> str:
         """Ask for one of several names, each with a note; the first one is the default."""
-        names, width = list(choices), max(map(len, choices))
+        names = list(choices)
         self.say(text)
-        for number, (name, note) in enumerate(choices.items(), start=1):
-            self.say(f"  {number}  {name:<{width}}  {note}".rstrip())
+        self.list_choices(choices, names[0])
         numbered = dict(zip(map(str, range(1, len(names) + 1)), names, strict=True))
         for _ in range(PATIENCE):
             answer = self.read_line(f"  [{names[0]}]: ").lower()
@@ -152,23 +158,23 @@ class Talk:
                 return answer
             self.refuse("This contains control characters; type it again.")
 
-    def _list_choices(self, question: Question, choices: Mapping[str, str], proposed: Any) -> None:
+    def list_choices(self, choices: Mapping[str, str], proposed: str) -> None:
+        """Number some words, each with a remark, and mark the one that Enter takes."""
         if len(choices) > LONGEST_LIST:
             return
         width, digits = max(map(len, choices), default=0), len(str(len(choices)))
         for number, (name, note) in enumerate(choices.items(), start=1):
-            mark = "*" if name == _worded(proposed, question) else " "
+            mark = "*" if name == proposed else " "
             self.say(f"  {mark} {number:>{digits}}  {name:<{width}}  {note}".rstrip())
 
-    def _accept(self, question: Question, draft: Draft, value: Any, *, is_proposed: bool) -> bool:
-        """Whether an answer is valid, or doubtful and confirmed; otherwise the reasons are shown.
+    def _accept(self, question: Question, problems: Sequence[Problem], *, is_proposed: bool) -> bool:
+        """Whether an answer with these problems is taken: there are none, or doubts that the user does not share.
 
         The wizard's own proposal needs no confirmation.
 
         Raises:
             ConfigError: it is invalid, and nothing is asked.
         """
-        problems = _problems_of(question, draft, value)
         fatal = [problem for problem in problems if problem.fatal]
         if self.defaults and fatal:
             raise ConfigError(fatal)
@@ -197,7 +203,7 @@ def _problems_of(question: Question, draft: Draft, value: Any) -> list[Problem]:
         return []
     changes = question.changes(value, draft)
     judged = {**dict.fromkeys(stale_keys(draft, changes)), **changes}
-    return question.refusals(value, draft) or draft.weigh(question.key, judged)
+    return draft.weigh(question.key, judged)
 
 
 def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[str, str]) -> Any:
@@ -237,5 +243,5 @@ def _worded(value: Any, question: Question | None) -> str:
     if value is None:
         note = question.option.default_note.replace("`", "") if question else ""
         return note or "none"
-    known = [word for word, meaning in question.meanings.items() if meaning == value] if question else []
-    return known[0] if known else f"{value:g}" if isinstance(value, float) else str(value)
+    known = (word for word, route in ROUTES.items() if route == value)
+    return next(known, f"{value:g}" if isinstance(value, float) else str(value))

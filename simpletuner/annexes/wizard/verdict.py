@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,10 +14,10 @@ from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.remote.collect import collect_cached
 from simpletuner.annexes.wizard.session import example_datasets
+from simpletuner.atomic import write_json
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
-from simpletuner.config.schema import render_config
-from simpletuner.config.sources import Arguments
+from simpletuner.config.sources import DATASET_FILE, Arguments
 from simpletuner.config.values import Size
 from simpletuner.errors import ConfigError, Problem, Problems
 from simpletuner.models.spec import FamilySpec
@@ -37,15 +36,11 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
     problems = Problems()
     has_data = Path(draft.dataset_file).expanduser().is_file()
     with TemporaryDirectory() as name, contextlib.suppress(ConfigError):
-        folder = Path(name)
-        config = folder / "config.json"
-        # Written as it will be at the end, so that training judges the same text.
-        config.write_text(render_config(draft.values), encoding="utf-8")
-        datasets = draft.dataset_file if has_data else str(provisional_dataset(draft, folder))
+        datasets = draft.dataset_file if has_data else str(provisional_dataset(draft, Path(name)))
         settings: list[tuple[str, object]] = [("data_backend_config", datasets)]
         if device_gigabytes is not None:
             settings.append(("plan_device_memory_gb", device_gigabytes))
-        plan, budget = weigh_plan(Arguments(settings, {"config_path": str(config)}, collect_cached, problems))
+        plan, budget = weigh_plan(Arguments(settings, {}, collect_cached, problems, draft.values))
         if budget.device.is_gpu:
             return list(verdict(plan, budget, problems, has_data=has_data)), problems
         # It would compare with this machine's RAM.
@@ -77,8 +72,7 @@ def provisional_dataset(draft: Draft, folder: Path) -> Path:
             config = draft.config.schedule
             entry["repeats"] = config.train_batch_size * config.gradient_accumulation_steps
             _make_sample(folder / entry["id"], draft, entry)
-    path = folder / "multidatabackend.json"
-    path.write_text(json.dumps(entries), encoding="utf-8")
+    write_json(path := folder / DATASET_FILE, entries)
     return path
 
 

@@ -135,7 +135,8 @@ def check_video(config: RunConfig, flavour: Flavour) -> Iterator[Problem]:
         yield Problem("validation_guidance", message, fatal=False)
     if flavour.task == "i2v" and frames is not None and frames < SHORTEST_I2V_PREVIEW:
         message = f"{frames}: the i2v pipeline returns NaN below {SHORTEST_I2V_PREVIEW} frames."
-        yield Problem("validation_num_video_frames", message)
+        remedy = {"validation_num_video_frames": SHORTEST_I2V_PREVIEW}
+        yield Problem("validation_num_video_frames", message, remedy=remedy)
     if batch_size > 1:
         message = f"{batch_size}: clips need much memory; 1 with gradient accumulation is usual."
         yield Problem("train_batch_size", message, fatal=False)

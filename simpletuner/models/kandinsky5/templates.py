@@ -1,18 +1,20 @@
 """The prompt templates that Kandinsky 5 was trained with.
 
 The text encoder reads the whole prompt; the transformer gets the embeddings after the first `crop` tokens. The words
-are those of the official training and inference code, including its spelling of "prompt"; releases of diffusers have
-slightly different words and crops.
+in `templates.toml` are those of the official training and inference code, including its spelling of "prompt"; releases
+of diffusers have slightly different words and crops.
 """
 
 from __future__ import annotations
 
 import html
 import importlib.util
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from pathlib import Path
+from typing import Literal, get_args
 
 TemplateName = Literal["image", "image_edit", "video"]
 
@@ -33,33 +35,8 @@ class TextTemplate:
         return self.text.format(caption)
 
 
-OFFICIAL: dict[TemplateName, TextTemplate] = {
-    "image": TextTemplate(
-        "<|im_start|>system\nYou are a promt engineer. Describe the image by detailing the color, shape, size, texture,"
-        " quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
-        "<|im_start|>user\n{}<|im_end|>",
-        crop=41,
-    ),
-    "image_edit": TextTemplate(
-        "<|im_start|>system\nYou are a promt engineer. Based on the provided source image (first image) and target"
-        " image (second image), create an interesting text prompt that can be used together with the source image to"
-        " create the target image:<|im_end|>\n"
-        "<|im_start|>user\n{}<|vision_start|><|image_pad|><|vision_end|><|im_end|>",
-        crop=55,
-    ),
-    "video": TextTemplate(
-        "<|im_start|>system\nYou are a promt engineer. Describe the video in detail.\n"
-        "Describe how the camera moves or shakes, describe the zoom and view angle, whether it follows the objects.\n"
-        "Describe the location of the video, main characters or objects and their action.\n"
-        "Describe the dynamism of the video and presented actions.\n"
-        "Name the visual style of the video: whether it is a professional footage, user generated content,"
-        " some kind of animation, video game or scren content.\n"
-        "Describe the visual effects, postprocessing and transitions if they are presented in the video.\n"
-        "Pay attention to the order of key actions shown in the scene.<|im_end|>\n"
-        "<|im_start|>user\n{}<|im_end|>",
-        crop=129,
-    ),
-}
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+OFFICIAL: dict[TemplateName, TextTemplate] = {name: TextTemplate(**_TABLES[name]) for name in get_args(TemplateName)}
 
 
 @cache

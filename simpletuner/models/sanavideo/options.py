@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from simpletuner.config.option import Group, common, option
-from simpletuner.config.values import FALSE_WORDS, TRUE_WORDS, Number, PathText, parse_json_text, read_json
+from simpletuner.config.values import FALSE_WORDS, TRUE_WORDS, Number, PathText, home_path, parse_json_text, read_json
 from simpletuner.errors import Problems
 
 
@@ -27,7 +27,7 @@ def parse_instruction(value: object) -> object:
     if word in TRUE_WORDS:
         return True
     value = parse_json_text(value)
-    lines = _read_lines(Path(value).expanduser()) if isinstance(value, str) else value
+    lines = _read_lines(home_path(value)) if isinstance(value, str) else value
     if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
         return lines
     raise ValueError("is not true, false, a list of lines or a file of lines")

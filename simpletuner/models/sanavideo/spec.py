@@ -110,7 +110,8 @@ def check_video(config: RunConfig, flavour: Flavour) -> Iterator[Problem]:
     frames = config.validation.validation_num_video_frames
     if frames is not None and frames > LONGEST_CLIP:
         message = f"{frames}: the model was trained with up to {LONGEST_CLIP} frames."
-        yield Problem("validation_num_video_frames", message, fatal=False)
+        remedy = {"validation_num_video_frames": LONGEST_CLIP}
+        yield Problem("validation_num_video_frames", message, fatal=False, remedy=remedy)
     if config.caching.vae_dtype not in (None, "fp32"):
         message = f"{config.caching.vae_dtype!r}: the pipelines encode and decode in fp32, so latents will differ."
         yield Problem("vae_dtype", message, fatal=False)

@@ -18,6 +18,7 @@ from simpletuner.annexes.captions import library
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
+from simpletuner.annexes.queue import RUNNING, WAITING
 from simpletuner.annexes.runs import Run
 from tests.annexes.page.page import opened
 from tests.clips import write_clip
@@ -361,6 +362,11 @@ def test_missing_captions_are_written_by_a_process(
     child.code = 0
     assert page.get("/api/library/describe").json() == {**progress, "running": False}
     assert cast(Any, page.app).state.queue.worker.at_work() == ""
+    queue = cast(Any, page.app).state.queue
+    queue.add("sweep", str(folder / "output/mine"))
+    queue.file.write_text(queue.file.read_text().replace(WAITING, RUNNING))
+    assert "in use for sweep of mine; wait" in page.post("/api/library/describe", json=body).text
+    queue.file.unlink()
     monkeypatch.setattr(Run, "pid", 1)
     assert page.post("/api/library/describe", json=body).status_code == 409
 
