@@ -14,8 +14,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,8 +67,8 @@ def _obey(client: socket.socket) -> NoReturn:
     os.setsid()  # the terminal's Ctrl-C reaches the client, as it does the real command
     content, streams, _, _ = socket.recv_fds(client, MOST_BYTES, 3)
     sys.argv[1:], folder, environment = marshal.loads(content)
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
+    for number, handle in enumerate(streams):
+        os.dup2(handle, number)
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     os.chdir(folder)
     os.environ.clear()
@@ -83,17 +83,18 @@ def _obey(client: socket.socket) -> NoReturn:
         code = int(stop.code or 0)
     except BaseException:  # noqa: BLE001 - nothing of the process that forked this may run on
         traceback.print_exc()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    client.send(str(code).encode())
+    with suppress(OSError):  # whoever asked may be gone, as the page is when a newer plan replaces this one
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        client.send(str(code).encode())
     os._exit(code)
 
 
 def _slow_down(seconds: float) -> None:
     append = MetricsFile.append
 
-    def slowly(*given: Any) -> None:
-        append(*given)
+    def slowly(self: MetricsFile, step: int, metrics: Mapping[str, Any]) -> None:
+        append(self, step, metrics)
         time.sleep(seconds)
 
-    MetricsFile.append = slowly  # type: ignore[method-assign]
+    MetricsFile.append = slowly

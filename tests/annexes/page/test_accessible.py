@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.resources import files
 from itertools import product
 from typing import Any
@@ -21,7 +21,9 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
 pytest.importorskip("axe_playwright_python", reason="needs axe-core")
 expect = sync_api.expect
 
+AXE = files("axe_playwright_python").joinpath("axe.min.js")
 WIDTHS = (1400, 400)
+SEEN: list[str] = []  # looks of texts that were measured
 # All rules are asked once a page. Of the rest, what scrolls depends on the width, and contrast on the colours:
 # on a text's own, its size and weight, and what is painted behind it. Each such look is measured once.
 ASK = """
@@ -85,63 +87,56 @@ def go(page: Any, address: str) -> None:
     page.goto(f"http://{page.url.split('/')[2]}/{address}")
 
 
-@pytest.fixture(scope="module")
-def complaints(page: Any) -> Callable[[], str]:
+def complaints(page: Any) -> str:
     """What axe says of the page as it is, at both widths and in both colour schemes."""
-    axe = files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
-    seen: list[str] = []
-
-    def ask() -> str:
-        page.evaluate(axe)
-        found = []
-        for width, scheme in product(WIDTHS, ("light", "dark")):
-            page.set_viewport_size({"width": width, "height": 900})
-            page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-            is_first, is_narrow = (width, scheme) == (WIDTHS[0], "light"), (width, scheme) == (WIDTHS[1], "light")
-            answer = page.evaluate(ASK, {"isWhole": is_first, "isNarrow": is_narrow, "seen": seen})
-            found += [f"{width} {scheme} {each}" for each in answer["told"]]
-            seen.extend(answer["fresh"])
-        return "\n".join(found)
-
-    return ask
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = []
+    for width, scheme in product(WIDTHS, ("light", "dark")):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        is_first, is_narrow = (width, scheme) == (WIDTHS[0], "light"), (width, scheme) == (WIDTHS[1], "light")
+        answer = page.evaluate(ASK, {"isWhole": is_first, "isNarrow": is_narrow, "seen": SEEN})
+        found += [f"{width} {scheme} {each}" for each in answer["told"]]
+        SEEN.extend(answer["fresh"])
+    return "\n".join(found)
 
 
-def test_the_form_is_accessible(page: Any, complaints: Callable[[], str]) -> None:
+def test_the_form_is_accessible(page: Any) -> None:
     for tab in ("basic", "training", "dataset"):
         go(page, f"?config=config#{tab}")
         expect(page.locator("[data-key=train_batch_size] .bad")).to_contain_text("is not a whole number")
         expect(page.locator("#verdict")).not_to_have_text("")
-        assert complaints() == "", tab
+        assert complaints(page) == "", tab
 
 
-def test_the_start_card_is_accessible(page: Any, workspace: Workspace, complaints: Callable[[], str]) -> None:
+def test_the_start_card_is_accessible(page: Any, workspace: Workspace) -> None:
     go(page, "?config=config#start")
     expect(page.locator("#drop")).to_be_visible()  # before, nobody can choose files
     page.locator("#drop-files").set_input_files([*workspace.path("datasets/pictures").glob("*.png"), __file__])
     page.locator("#start-skipped summary").click()
     expect(page.locator("#start-models .dim")).to_contain_text("about")
-    assert complaints() == ""
+    assert complaints(page) == ""
 
 
-def test_search_and_dialogs_are_accessible(page: Any, complaints: Callable[[], str]) -> None:
+def test_search_and_dialogs_are_accessible(page: Any) -> None:
     go(page, "?config=config#basic")
     page.locator("#search").fill("vram")
     expect(page.locator("#f-offload")).to_be_visible()
-    assert complaints() == ""
+    assert complaints(page) == ""
     page.get_by_role("button", name="New", exact=True).click()
     expect(page.get_by_role("dialog", name="New config")).to_be_visible()
-    assert complaints() == ""
+    assert complaints(page) == ""
 
 
-def test_another_card_and_a_remedy_are_accessible(page: Any, complaints: Callable[[], str]) -> None:
+def test_another_card_and_a_remedy_are_accessible(page: Any) -> None:
     go(page, "?config=large#basic")
     expect(page.get_by_role("button", name="Apply")).to_be_visible()
     page.get_by_label("Plan for a card").fill("4")
     expect(page.locator("#plan.supposed")).to_be_visible()
-    assert complaints() == ""
+    assert complaints(page) == ""
 
 
-def test_files_and_captions_are_accessible(page: Any, workspace: Workspace, complaints: Callable[[], str]) -> None:
+def test_files_and_captions_are_accessible(page: Any, workspace: Workspace) -> None:
     workspace.path("datasets/pictures/p1.txt").unlink()
     go(page, "?config=config#dataset/files/pictures")
     dialog = page.get_by_role("dialog", name="pictures")
@@ -151,10 +146,10 @@ def test_files_and_captions_are_accessible(page: Any, workspace: Workspace, comp
     dialog.get_by_role("button", name="Leave out p0.png").click()
     expect(dialog.get_by_role("button", name="Take back p0.png")).to_be_visible()
     expect(dialog.locator(".changes")).to_contain_text("captions would change")
-    assert complaints() == ""
+    assert complaints(page) == ""
 
 
-def test_runs_are_accessible(page: Any, workspace: Workspace, complaints: Callable[[], str]) -> None:
+def test_runs_are_accessible(page: Any, workspace: Workspace) -> None:
     output = workspace.path("output")
     output.mkdir()
     tell(output, *STEPS, StateChanged("failed", 3, 9, "The disk is full."))
@@ -162,13 +157,13 @@ def test_runs_are_accessible(page: Any, workspace: Workspace, complaints: Callab
     go(page, "?config=config#run")
     expect(page.locator("figure.chart svg").first).to_be_visible()
     expect(page.locator("#comparison .compare")).to_have_count(2)
-    assert complaints() == ""
+    assert complaints(page) == ""
     page.locator("button.preview").first.click()
     expect(page.locator("#viewer")).to_be_visible()
-    assert complaints() == ""
+    assert complaints(page) == ""
 
 
-def test_documentation_and_datasets_are_accessible(page: Any, complaints: Callable[[], str]) -> None:
+def test_documentation_and_datasets_are_accessible(page: Any) -> None:
     for path in ("docs/", "docs/TUTORIAL.md", "dataset?config=large"):
         go(page, path)
-        assert complaints() == "", path
+        assert complaints(page) == "", path

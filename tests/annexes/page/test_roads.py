@@ -18,14 +18,14 @@ from simpletuner.headers import with_metadata
 from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE
 from simpletuner.reporting.events import StateChanged
 from tests.annexes.page.page import opened
-from tests.annexes.page.test_accessible import axe, complaints
+from tests.annexes.page.test_accessible import complaints
 from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, tell
 from tests.annexes.page.test_start_page import PLAN, started
 from tests.annexes.web import picture
 from tests.workspace import Workspace
 
-__all__ = ["axe", "started"]
+__all__ = ["started"]
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
 expect = sync_api.expect
 
@@ -204,7 +204,7 @@ def test_a_folder_that_may_not_be_written_is_an_answer(project: Workspace, monke
 
 
 @pytest.mark.slow
-def test_results_and_queue_are_accessible(browser: Any, project: Workspace, axe: str, started: list[list[str]]) -> None:
+def test_results_and_queue_are_accessible(browser: Any, project: Workspace, started: list[list[str]]) -> None:
     output = project.path("output")
     output.mkdir()
     tell(output, *STEPS, StateChanged("finished", 3, 9, "done"))
@@ -217,4 +217,4 @@ def test_results_and_queue_are_accessible(browser: Any, project: Workspace, axe:
         page.get_by_text("Sample with your own prompts").click()
         expect(page.get_by_role("button", name="Sample", exact=True)).to_be_visible()
         expect(page.locator(".queue li").first).to_be_visible()
-        assert complaints(page, axe) == ""
+        assert complaints(page) == ""
