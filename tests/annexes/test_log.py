@@ -185,7 +185,7 @@ def test_reporting_imports_without_torch() -> None:
     rooms = {
         "config": "publishing",
         "reporting": "events metrics pace record",
-        "annexes": "figures payloads display.log display.progress display.terminal report.environment",
+        "annexes": "figures payloads display.log display.progress display.terminal",
     }
     modules = [f"simpletuner.{room}.{name}" for room, names in rooms.items() for name in names.split()]
     code = (
