@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from simpletuner.annexes.queue import JOBS, QUEUE_FILE, Job
+from simpletuner.headers import with_metadata
+from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE
 from simpletuner.reporting.events import StateChanged
 from tests.annexes.page.page import opened
 from tests.annexes.page.test_run_page import preview
@@ -154,7 +157,14 @@ def test_runs_are_accessible(page: Any, workspace: Workspace) -> None:
     output.mkdir()
     tell(output, *STEPS, StateChanged("failed", 3, 9, "The disk is full."))
     preview(output, *((step, name) for step in (0, 3) for name in ("validation", "bird")))
+    blob = len(b"{}").to_bytes(8, "little") + b"{}"
+    (output / LORA_FILE).write_bytes(with_metadata(blob, {STEP_NOTE: "3"}))
+    # One that waits for ever, since its config is gone, after two that have ended.
+    jobs = [Job(state, "train", str(output), "gone", state=state) for state in ("completed", "error", "waiting")]
+    workspace.path(QUEUE_FILE).write_bytes(JOBS.dump_json(jobs))
     go(page, "?config=config#run")
+    page.get_by_text("Sample with your own prompts").click()
+    expect(page.locator(".queue li").first).to_be_visible()
     expect(page.locator("figure.chart svg").first).to_be_visible()
     expect(page.locator("#comparison .compare")).to_have_count(2)
     assert complaints(page) == ""

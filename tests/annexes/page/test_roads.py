@@ -14,11 +14,7 @@ from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.queue import JOBS, QUEUE_FILE, Job
 from simpletuner.annexes.report.sheet import samples_in
-from simpletuner.headers import with_metadata
-from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE
-from simpletuner.reporting.events import StateChanged
 from tests.annexes.page.page import opened
-from tests.annexes.page.test_accessible import complaints
 from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, tell
 from tests.annexes.page.test_start_page import PLAN, started
@@ -201,20 +197,3 @@ def test_a_folder_that_may_not_be_written_is_an_answer(project: Workspace, monke
     answer = page.put("/api/configs/new", json={"values": {"seed": 1}})
     assert answer.status_code == 422, answer.text
     assert "cannot be written (Read-only file system)" in answer.json()["problems"][0]["message"]
-
-
-@pytest.mark.slow
-def test_results_and_queue_are_accessible(browser: Any, project: Workspace, started: list[list[str]]) -> None:
-    output = project.path("output")
-    output.mkdir()
-    tell(output, *STEPS, StateChanged("finished", 3, 9, "done"))
-    blob = len(b"{}").to_bytes(8, "little") + b"{}"
-    (output / LORA_FILE).write_bytes(with_metadata(blob, {STEP_NOTE: "3"}))
-    jobs = [Job(state, "train", str(output), "config", state=state, message=state) for state in ("completed", "error")]
-    project.path(QUEUE_FILE).write_bytes(JOBS.dump_json([*jobs, Job("2", "train", str(project.path("gone")), "gone")]))
-    with opened(browser, project.folder, "#run") as page:
-        expect(page.get_by_role("link", name="Download output.safetensors")).to_be_visible()
-        page.get_by_text("Sample with your own prompts").click()
-        expect(page.get_by_role("button", name="Sample", exact=True)).to_be_visible()
-        expect(page.locator(".queue li").first).to_be_visible()
-        assert complaints(page) == ""
