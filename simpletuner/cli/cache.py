@@ -23,7 +23,7 @@ def parse_share(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     number, count = map(int, found.groups()) if found else (0, 0)
     if not 1 <= number <= count:
-        raise typer.BadParameter(f"--shard {text!r} is no share; 1/3 is the first of three, 3/3 the last.")
+        raise UserError(f"--shard {text!r} is no share; 1/3 is the first of three, 3/3 the last.")
     return number, count
 
 
@@ -111,7 +111,7 @@ def explain_file(context: typer.Context, file: str) -> None:
     Settings follow the file.
     """
     if file.startswith("--") or "=" in file:
-        raise typer.BadParameter(f"{file!r} is a setting; the file comes first, settings after it.")
+        raise UserError(f"{file!r} is a setting; the file comes first, settings after it.")
     _, listing = _listing(context.args)
     from simpletuner.annexes.inspection import entries_of, explain
 

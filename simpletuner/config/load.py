@@ -133,10 +133,10 @@ def canonical(
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     source = f" ({layer.label})" if layer.label else ""
+    # Before any message can quote a value, that for an unknown key included. A key may be given twice.
+    hide_secrets({f"{number}.{written}": raw for number, (written, raw) in enumerate(layer.values)})
     for written, raw in layer.values:
         key = plain_key(written)
-        # Before any message can quote the value, that for an unknown key included.
-        hide_secrets({key: raw})
         if key not in names:
             unknown = Problem(written, f"{unknown_key(key, names)}{source}", remedy={written: None})
             yield foreign_key_problem(written, key, raw, source, file) or unknown

@@ -279,7 +279,7 @@ class Option:
             if texts and value in texts and all(rule.holds(settings) for rule in self.requires):
                 yield Problem(self.name, f"{value!r} {texts[value]}.", fatal)
 
-    @property
+    @functools.cached_property
     def may_hold_secret(self) -> bool:
         """Whether values from `{env:...}` are hidden: true of texts for services elsewhere."""
         outside = self.section in ("Tracking", "Publishing", "Webhooks")

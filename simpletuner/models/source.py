@@ -303,7 +303,7 @@ class ModelSource:
 
 def looks_like_path(location: str) -> bool:
     """Whether a model location is a folder: hub ids have exactly one slash and do not start like a path."""
-    return location.startswith(("/", ".", "~")) or location.count("/") != 1 or home_path(location).is_dir()
+    return location.startswith(("/", ".", "~")) or location.count("/") != 1 or Path(location).is_dir()
 
 
 def _fault(folder: Path) -> str | None:

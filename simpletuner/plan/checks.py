@@ -51,7 +51,8 @@ def conflicts(config: RunConfig) -> Iterator[Problem]:
     """What the values of options exclude, refuse or have to say; see `Option.conflicts`."""
     settings = config.flat
     for option in all_options().values():
-        yield from option.conflicts(settings)
+        if option.excludes or option.refused or option.remarks:
+            yield from option.conflicts(settings)
 
 
 def findings(settings: Settings, purpose: Purpose) -> Iterator[Problem]:

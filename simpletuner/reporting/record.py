@@ -6,17 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletuner.reporting import events
-from simpletuner.reporting.metrics import (
-    EVALUATED,
-    MEDIA_FILE,
-    METRICS_FILE,
-    MediaFile,
-    MediaRecord,
-    MetricsFile,
-    read_media,
-    read_rows,
-)
+from simpletuner.reporting import events, metrics
 
 
 @dataclass(frozen=True)
@@ -29,7 +19,7 @@ class Recorded:
     """
 
     evaluated: bool
-    previews: list[MediaRecord]
+    previews: list[metrics.MediaRecord]
 
 
 class RunRecord:
@@ -43,11 +33,12 @@ class RunRecord:
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        self._metrics, self._media = MetricsFile(folder / METRICS_FILE, step), MediaFile(folder / MEDIA_FILE, step)
+        self._metrics = metrics.MetricsFile(folder / metrics.METRICS_FILE, step)
+        self._media = metrics.MediaFile(folder / metrics.MEDIA_FILE, step)
         # Read after both files were opened: that drops the rows which an earlier run left for step 0.
-        here = [row for row in read_rows(folder / METRICS_FILE) if row["step"] == step]
-        previews = [record for record in read_media(folder / MEDIA_FILE) if record.step == step]
-        self.recorded = Recorded(any(name.startswith(EVALUATED) for row in here for name in row), previews)
+        here = [row for row in metrics.read_rows(folder / metrics.METRICS_FILE) if row["step"] == step]
+        previews = [record for record in metrics.read_media(folder / metrics.MEDIA_FILE) if record.step == step]
+        self.recorded = Recorded(any(name.startswith(metrics.EVALUATED) for row in here for name in row), previews)
         self._step = step
         self._losses: Mapping[str, float] = {}
 
