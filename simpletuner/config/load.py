@@ -17,19 +17,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from simpletuner.config import schema
 from simpletuner.config.option import LIMITS, Group, Option
-from simpletuner.config.schema import (
-    FAMILY_DEFAULT,
-    FAMILY_FIXED,
-    GROUPS,
-    FamilyOptions,
-    GroupType,
-    RunConfig,
-    all_options,
-    family_groups,
-    option_names,
-    options_of,
-)
 from simpletuner.config.upstream import foreign_key_problem
 from simpletuner.config.values import expand_environment, plain_key, read_json, same_value
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean, nearest
@@ -69,10 +58,14 @@ def read_json_layer(path: Path) -> Reading[Layer | None]:
 
 def with_family(layers: Sequence[Layer], defaults: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[Layer]:
     """The user's layers, between the defaults of a family and the values it fixes."""
-    return [Layer(FAMILY_DEFAULT, list(defaults.items())), *layers, Layer(FAMILY_FIXED, list(fixed.items()))]
+    return [
+        Layer(schema.FAMILY_DEFAULT, list(defaults.items())),
+        *layers,
+        Layer(schema.FAMILY_FIXED, list(fixed.items())),
+    ]
 
 
-def resolve(layers: Sequence[Layer]) -> Reading[RunConfig]:
+def resolve(layers: Sequence[Layer]) -> Reading[schema.RunConfig]:
     """Merge the layers, later ones overriding earlier ones, and build the config.
 
     If a problem is fatal, the config is only good for finding more of them.
@@ -81,15 +74,15 @@ def resolve(layers: Sequence[Layer]) -> Reading[RunConfig]:
     # Apart from the others, whose messages already name their layer.
     invalid = Problems()
 
-    def build(group: type[GroupType]) -> GroupType:
+    def build(group: type[schema.GroupType]) -> schema.GroupType:
         return invalid.take(build_group(group, {name: values[name] for name in group.model_fields if name in values}))
 
-    groups = {attribute: build(group) for attribute, group in GROUPS.items()}
-    families = FamilyOptions({group: build(group) for group in family_groups()})
+    groups = {attribute: build(group) for attribute, group in schema.GROUPS.items()}
+    families = schema.FamilyOptions({group: build(group) for group in schema.family_groups()})
     yield from (_with_origin(problem, origins) for problem in invalid)
-    origins = {name: origins.get(name, "default") for name in all_options()}
-    # GROUPS is read from the annotations of RunConfig, so the names fit; mypy cannot know.
-    return RunConfig(**cast(Any, groups), family=families, origins=origins)
+    origins = {name: origins.get(name, "default") for name in schema.all_options()}
+    # `GROUPS` is read from the annotations of RunConfig, so the names fit; mypy cannot know.
+    return schema.RunConfig(**cast(Any, groups), family=families, origins=origins)
 
 
 def _merge(layers: Sequence[Layer]) -> Reading[tuple[dict[str, Any], dict[str, str]]]:
@@ -97,21 +90,21 @@ def _merge(layers: Sequence[Layer]) -> Reading[tuple[dict[str, Any], dict[str, s
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     # What a null falls back to.
-    family = dict(layers[0].values) if layers and layers[0].label == FAMILY_DEFAULT else {}
+    family = dict(layers[0].values) if layers and layers[0].label == schema.FAMILY_DEFAULT else {}
     for layer in layers:
         for name, value in (yield from canonical(layer)).items():
-            if layer.label == FAMILY_FIXED and name in values and not same_value(values[name], value):
+            if layer.label == schema.FAMILY_FIXED and name in values and not same_value(values[name], value):
                 message = f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})"
                 yield Problem(name, message, fatal=False)
             values[name], origins[name] = value, layer.label
             if value is None:  # unset, overriding the user's lower-priority layers
                 del values[name], origins[name]
                 if name in family:
-                    values[name], origins[name] = family[name], FAMILY_DEFAULT
+                    values[name], origins[name] = family[name], schema.FAMILY_DEFAULT
     return values, origins
 
 
-def build_group(group: type[GroupType], values: Mapping[str, Any]) -> Reading[GroupType]:
+def build_group(group: type[schema.GroupType], values: Mapping[str, Any]) -> Reading[schema.GroupType]:
     """Build a group from its values. Invalid ones are reported and replaced, so that the rest can be checked too."""
     try:
         return group.model_validate(values)
@@ -129,7 +122,7 @@ def canonical(
         names: the known keys, by default those of config.json.
         file: in which other trainers have keys that are unknown here.
     """
-    names = option_names() if names is None else names
+    names = schema.option_names() if names is None else names
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     source = f" ({layer.label})" if layer.label else ""
@@ -244,7 +237,7 @@ def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
 def _why_not(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
     """Why a key does not take a word: it is the value of another key, or none of its own."""
     value, allowed = details["input"], _allowed(details)
-    options = options_of(model) if issubclass(model, Group) else {}
+    options = schema.options_of(model) if issubclass(model, Group) else {}
     if path in options and (why := options[path].refused.get(str(value))):
         return f"{why}."
     return f"is not one of: {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"

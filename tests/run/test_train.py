@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.loading import load_processor
-from simpletuner.reporting import record
+from simpletuner.reporting import metrics
 from simpletuner.reporting.metrics import MetricsFile
 from simpletuner.run.lock import lock_output
 from simpletuner.training import step
@@ -230,7 +230,7 @@ def test_loss_that_is_not_finite_stops_before_the_update(
 
     opened: list[MetricsFile] = []
     monkeypatch.setattr(step, "elementwise_loss", broken)
-    monkeypatch.setattr(record, "MetricsFile", lambda *given: opened.append(MetricsFile(*given)) or opened[0])
+    monkeypatch.setattr(metrics, "MetricsFile", lambda *given: opened.append(MetricsFile(*given)) or opened[0])
     workspace.write_config(checkpoint_step_interval=1)
     assert workspace.train() == 1
     monkeypatch.chdir(workspace.folder)
