@@ -45,7 +45,7 @@ def caption(
                 events.say(f"{file.path}\n  {text}")
         else:
             written = write_captions(plan, files, wording, events)
-            events.say(f"Wrote {written} captions; {len(files) - written} files are left out.")
+            events.say(f"Captions written: {written}; files left out: {len(files) - written}.")
 
 
 def dataset(
