@@ -6,6 +6,7 @@ An adapter loads the parts of one checkpoint and translates between the family's
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,39 +84,39 @@ class TextEncoder(Encoder):
             embeds.update(zip(members, self.encode_alike([requests[index] for index in members]), strict=True))
         return [embeds[index] for index in range(len(requests))]
 
+    @abstractmethod
     def encode_alike(self, requests: Sequence[TextRequest]) -> list[TextEmbeds]:
         """Encode requests of one padded length, all bare or none, with pictures of one size."""
-        raise NotImplementedError
 
+    @abstractmethod
     def padded_length(self, request: TextRequest) -> int:
         """Padded length of a prompt in tokens, counting a picture as one; prompts of one length share a batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def truncated(self, caption: str) -> str | None:
         """The truncated end of a caption, or None."""
-        raise NotImplementedError
 
 
-class LatentEncoder:
+class LatentEncoder(ABC):
     """Converts pixels to the latents that the transformer sees, and back."""
 
     def __init__(self, vae: Any, device: torch.device, dtype: torch.dtype) -> None:
         self.vae, self.device, self.dtype = vae, device, dtype
 
+    @abstractmethod
     def encode(self, pixels: Tensor, seeds: Sequence[int]) -> Tensor:
         """Encode `B 3 F H W` in [-1, 1] to z `B C F H W`, float32, on the CPU.
 
         `seeds` has one number per sample. Where the family samples the VAE's posterior, the draw depends on that
         number alone, so latents do not depend on batching.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, z: Tensor) -> Tensor:
         """Decode z `B C F H W` to pixels `B 3 F H W` in [-1, 1], float32, on the encoder's device.
 
         Gradients flow through it; callers that need none use `torch.no_grad`.
         """
-        raise NotImplementedError
 
     def posterior(self, pixels: Tensor) -> Any:
         """The VAE's distribution of latents."""
@@ -262,7 +263,7 @@ class PreviewRequest:
         return ImageOps.fit(self.source.convert("RGB"), (self.width, self.height), Resampling.LANCZOS)
 
 
-class PreviewPipeline:
+class PreviewPipeline(ABC):
     """The family's stock diffusers pipeline, ready to sample from cached embeddings.
 
     Attributes:
@@ -272,9 +273,9 @@ class PreviewPipeline:
     vae: Any
     encoder: LatentEncoder
 
+    @abstractmethod
     def render(self, request: PreviewRequest) -> list[Image]:
         """Sample one picture or clip of exactly the requested size; returns its frames in order."""
-        raise NotImplementedError
 
     def sample(self, request: PreviewRequest) -> Callable[[], list[Image]]:
         """Like `render`, but what is returned decodes, byte for byte the same, if the family can leave it for later."""
@@ -310,7 +311,7 @@ class CheckpointSetup:
         return cls(flavour, source, config.text, config.family, config.caching, use_size, solver)
 
 
-class FamilyAdapter:
+class FamilyAdapter(ABC):
     """One checkpoint of one family.
 
     Attributes:
@@ -330,11 +331,11 @@ class FamilyAdapter:
         self.spec = self.spec.for_flavour(setup.flavour.name)
         self.dtype = torch.float32
 
+    @abstractmethod
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> TextEncoder:
         """Load text encoders and tokenizers onto a device, quantising them on the way."""
-        raise NotImplementedError
 
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
         """Load the VAE onto a device."""
@@ -362,13 +363,13 @@ class FamilyAdapter:
         """
         return noisy
 
+    @abstractmethod
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         """The velocity `noise - z` that the transformer predicts, float32, `B C F H W`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def block_layout(self, transformer: nn.Module) -> BlockLayout:
         """The repeated blocks of a loaded transformer."""
-        raise NotImplementedError
 
     def use_fast_blocks(self, transformer: nn.Module) -> FastBlocks | None:
         """Replace the forward of the repeated blocks by a faster equivalent; None if the family has none."""
@@ -386,16 +387,16 @@ class FamilyAdapter:
         overrides = {} if shift is None else {"shift": shift}
         return with_solver(load_scheduler(self.source["scheduler"], **overrides), self.setup.solver)
 
+    @abstractmethod
     def load_preview_pipeline(
         self, transformer: nn.Module, device: torch.device, shift: float | None
     ) -> PreviewPipeline:
         """The stock pipeline around the transformer in training; `shift` replaces its scheduler's if given."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def usage_snippet(usage: Usage) -> str:
         """Python code that loads a result into the stock pipeline and reproduces its preview."""
-        raise NotImplementedError
 
     def load_bare_pipeline(self) -> Any:
         """A new stock pipeline whose transformer has the right layers but no weights, to load LoRA files into."""

@@ -325,8 +325,10 @@ def test_charts_follow_what_was_recorded(tmp_path: Path) -> None:
     assert '"hours":[[1,' in page.source
 
 
-def test_a_prompt_is_not_taken_for_somebodys_home() -> None:
-    assert public_settings({"validation_prompt": "~kitten~", "output_dir": "/tmp/x"}).keys() == {"validation_prompt"}
+def test_a_prompt_is_not_taken_for_somebodys_home(tmp_path: Path) -> None:
+    assert public_settings({"validation_prompt": "~kitten~", "output_dir": str(tmp_path / "x")}).keys() == {
+        "validation_prompt"
+    }
 
 
 def test_settings_know_what_changed_and_hide_secrets() -> None:

@@ -6,6 +6,7 @@ of visual tokens in the blocks; then the adapter of any checkpoint, and that of 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -306,9 +307,9 @@ class Kandinsky5Adapter(FamilyAdapter):
             )
         return sample.float().permute(0, 4, 1, 2, 3)
 
+    @abstractmethod
     def condition_channels(self, noisy: NoisyBatch) -> tuple[Tensor, ...]:
         """Input channels after the noisy latents, `B F H W C`."""
-        raise NotImplementedError
 
     def sparsity(self, noisy: NoisyBatch) -> dict[str, Any] | None:
         """Parameters of block-sparse attention for a batch; None for dense checkpoints."""
