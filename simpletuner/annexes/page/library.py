@@ -32,6 +32,7 @@ from simpletuner.errors import Problem, Problems, UserError, result_of
 from simpletuner.plan.build import settle_task
 
 PAGE = 60
+MASK_SIDE = 1024  # of a picture that is painted on; a latent position averages 8x8 pixels of the training size
 FIRST = 5  # changes in a preview
 LOG_FILE = "caption.log"
 FOR_EVER = {"Cache-Control": "private, max-age=31536000, immutable"}  # the address changes with the file
@@ -118,11 +119,15 @@ def put_caption(request: Request, body: dict[str, Any]) -> Response:
     try:
         editing.write_caption(path, str(body.get("text", "")), seen)
     except editing.ChangedMeanwhileError as error:
-        problems = problems_json([Problem("", str(error))])
-        return JSONResponse({"problems": problems, "card": card_html(library, name)}, 412)
+        return changed_meanwhile(library, name, error)
     if not seen:
         forget_listings()
     return after_change(request, body)
+
+
+def changed_meanwhile(library: Library, name: str, error: editing.ChangedMeanwhileError) -> Response:
+    """The answer to a change of what nobody has seen as it is now; the card has it."""
+    return JSONResponse({"problems": problems_json([Problem("", str(error))]), "card": card_html(library, name)}, 412)
 
 
 def put_excluded(request: Request, body: dict[str, Any]) -> Response:
@@ -135,19 +140,23 @@ def put_excluded(request: Request, body: dict[str, Any]) -> Response:
     return after_change(request, body)
 
 
-def after_change(request: Request, body: Mapping[str, Any]) -> Response:
-    """The card of a file that was changed, and from when on that counts."""
+def after_change(request: Request, body: Mapping[str, Any], *notes: str, is_mask: bool = False) -> Response:
+    """The card of a file that was changed, from when on that counts, and what else was changed for it."""
     library = opened(request, body)
-    return JSONResponse({"card": card_html(library, body["file"]), "note": when_used(request, library)})
+    note = when_used(request, library, is_mask=is_mask)
+    answer = {"card": card_html(library, body["file"]), "note": " ".join([note, *notes]), "others": bool(notes)}
+    return JSONResponse(answer)
 
 
-def when_used(request: Request, library: Library) -> str:
+def when_used(request: Request, library: Library, *, is_mask: bool = False) -> str:
     """From when on training uses a change."""
     runs = runs_of(request)
     busy = [run.name for run in runs.all() if run.status()["status"] in ACTIVE and library.root in roots_of(runs, run)]
-    if busy:
-        return f"Saved. {', '.join(busy)} trains with what it read at its start until it is started again."
-    return "Saved. Training uses it from its next start on."
+    if not busy:
+        return "Saved. Training uses it from its next start on."
+    # Captions were encoded before the first step; masks are not cached.
+    until = "may use it at once" if is_mask else "trains with what it read at its start until it is started again"
+    return f"Saved. {', '.join(busy)} {until}."
 
 
 def roots_of(runs: Runs, run: Run) -> Iterator[Path]:
@@ -245,12 +254,16 @@ def media_file(project: Project, path: str) -> Path:
 
 
 def send_thumbnail(request: Request) -> Response:
-    """A small picture of a file, of a clip its first frame: `?path=FILE&stamp=TEXT`."""
-    file = media_file(project_of(request), request.query_params.get("path", ""))
+    """A small picture of a file, of a clip its first frame: `?path=FILE&stamp=TEXT`; a larger one with `&large=1`, and
+    with `&behind=black` what is transparent is black, as in masks."""
+    asked = request.query_params
+    file = media_file(project_of(request), asked.get("path", ""))
+    side = MASK_SIDE if "large" in asked else THUMBNAIL_SIDE
+    background = "black" if asked.get("behind") == "black" else "white"
     try:
         with _decoding:
-            frame = next(iter(frames_of(file, 1, 1.0, probe_clip(file) if is_clip(file) else None)))
-            return Response(webp(frame, THUMBNAIL_SIDE), media_type="image/webp", headers=FOR_EVER)
+            frames = frames_of(file, 1, 1.0, probe_clip(file) if is_clip(file) else None, background)
+            return Response(webp(next(frames), side), media_type="image/webp", headers=FOR_EVER)
     except MediaError as error:
         raise Refusal(422, f"{file.name} {error}.") from None
 
