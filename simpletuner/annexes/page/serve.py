@@ -102,7 +102,6 @@ PAGE = [
     taking("/api/library/edit", library.edit),
     Route("/api/library/describe", library.captioning_state),
     taking("/api/library/describe", library.start_captioning),
-    taking("/api/library/describe/stop", library.stop_captioning),
     Route("/api/training/status", live.status),
     taking("/api/training/start", live.start),
     taking("/api/training/new", live.renew),

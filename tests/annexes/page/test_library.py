@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import subprocess
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -20,10 +21,10 @@ from simpletuner.annexes.page import masks
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
-from simpletuner.annexes.queue import RUNNING, WAITING
 from simpletuner.annexes.runs import Run
 from tests.annexes.page.page import opened
 from tests.clips import write_clip
+from tests.processes import PATIENCE
 
 CONFIG = {"model_family": "kandinsky5-image", "model_type": "lora", "output_dir": "output/mine"}
 CATS = {
@@ -335,42 +336,43 @@ def test_thumbnails_are_small_and_kept_by_the_browser(page: TestClient, folder: 
     assert (part.status_code, len(part.content), part.headers["content-type"]) == (206, 10, "video/mp4")
 
 
-def test_missing_captions_are_written_by_a_process(
+def test_missing_captions_are_a_job_of_the_queue(
     page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Child:
-        code: int | None = None
+    """So what starts after the server was started again waits for them, too."""
+    started, children = list[list[str]](), list[subprocess.Popen[bytes]]()
 
-        def poll(self) -> int | None:
-            return self.code
-
-    child, started = Child(), list[list[str]]()
-
-    def spawn(runs: Runs, console: Path, arguments: list[str]) -> Child:
+    def spawn(runs: Runs, console: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
         started.append(arguments)
-        console.write_text(f"$ simpletuner caption\nWriting captions: 30/{len(started)}00\n")
-        return child
+        console.write_text("$ simpletuner caption\nWriting captions: 30/100\n")
+        children.append(subprocess.Popen(["sleep", "600"]))
+        return children[-1]
 
     monkeypatch.setattr(Runs, "spawn", spawn)
-    assert page.get("/api/library/describe").json() == {"dataset": "", "running": False, "message": ""}
+    queue = cast(Any, page.app).state.queue
+    assert page.get("/api/library/describe").json()["running"] is False
     body = {"dataset": "cats", "style": "short", "trigger": "zkt"}
     assert page.post("/api/library/describe", json=body).status_code == 202
+    queue.add("sweep", str(folder / "output/mine"))
+    assert "Waits for its turn" in page.get("/api/library/describe").json()["message"]
+    queue.step()
     file = f"--config={folder / 'config/config.json'}"
     assert started == [["caption", "--dataset=cats", "--style=short", "--trigger=zkt", file]]
-    progress = {"dataset": "cats", "running": True, "message": "Writing captions: 30/100"}
+    job = queue.read()[0]
+    progress = {"job": job.id, "dataset": "cats", "running": True, "message": "Writing captions: 30/100"}
     assert page.get("/api/library/describe").json() == progress
-    assert "output/mine; wait" in page.post("/api/library/describe", json=body).text
-    assert cast(Any, page.app).state.queue.worker.at_work() == str(folder / "output/mine"), "jobs wait for it"
-    child.code = 0
-    assert page.get("/api/library/describe").json() == {**progress, "running": False}
-    assert cast(Any, page.app).state.queue.worker.at_work() == ""
-    queue = cast(Any, page.app).state.queue
-    queue.add("sweep", str(folder / "output/mine"))
-    queue.file.write_text(queue.file.read_text().replace(WAITING, RUNNING))
-    assert "in use for sweep of mine; wait" in page.post("/api/library/describe", json=body).text
-    queue.file.unlink()
-    monkeypatch.setattr(Run, "pid", 1)
     assert page.post("/api/library/describe", json=body).status_code == 409
+    again = create_app(Project(folder)).state.queue
+    again.step()
+    assert [each.state for each in again.read()] == ["running", "waiting"]
+    assert page.post("/api/training/queue/remove", json={"job": job.id}).status_code == 200  # Ctrl-C
+    (folder / "output/mine/caption.log").write_text("$ simpletuner caption\nInterrupted.\n")
+    children[0].wait(PATIENCE)
+    again.step()
+    assert [(each.command, each.state) for each in again.read()] == [("caption", "cancelled"), ("sweep", "running")]
+    assert page.get("/api/library/describe").json()["running"] is False
+    children[1].kill()
+    children[1].wait(PATIENCE)
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ async function edit(body) {
   apply.focus();
 }
 
-// The process that writes captions, while it runs.
+// The job that writes captions, while it waits or runs.
 async function follow() {
   clearTimeout(timer);
   const { ok, data } = await api("/api/library/describe"), stop = find("[value=stop]");
@@ -138,7 +138,7 @@ async function follow() {
   if (!data.running) await show(); // what it has written
   find(".change").open = true;
   find(".changes").textContent = data.message.split("\n").slice(-LAST).join("\n") || "Starting.";
-  find("[value=stop]").hidden = !data.running;
+  Object.assign(find("[value=stop]"), { hidden: !data.running, name: data.job });
   if (data.running) timer = setTimeout(follow, 2000);
 }
 
@@ -151,7 +151,7 @@ const ACTS = {
     find("[value=stop]").hidden = !ok;
     if (ok) follow();
   },
-  stop: () => api("/api/library/describe/stop", { method: "POST", body: {} }),
+  stop: () => api("/api/training/queue/remove", { method: "POST", body: { job: find("[value=stop]").name } }),
 };
 
 dialog.addEventListener("change", ({ target }) => {
