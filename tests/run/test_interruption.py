@@ -46,7 +46,7 @@ from tests.tiny import make_checkpoint
 from tests.validation.test_eval_loss import EVAL
 from tests.workspace import DATASETS, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(3)
 
 MEDIA = "output/validation_media.jsonl"
 PREVIEWED: dict[str, Any] = {
