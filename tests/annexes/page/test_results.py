@@ -21,7 +21,6 @@ from starlette.testclient import TestClient
 
 from simpletuner.annexes import queue as queues
 from simpletuner.annexes.page.control import run_id
-from simpletuner.annexes.page.jobs import JOB_LOG
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.queue import Queue
@@ -123,14 +122,14 @@ def test_a_sample_renders_the_untrained_model_too_and_a_sweep_waits_for_it(page:
     text = wait(page, lambda text: "working" in text)
     assert text.index("sample of output running") < text.index("sweep of output waiting")
     assert "Waits for sample of output" in text
-    said = (finished / "samples" / JOB_LOG).read_text().splitlines()[0]
+    said = (finished / "samples" / "job.log").read_text().splitlines()[0]
     assert said.startswith(f"$ simpletuner sample {finished} --output={finished / 'samples'} '--prompt=a bird'")
     assert said.endswith("--prompt=--checkpoint=1 '--strength=0, 0.8'"), "no prompt becomes an option"
     (finished / "go").touch()
     text = wait(page, lambda text: "sweep of output completed" in text)
     assert "Started after sample of output: completed" in text
     assert (
-        (finished / "sweep" / JOB_LOG).read_text().splitlines()[0].endswith(f"{finished / 'sweep'} --strengths=0.5,1")
+        (finished / "sweep" / "job.log").read_text().splitlines()[0].endswith(f"{finished / 'sweep'} --strengths=0.5,1")
     )
 
 
@@ -158,7 +157,7 @@ def test_a_job_without_a_process_is_no_success_of_an_earlier_one(
     page: TestClient, finished: Path, command: Any
 ) -> None:
     (finished / "sweep").mkdir()
-    (finished / "sweep" / JOB_LOG).write_text("$ simpletuner sweep\nSaved everything\n")
+    (finished / "sweep" / "job.log").write_text("$ simpletuner sweep\nSaved everything\n")
     queue_of(page).add(command, str(finished), state="running")
     assert "interrupted" in wait(page, lambda text: "running" not in text)
 
@@ -359,5 +358,5 @@ def test_a_person_samples_and_orders_the_queue(browser: Any, project: Workspace,
         expect(jobs.nth(1)).to_contain_text("output waiting")
         page.get_by_role("button", name="Stop sample of output").click()
         expect(jobs.first).to_contain_text("cancelled")
-        said = (finished / "samples" / JOB_LOG).read_text()
+        said = (finished / "samples" / "job.log").read_text()
     assert "'--prompt=a bird' '--prompt=an owl' '--strength=0, 1'" in said
