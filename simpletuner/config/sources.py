@@ -52,6 +52,23 @@ QUOTED_WORD = re.compile(rf"(?P<escaped>\\[\"\\$`])|{IN_ANY_WORD}")
 ENV_VARIABLES = ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV")
 
 
+@dataclass(frozen=True)
+class Located:
+    """The layers of a configuration (weakest first), and the folder of its file.
+
+    `extra_arguments` is what a config.env in that folder adds to the command line.
+    """
+
+    layers: Sequence[Layer]
+    folder: Path = Path()
+    extra_arguments: str = ""
+
+
+def configured(values: Mapping[str, Any]) -> Located:
+    """A configuration that is no file."""
+    return Located([launch_layer(), Layer("config", [(key, resolve_alias(value)) for key, value in values.items()])])
+
+
 @dataclass
 class Arguments:
     """The parsed command line.
@@ -61,31 +78,26 @@ class Arguments:
         selectors: `env`, `example` and the like.
         collect: the door to remote datasets, see `DataContext.collect`.
         problems: of their syntax, and whatever is found while they are made a plan.
-        content: the settings of a configuration that is no file; None to look for one.
+        base: the configuration that the settings override; None to look for one.
     """
 
     settings: list[tuple[str, object]] = field(default_factory=list)
     selectors: dict[str, str] = field(default_factory=dict)
     collect: Collect | None = None
     problems: Problems = field(default_factory=Problems)
-    content: Mapping[str, Any] | None = None
+    base: Located | None = None
 
-    def extended(self, extra: str) -> Reading[Arguments]:
-        """These arguments followed by those of a config.env."""
-        more = parse_arguments([], extra)
+    def layers(self) -> Reading[tuple[list[Layer], Path]]:
+        """The layers of files, environment and command line, the weakest first, and the folder of the config file."""
+        located = self.base or (yield from locate(self.selectors))
+        # Those of a config.env follow the command line.
+        more = parse_arguments([], located.extra_arguments)
         yield from more.problems
-        return replace(self, settings=[*self.settings, *more.settings])
+        return [*located.layers, replace(self, settings=[*self.settings, *more.settings]).layer()], located.folder
 
     def with_seed(self, seed: int | None) -> Arguments:
         """These arguments with the seed that another process drew, if it is known."""
         return self if seed is None else replace(self, settings=[*self.settings, ("seed", str(seed))])
-
-    def located(self) -> Reading[Located]:
-        """The configuration that the settings on the command line override; see `locate`."""
-        if self.content is None:
-            return (yield from locate(self.selectors))
-        layer = Layer("config", [(key, resolve_alias(value)) for key, value in self.content.items()])
-        return Located([launch_layer(), layer], Path())
 
     def layer(self) -> Layer:
         """The settings as the layer with the highest priority; `null` unsets a key, as in JSON."""
@@ -133,18 +145,6 @@ def _is_value(token: str, key: str) -> bool:
     option = names.get(plain_key(key))
     # `--prompt a=b` has a value, `--use_ema seed=1` is a flag and a setting.
     return plain_key(word) not in {*names, *SELECTORS} and not (option is not None and option.is_flag)
-
-
-@dataclass(frozen=True)
-class Located:
-    """The layers found (weakest first), and the folder of the config file.
-
-    `extra_arguments` is what a config.env in that folder adds to the command line.
-    """
-
-    layers: list[Layer]
-    folder: Path
-    extra_arguments: str = ""
 
 
 def example_names() -> list[str]:
