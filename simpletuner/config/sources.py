@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletuner.config.load import Layer, read_json_layer
+from simpletuner.config.load import Layer
 from simpletuner.config.schema import option_names
-from simpletuner.config.values import home_path, plain_key, read_text
+from simpletuner.config.values import home_path, plain_key, read_json, read_text
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, result_of
 
 if TYPE_CHECKING:
@@ -222,6 +222,18 @@ def read_config_file(path: Path) -> Reading[Layer]:
     return Layer(layer.label, [(key, resolve_alias(value)) for key, value in layer.values])
 
 
+def unwrapped(content: dict[str, Any]) -> dict[str, Any]:
+    """The settings in the content of config.json, which may be `{"_metadata": ..., "config": {...}}`."""
+    inner = content.get("config") if "_metadata" in content else None
+    return inner if isinstance(inner, dict) else content
+
+
+def read_json_layer(path: Path) -> Reading[Layer | None]:
+    """config.json as a layer, or None if it cannot be read."""
+    content = yield from read_json(path, dict, "one JSON object")
+    return None if content is None else Layer(str(path), list(unwrapped(content).items()))
+
+
 def _read_toml_layer(path: Path) -> Reading[Layer | None]:
     try:
         return Layer(str(path), list(tomllib.loads(path.read_text(encoding="utf-8-sig")).items()))
@@ -315,25 +327,32 @@ def resolve_alias(value: Any) -> Any:
 
 
 def _candidates(name: str | None, selectors: Mapping[str, str]) -> list[Path]:
-    wanted = selectors.get("config_backend") or os.environ.get("CONFIG_BACKEND") or os.environ.get("CONFIG_TYPE")
-    if wanted and wanted not in BACKENDS:
-        message = f"{wanted!r} is not one of: {', '.join(BACKENDS)}.{did_you_mean(wanted, BACKENDS)}"
-        raise ConfigError([Problem("CONFIG_BACKEND", message)])
-    backends = (wanted,) if wanted else BACKENDS
+    """Where the configuration of an environment, the one that is named by its path, or else the usual one may be."""
+    backends = _backends(selectors)
     given = selectors.get("config_path") or os.environ.get("CONFIG_PATH")
-    if given and not name:
+    if name:
+        folders = [Path("config") / name, Path(name)]
+        if extra := os.environ.get("SIMPLETUNER_CONFIG_DIR"):
+            folders.append(Path(extra) / name)
+    elif given:
         path = home_path(given)
         # With or without its extension; `/` has no name that could get one.
         whole = not path.name or path.suffix.removeprefix(".") in BACKENDS
         return [path] if whole else [path, *(path.with_name(f"{path.name}.{backend}") for backend in backends)]
-    files = [f"config.{backend}" for backend in backends]
-    if name:
-        extra = os.environ.get("SIMPLETUNER_CONFIG_DIR")
-        folders = [Path("config") / name, Path(name), *([Path(extra) / name] if extra else [])]
-        # `env=some/folder/config.json` names the file itself.
-        itself = [Path(name)] if Path(name).suffix.removeprefix(".") in BACKENDS else []
-        return [*(folder / file for folder in folders for file in files), *itself]
-    return [folder / file for folder in (Path(), Path("config")) for file in files]
+    else:
+        folders = [Path(), Path("config")]
+    # `env=some/folder/config.json` names the file itself.
+    itself = [Path(name)] if name and Path(name).suffix.removeprefix(".") in BACKENDS else []
+    return [*(folder / f"config.{backend}" for folder in folders for backend in backends), *itself]
+
+
+def _backends(selectors: Mapping[str, str]) -> Sequence[str]:
+    """The kinds of files to look for."""
+    wanted = selectors.get("config_backend") or os.environ.get("CONFIG_BACKEND") or os.environ.get("CONFIG_TYPE")
+    if wanted and wanted not in BACKENDS:
+        message = f"{wanted!r} is not one of: {', '.join(BACKENDS)}.{did_you_mean(wanted, BACKENDS)}"
+        raise ConfigError([Problem("CONFIG_BACKEND", message)])
+    return (wanted,) if wanted else BACKENDS
 
 
 def _first_file(candidates: list[Path], name: str | None) -> Path:

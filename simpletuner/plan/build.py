@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig, read_datasets
-from simpletuner.config.load import Layer, canonical, resolve, with_family
+from simpletuner.config.load import Layer, canonical, resolve
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments, dataset_file
 from simpletuner.data.build import build_datasets
@@ -49,7 +49,7 @@ def resolve_layers(layers: Sequence[Layer], purpose: Purpose = "train") -> Readi
     spec = yield from find_family(layers)
     if spec is None and purpose == "draft":
         spec = next(iter(FAMILIES.values()))
-    config = yield from resolve(with_family(layers, spec.defaults, spec.fixed) if spec else layers)
+    config = yield from (resolve(layers, spec.defaults, spec.fixed) if spec else resolve(layers))
     return config, spec
 
 

@@ -33,7 +33,6 @@ from simpletuner.annexes.draft import Draft, Judgement
 from simpletuner.annexes.page.project import EXAMPLE, LARGEST_BODY, Project, Refusal, problems_json, project_of, wanted
 from simpletuner.atomic import write_json
 from simpletuner.config.datasets import parse_datasets, read_datasets
-from simpletuner.config.load import read_json_layer, unwrapped
 from simpletuner.config.schema import main_name
 from simpletuner.config.sources import (
     DATASET_FILE,
@@ -44,6 +43,8 @@ from simpletuner.config.sources import (
     parse_arguments,
     read_env_file,
     read_env_layer,
+    read_json_layer,
+    unwrapped,
 )
 from simpletuner.config.values import read_json
 from simpletuner.data.clips import CLIP_SUFFIXES

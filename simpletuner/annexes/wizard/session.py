@@ -18,9 +18,9 @@ from simpletuner.annexes.start.recipe import TRIGGER, Recipe, read_example
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_atomically, write_json
-from simpletuner.config.load import canonical, read_json_layer
+from simpletuner.config.load import canonical
 from simpletuner.config.schema import main_name, render_config
-from simpletuner.config.sources import DATASET_FILE
+from simpletuner.config.sources import DATASET_FILE, read_json_layer
 from simpletuner.config.values import read_json, typed
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.discovery import Scan, scan
