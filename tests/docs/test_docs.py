@@ -21,9 +21,9 @@ import torch
 from simpletuner.annexes.adapters.kinds import check_lycoris, read_lycoris
 from simpletuner.cli.app import main
 from simpletuner.config.datasets import DatasetConfig, VideoConfig, read_datasets
-from simpletuner.config.load import Layer, read_json_layer, resolve
+from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig, all_options
-from simpletuner.config.sources import parse_arguments
+from simpletuner.config.sources import parse_arguments, read_json_layer
 from simpletuner.config.values import plain_key
 from simpletuner.data.buckets import PixelGrid
 from simpletuner.errors import Problem, Problems

@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.start.material import Material
 from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, run_name
 from simpletuner.annexes.wizard.talk import Talk
 from simpletuner.errors import Problems, UserError, did_you_mean
-from simpletuner.plan.draft import Draft
 
 
 def ask(

@@ -21,7 +21,7 @@ from simpletuner.annexes.start.material import Material
 from simpletuner.atomic import write_json
 from simpletuner.budget.device import find_device
 from simpletuner.config.schema import render_config
-from simpletuner.config.sources import EXAMPLES, Arguments
+from simpletuner.config.sources import EXAMPLES, Arguments, configured
 from simpletuner.errors import ConfigError, Problems, UserError
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
@@ -206,7 +206,7 @@ class Start:
         with TemporaryDirectory() as name, suppress(ConfigError):
             judged.write(Path(name))
             files: list[tuple[str, object]] = [(key, f"{name}/{file}") for key, file in FILES.items()]
-            plan, budget = weigh_plan(Arguments(files, problems=problems, content=judged.config()))
+            plan, budget = weigh_plan(Arguments(files, problems=problems, base=configured(judged.config())))
             fits = not any(problem.where == "memory" for problem in problems)
             time = duration(budget.step_seconds * plan.length.total_steps)
             return fits, f"fits, about {time} without previews" if fits else "does not fit this GPU"

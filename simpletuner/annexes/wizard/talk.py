@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.console import Console
 
+from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.wizard.questions import Question, stale_keys
 from simpletuner.config.techniques import ROUTES
 from simpletuner.config.values import parse_flag, plain_key
 from simpletuner.errors import ConfigError, Problem, UserError, did_you_mean, nearest
-from simpletuner.plan.draft import Draft
 
 HELP, NONE, BACK = "?", "-", "back"
 # Other answers that leave out an optional setting.
