@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
     from simpletuner.plan.entries import Listing
 
-app = typer.Typer(help="Fill, verify, explain and clean the caches of a configuration.", no_args_is_help=True)
+app = typer.Typer(help="Fill, verify, explain and clean up the caches of a configuration.", no_args_is_help=True)
 
 
 def parse_share(text: str) -> tuple[int, int]:
