@@ -68,6 +68,7 @@ def test_help_of_a_run_is_short_and_leads_to_every_setting(capsys: Capture) -> N
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
         (["train", "--exmple", "demo"], "--exmple is neither an option nor a setting. Did you mean '--example'?"),
         (["start", "cat", "--triger=zkt"], "--triger is neither an option nor a setting. Did you mean '--trigger'?"),
+        (["start", "cat", "trigger=zkt"], "trigger is neither an option nor a setting. Did you mean '--trigger'?"),
         (["start"], "Missing argument 'folder'. See `"),
         (["cache", "clean"], "cache -h`."),
         (["caption", "--style", "poem"], "Invalid value for '--style': 'poem' is not one of 'short', 'long', 'tags'."),
