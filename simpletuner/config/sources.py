@@ -119,8 +119,7 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
 
 def _stray(token: str) -> Problem:
     """A bare word, which may be the name or the path of a configuration."""
-    files = [os.path.join(folder, "config.json") for folder in (token, Path("config", token))]
-    if any(map(os.path.isfile, [*files, token])):
+    if any(map(os.path.isfile, [token, f"{token}/config.json", f"config/{token}/config.json"])):
         return Problem(token, f"is not a setting. Did you mean env={token}?")
     return Problem(token, "is not a setting; write key=value, --key value or --flag.")
 
@@ -356,10 +355,11 @@ def _not_found(candidates: list[Path], name: str | None) -> str:
     tried = ", ".join(str(path) for path in reversed(in_folders.values()))
     what = f"the environment {name!r} was not found" if name else "no configuration was found"
     names = sorted(folder.name for folder in Path("config").glob("*/"))
-    hint = did_you_mean(name, names) if name else ""
-    if names and not hint:
-        hint = f" Choose one with env=NAME: {', '.join(names)}."
-    message = f"{what}; tried {tried}.{hint or ' Write one with `simpletuner configure`.'}"
-    if candidates[0].suffix in (".toml", ".env"):
-        message += f" `simpletuner configure` writes JSON; write {candidates[0].suffix} files by hand, with the same keys."
-    return message
+    suffix = candidates[0].suffix
+    if names:
+        hint = did_you_mean(name or "", names) or f" Choose one with env=NAME: {', '.join(names)}."
+    else:
+        hint = " Write one with `simpletuner configure`."
+        if suffix in (".toml", ".env"):
+            hint += f" It writes JSON; write {suffix} files by hand, with the same keys."
+    return f"{what}; tried {tried}.{hint}"
