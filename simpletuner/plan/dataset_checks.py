@@ -68,7 +68,7 @@ def _check_choices(config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[P
     trained, ids = [each for each in datasets if each.config.is_trained], [each.id for each in datasets]
     regularised = [each.id for each in trained if each.config.is_regularisation_data]
     if regularised and config.model.model_type == "full":
-        message = "needs model_type lora: the base model's prediction is the one without the LoRA."
+        message = "needs model_type lora: the base model is the one with the LoRA off."
         yield Problem(f"{regularised[0]}.is_regularisation_data", message)
     for each in (each for each in datasets if each.config.slider_strength):
         yield from _check_slider(config, each)
