@@ -128,10 +128,10 @@ def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
 def start_limit(arguments: Arguments) -> float:
     """`start_timeout` of the configuration; what is wrong with that is reported by all processes together."""
     from simpletuner.config.launch import LaunchConfig
-    from simpletuner.plan.build import read_layers, resolve_layers
+    from simpletuner.plan.build import resolve_layers
 
     try:
-        layers, _ = result_of(read_layers(arguments))
+        layers, _ = result_of(arguments.layers())
         return result_of(resolve_layers(layers))[0].launch.start_timeout
     except ConfigError:
         return LaunchConfig().start_timeout

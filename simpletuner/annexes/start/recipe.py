@@ -21,7 +21,7 @@ from simpletuner.annexes.start.material import DEMOS, Material
 from simpletuner.atomic import write_json
 from simpletuner.budget.device import find_device
 from simpletuner.config.schema import render_config
-from simpletuner.config.sources import EXAMPLES, Arguments
+from simpletuner.config.sources import EXAMPLES, Arguments, configured
 from simpletuner.errors import ConfigError, Problems, UserError
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
@@ -31,8 +31,7 @@ TRIGGER = "zkt"  # no word, and a single token in no language
 # measured at eight noise levels and eight times, which takes about as long as twenty steps of training.
 ENOUGH_FILES, HELD_OUT_SHARE, MOST_HELD_OUT = 16, 8, 4  # the default of num_eval_images
 CHECKPOINTS = 8  # to choose from at the end; see docs/CHOOSING.md
-# Keys of examples that are about their own files, or follow from the number of steps.
-OF_EXAMPLES = ("preservation_", "tracker_run_name", "validation_step_interval")
+OF_EXAMPLES = ("preservation_", "tracker_run_name")  # begin keys that are about their own files
 FILES = {"data_backend_config": "multidatabackend.json", "user_prompt_library": "user_prompt_library.json"}
 
 
@@ -121,6 +120,12 @@ class Start:
     def phrase(self) -> str:
         return self.recipe.phrase.format(trigger=self.trigger)
 
+    @cached_property
+    def captioned_as(self) -> str:
+        """The words for what is learned, as most captions contain them already; empty if they do not."""
+        words = dict.fromkeys([self.phrase, self.trigger, self.trigger.partition(",")[0]])
+        return next((text for text in words if text and self.material.mentions(text)), "")
+
     @property
     def held_out(self) -> int:
         """How many files are not trained: the loss on them shows which checkpoint has learned and not memorised."""
@@ -144,14 +149,13 @@ class Start:
         }
         if isinstance(steps, int) and steps > 0:
             config["checkpoint_step_interval"] = max(1, steps // CHECKPOINTS)
-        word, _, what = self.phrase.partition(", ")
+        # Whoever likes a preview has its checkpoint.
+        config["validation_step_interval"] = config["checkpoint_step_interval"]
+        what = self.phrase.partition(", ")[2]
         if self.purpose == "subject" and what:
             # The class of the subject stays as it was, without further pictures.
-            config |= {
-                "preservation_weight": 1.0,
-                "preservation_trigger": f"{word}, {what}",
-                "preservation_prompt": what,
-            }
+            trigger = self.captioned_as or self.phrase
+            config |= {"preservation_weight": 1.0, "preservation_trigger": trigger, "preservation_prompt": what}
         if self.held_out:
             config |= {"eval_steps_interval": config["checkpoint_step_interval"], "eval_timesteps": 8}
         if self.material.holds_clips:
@@ -174,7 +178,7 @@ class Start:
         trained |= {"hold_out": self.held_out} if self.held_out else {}
         if self.phrase and not self.captions:
             trained |= {"caption_strategy": "instanceprompt", "instance_prompt": self.phrase}
-        elif self.phrase:
+        elif self.phrase and not self.captioned_as:
             trained |= {"instance_prompt": f"{self.phrase},", "prepend_instance_prompt": True}
         if "video" in trained:
             frames = self._frames(read_example(self.example))
@@ -222,7 +226,7 @@ class Start:
         with TemporaryDirectory() as name, suppress(ConfigError):
             judged.write(Path(name))
             files: list[tuple[str, object]] = [(key, f"{name}/{file}") for key, file in FILES.items()]
-            plan, budget = weigh_plan(Arguments(files, problems=problems, content=judged.config()))
+            plan, budget = weigh_plan(Arguments(files, problems=problems, base=configured(judged.config())))
             fits = not any(problem.where == "memory" for problem in problems)
             time = duration(budget.step_seconds * plan.length.total_steps)
             return fits, f"fits, about {time} without previews" if fits else "does not fit this GPU"

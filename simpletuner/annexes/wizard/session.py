@@ -12,19 +12,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.start.material import CLIPS, EDITS, PICTURES, PURPOSES, Material
 from simpletuner.annexes.start.recipe import TRIGGER, Recipe, read_example
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_atomically, write_json
-from simpletuner.config.load import canonical, read_json_layer
+from simpletuner.config.load import canonical
 from simpletuner.config.schema import main_name, render_config
-from simpletuner.config.sources import DATASET_FILE
+from simpletuner.config.sources import DATASET_FILE, read_json_layer
 from simpletuner.config.values import read_json, typed
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.discovery import Scan, scan
 from simpletuner.errors import ConfigError, Problems, Reading, UserError, result_of
-from simpletuner.plan.draft import Draft
 from simpletuner.redaction import redact
 
 WELCOME = """\
@@ -150,7 +150,8 @@ def _new_draft(file: Path, talk: Talk) -> Draft:
     if purpose == NO_RECIPE:
         return draft
     example = read_example(PURPOSES[purpose])
-    draft.change({"model_family": example["model_family"], **recipes[purpose].values(USUAL_FILES, TRIGGER)})
+    recipe = recipes[purpose]
+    draft.change({"model_family": example["model_family"], **recipe.values(recipe.steps(USUAL_FILES), TRIGGER)})
     if example["model_flavour"] != draft.spec.flavours[0].name:  # an edit needs a flavour of its own
         draft.change({"model_flavour": example["model_flavour"]})
     return draft

@@ -19,7 +19,7 @@ from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, tell
 from tests.workspace import Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(8)
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
 pytest.importorskip("axe_playwright_python", reason="needs axe-core")
 expect = sync_api.expect

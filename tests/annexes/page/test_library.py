@@ -375,7 +375,7 @@ def test_missing_captions_are_a_job_of_the_queue(
     children[1].wait(PATIENCE)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(4)
 def test_files_in_a_browser(browser: Any, folder: Path) -> None:
     with opened(browser, folder) as page:
         page.get_by_role("tab", name="Dataset").click()
@@ -400,7 +400,7 @@ def test_files_in_a_browser(browser: Any, folder: Path) -> None:
         dialog.wait_for(state="hidden")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(4)
 def test_a_replacement_in_a_browser(browser: Any, folder: Path) -> None:
     with opened(browser, folder, "#dataset/files/cats") as page:
         page.set_viewport_size({"width": 400, "height": 800})
@@ -418,7 +418,7 @@ def test_a_replacement_in_a_browser(browser: Any, folder: Path) -> None:
         assert (folder / "cats/2.txt").read_text() == "a cat number 2\n"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(4)
 def test_a_conflict_in_a_browser(browser: Any, folder: Path) -> None:
     """Both texts are seen, and nothing typed is lost by leaving."""
     with opened(browser, folder, "#dataset/files/cats") as page:

@@ -321,7 +321,7 @@ def test_two_runs_share_a_chart_over_steps(page: TestClient, finished: Path, pro
     assert page.get(f"/runs/{run}/curves?beside=absent").status_code == 404
 
 
-@pytest.mark.slow
+@pytest.mark.slow(5)
 def test_a_person_compares_two_steps_and_two_runs(browser: Any, project: Workspace, finished: Path) -> None:
     expect = pytest.importorskip("playwright.sync_api").expect
     preview(finished, *((step, name) for step in (0, 1, 3) for name in ("validation", "bird")))
@@ -341,7 +341,7 @@ def test_a_person_compares_two_steps_and_two_runs(browser: Any, project: Workspa
         assert download.value.suggested_filename == "output.safetensors"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(5)
 def test_a_person_samples_and_orders_the_queue(browser: Any, project: Workspace, finished: Path) -> None:
     expect = pytest.importorskip("playwright.sync_api").expect
     with opened(browser, project.folder, f"?run={run_id(finished)}#run") as page:
