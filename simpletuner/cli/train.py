@@ -248,8 +248,13 @@ def run_checked(plan: Plan, budget: Budget, events: EventStream, world: World, *
 def keep_compiled(folder: Path) -> None:
     """Let inductor and triton keep what they compile where runs find it again, unless the user says where.
 
-    By default inductor keeps it below /tmp, which rented machines lose. Read when torch compiles.
+    By default inductor keeps it below /tmp, which rented machines lose; that is left for a folder without permission.
+    Read when torch compiles.
     """
+    from simpletuner.plan.environment import why_not_writable
+
+    if why_not_writable("cache_dir", folder):
+        return
     for key, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         os.environ.setdefault(key, str((folder / name).absolute()))
 

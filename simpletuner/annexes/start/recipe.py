@@ -212,7 +212,9 @@ class Start:
                 self.write(unfinished)
                 unfinished.rename(final)  # fails if a file or a folder with files has the name
         except OSError as error:
-            raise UserError(f"{self.folder} cannot be written: {error.strerror}.") from None
+            is_denied = isinstance(error, PermissionError)
+            advice = f" Make {final.parent} writable, or start in another folder." if is_denied else ""
+            raise UserError(f"{self.folder} cannot be written: {error.strerror}.{advice}") from None
 
     def verdict(self) -> tuple[bool, str]:
         """Whether it fits this machine, and how long it takes, in a few words."""
