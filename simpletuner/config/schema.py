@@ -105,7 +105,7 @@ class ModelConfig(Group):
     pretrained_transformer_model_name_or_path: PathText | None = option(
         None, "Hub id or folder to take the transformer from.", default_note="the model path"
     )
-    pretrained_transformer_subfolder: Text = option("transformer", "Folder of the transformer within that path.")
+    pretrained_transformer_subfolder: PathText = option("transformer", "Folder of the transformer within that path.")
     revision: Text | None = option(None, "Branch, tag or commit of the hub repository.")
     variant: Text | None = option(None, "Weight file variant, such as fp16.")
 
