@@ -304,6 +304,11 @@ def test_variables(
     assert complaint_ in complaint(workspace, capsys)
 
 
+@pytest.mark.parametrize("command", ["sample", "sweep", "start", "publish"])
+def test_a_folder_of_an_impossible_name(workspace: Workspace, capsys: Capture, command: str) -> None:
+    assert "File name too long" in complaint(workspace, capsys, command, "x" * 300)
+
+
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, is_full_for: Callable[[Path], bool]) -> None:
     """From now on, files of some places cannot be given their names."""
     replace = Path.replace
