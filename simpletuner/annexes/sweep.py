@@ -177,7 +177,8 @@ class Studio:
             # The old transformer and the pipeline that holds it go first: two would not fit.
             self.transformer, self.renderer = None, Renderer(self.plan.config, self.plan.frame_rate)
             gc.collect()
-            self.adapter = build_adapter(replace(self.plan, source=weights.replace_in(self.plan.source)))
+            source = self.plan.source.with_transformer(weights.transformer)
+            self.adapter = build_adapter(replace(self.plan, source=source))
             KERNELS.open(self.plan.output_dir, *weights.folders)
             self.transformer, self.loaded = load_for_sampling(self.plan.config, self.adapter, self.device), weights
         return self.transformer

@@ -72,7 +72,7 @@ class LoraConfig(Group):
         ge=1,
         label="LoRA+ Ratio",
         excludes=(
-            when(optimizer="muon", because="its second group is AdamW's"),
+            when(optimizer="muon", because="muon already has a second parameter group, for AdamW"),
             when(optimizer="prodigy", because="it finds one rate for all groups"),
         ),
     )
@@ -102,7 +102,7 @@ class LoraConfig(Group):
             when(model_type="lora", because="model_type full trains every weight and no LoRA", fatal=True),
             when(
                 lora_type="standard",
-                because="weights of another kind start as another model; resume from a checkpoint instead",
+                because="init_lora reads LoRAs only; resume from a checkpoint instead",
                 fatal=True,
             ),
         ),

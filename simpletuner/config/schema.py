@@ -206,11 +206,11 @@ class OptimizerConfig(Group):
         excludes=(
             unless(
                 gradient_accumulation_steps=1,
-                because="a gradient that is freed at once cannot be added to others. Use train_batch_size",
+                because="gradients that are freed at once cannot be accumulated. Use train_batch_size",
             ),
             when(
                 grad_clip_method="norm",
-                because="the norm of all gradients together is known only at the end. Use value, or max_grad_norm 0",
+                because="the norm is known only when all gradients are. Use value, or max_grad_norm 0",
             )
             & when("max_grad_norm"),
             when(mixed_precision="fp16", because="a step that overflows could not be skipped as a whole. Use bf16"),

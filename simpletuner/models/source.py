@@ -271,6 +271,10 @@ class ModelSource:
             parts[role] = Part(role, key, override or base, folder, model.revision, model.variant)
         return cls(parts)
 
+    def with_transformer(self, part: Part | None) -> ModelSource:
+        """The same with another transformer, if one is given."""
+        return ModelSource({**self.parts, "transformer": part}) if part else self
+
     def __getitem__(self, role: str) -> Part:
         return self.parts[role]
 

@@ -26,6 +26,7 @@ from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import UserError, shorten
 from simpletuner.models.cost import Adapters
 from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE, PREFIXES, LoraForm, Targets, file_settings
+from simpletuner.reporting.pace import size_text
 from simpletuner.training import lora_files
 from simpletuner.training.guard import refuse_not_finite
 from simpletuner.training.manifest import LORA_FILE
@@ -92,7 +93,7 @@ class LoraAdapter(AdapterWeights):
             loads = "are what was trained, under the names that ComfyUI looks for"
         lost = rounding_error(self, publication.dtype)
         rounds = f", which rounds them to {publication.dtype}: {lost:.1e} of their effect" if lost > EXACT else ""
-        return f"Saved {path} ({path.stat().st_size / 1e6:.1f} MB); all {checked} tensors {loads}{rounds}."
+        return f"Saved {path} ({size_text(path.stat().st_size)}); all {checked} tensors {loads}{rounds}."
 
     def _publish(self, folder: Path, publication: Publication, weights: Mapping[str, Tensor]) -> tuple[Path, int]:
         """Write a file, verify it, then move it into place; returns its path and the number of tensors."""

@@ -101,7 +101,7 @@ def test_an_absent_package_is_told_last(
         ),
         (
             {"fsdp_enable": True},
-            "fsdp_enable: cannot be combined with base_model_precision int8: quantised weights cannot be split.",
+            "fsdp_enable: cannot be combined with base_model_precision int8: quantised weights cannot be sharded.",
         ),
     ],
 )

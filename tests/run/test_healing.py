@@ -19,7 +19,7 @@ from tests.run.test_resume import RESULT
 from tests.validation.test_eval_loss import EVAL
 from tests.workspace import Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(6)
 
 SETTINGS: dict[str, Any] = {
     "max_train_steps": 2, "checkpoint_step_interval": 1, "eval_steps_interval": 1, "validation_disable": False,

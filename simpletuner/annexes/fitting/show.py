@@ -77,8 +77,8 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     for dataset in plan.datasets:
         yield ""
         yield from _ledger_lines(dataset)
-        if white := dataset.white.values():
-            yield f"  masks: {sum(white) / len(white):.1%} is learned on average"
+        if (learned := _learned(dataset)) is not None:
+            yield f"  masks: {learned:.1%} is learned on average"
     yield ""
     yield from _cache_lines(plan, budget)
     yield from _preview_lines(plan)
@@ -388,6 +388,12 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
     }
 
 
+def _learned(dataset: Dataset) -> float | None:
+    """The share of its files that their masks leave to learn, on average; None without masks."""
+    white = dataset.white.values()
+    return sum(white) / len(white) if white else None
+
+
 def _dataset(dataset: Dataset) -> dict[str, Any]:
     left_out = [{"file": entry.name, "reason": entry.use} for entry in dataset.unused()]
     return {
@@ -398,6 +404,7 @@ def _dataset(dataset: Dataset) -> dict[str, Any]:
         "trained": dataset.config.is_trained,
         "repeats": dataset.repeats,
         "buckets": dataset.sizes(),
+        "learned": _learned(dataset),  # null without masks
     }
 
 

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from simpletuner.annexes.page import docs, files, form, jobs, library, live, plans, results, start_card, uploads
+from simpletuner.annexes.page import docs, files, form, jobs, library, live, masks, plans, results, start_card, uploads
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
 from simpletuner.annexes.page.project import UPLOADS, Project, Refusal, read_object
@@ -99,10 +99,10 @@ PAGE = [
     Route("/library/media", library.send_original),
     taking("/api/library/caption", library.put_caption, "PUT"),
     taking("/api/library/excluded", library.put_excluded, "PUT"),
+    taking("/api/library/mask", masks.put_mask, "PUT"),
     taking("/api/library/edit", library.edit),
     Route("/api/library/describe", library.captioning_state),
     taking("/api/library/describe", library.start_captioning),
-    taking("/api/library/describe/stop", library.stop_captioning),
     Route("/api/training/status", live.status),
     taking("/api/training/start", live.start),
     taking("/api/training/new", live.renew),

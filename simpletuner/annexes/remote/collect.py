@@ -16,9 +16,9 @@ from simpletuner.annexes.remote.table import list_table
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
 from simpletuner.data.entries import DataContext
-from simpletuner.errors import Problem, Problems, UserError
+from simpletuner.errors import Problem, Problems, Reading, UserError
 
-LISTERS: Mapping[str, Callable[[DatasetConfig, Store, Problems], Offer]] = {
+LISTERS: Mapping[str, Callable[[DatasetConfig, Store], Reading[Offer]]] = {
     "csv": list_table,
     "aws": list_bucket,
     "huggingface": list_rows,
@@ -48,7 +48,7 @@ def collect(
             fetches=fetches,
         )
         try:
-            offers[entry.id] = store, LISTERS[entry.type](entry, store, problems)
+            offers[entry.id] = store, problems.take(LISTERS[entry.type](entry, store))
         except UserError as error:
             problems.append(Problem(entry.id, str(error)))
     if problems.are_fatal:

@@ -16,29 +16,29 @@ from simpletuner.annexes.remote.web import read_url
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.captions import check_columns
 from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read
-from simpletuner.errors import Problem, Problems, shorten
+from simpletuner.errors import Problem, Reading, shorten
 
 WEB_PICTURE, WEB_CLIP = 10 << 20, 200 << 20  # bytes of one download
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # of two letters or more: C:\ is a path
 
 
-def list_table(config: DatasetConfig, store: Store, problems: Problems) -> Offer:
+def list_table(config: DatasetConfig, store: Store) -> Reading[Offer]:
     """The rows of a table; of several with one address, the last."""
-    table = read_table(config, problems)
+    table = yield from read_table(config)
     rows = {address: caption for address, caption in table if address}
     where, repeated = f"{config.id}.csv_file", sum(bool(address) for address, _ in table) - len(rows)
     if repeated:
         message = f"{repeated} rows repeat the address of another; the last of them is used."
-        problems.append(Problem(where, message, fatal=False))
+        yield Problem(where, message, fatal=False)
     if len(rows) + repeated < len(table):
         empty = [str(number) for number, (address, _) in enumerate(table, 1) if not address]
-        problems.append(Problem(where, f"rows without an address: {shorten(empty)}.", fatal=False))
+        yield Problem(where, f"rows without an address: {shorten(empty)}.", fatal=False)
     base = Path(config.csv_file or "").parent
     items = [web_item(address, name_of(address), config, base) for address in rows]
     return Offer(items, {address: (caption,) if caption else () for address, caption in rows.items()})
 
 
-def read_table(config: DatasetConfig, problems: Problems) -> list[tuple[str, str]]:
+def read_table(config: DatasetConfig) -> Reading[list[tuple[str, str]]]:
     """Address and caption of each row."""
     path, where = Path(config.csv_file or ""), f"{config.id}.csv_file"
     named = {"csv_url_column": config.csv_url_column, "csv_caption_column": config.csv_caption_column or ""}
@@ -47,14 +47,14 @@ def read_table(config: DatasetConfig, problems: Problems) -> list[tuple[str, str
         table = csv.DictReader(io.StringIO(read(path, LARGEST_PICTURE).decode("utf-8-sig"), newline=""))
         columns = list(table.fieldnames or ())
         missing = list(check_columns(named, columns, config.id))
-        problems.extend(missing)
+        yield from missing
         rows = [] if missing else list(table)
         address, caption = ([(row[column] or "").strip() for row in rows] for column in named.values())
         return list(zip(address, caption, strict=True))
     except MediaError as error:
-        problems.append(Problem(where, f"{str(path)!r} {error}."))
+        yield Problem(where, f"{str(path)!r} {error}.")
     except (UnicodeDecodeError, csv.Error) as error:
-        problems.append(Problem(where, f"{str(path)!r} is not a table in UTF-8: {error}."))
+        yield Problem(where, f"{str(path)!r} is not a table in UTF-8: {error}.")
     return []
 
 

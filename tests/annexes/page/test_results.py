@@ -21,7 +21,6 @@ from starlette.testclient import TestClient
 
 from simpletuner.annexes import queue as queues
 from simpletuner.annexes.page.control import run_id
-from simpletuner.annexes.page.jobs import JOB_LOG
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.queue import Queue
@@ -126,14 +125,14 @@ def test_a_sample_renders_the_untrained_model_too_and_a_sweep_waits_for_it(page:
     text = wait(page, lambda text: "working" in text)
     assert text.index("sample of output running") < text.index("sweep of output waiting")
     assert "Waits for sample of output" in text
-    said = (finished / "samples" / JOB_LOG).read_text().splitlines()[0]
+    said = (finished / "samples" / "job.log").read_text().splitlines()[0]
     assert said.startswith(f"$ simpletuner sample {finished} --output={finished / 'samples'} '--prompt=a bird'")
     assert said.endswith("--prompt=--checkpoint=1 '--strength=0, 0.8'"), "no prompt becomes an option"
     (finished / "go").touch()
     text = wait(page, lambda text: "sweep of output completed" in text)
     assert "Started after sample of output: completed" in text
     assert (
-        (finished / "sweep" / JOB_LOG).read_text().splitlines()[0].endswith(f"{finished / 'sweep'} --strengths=0.5,1")
+        (finished / "sweep" / "job.log").read_text().splitlines()[0].endswith(f"{finished / 'sweep'} --strengths=0.5,1")
     )
 
 
@@ -161,7 +160,7 @@ def test_a_job_without_a_process_is_no_success_of_an_earlier_one(
     page: TestClient, finished: Path, command: Any
 ) -> None:
     (finished / "sweep").mkdir()
-    (finished / "sweep" / JOB_LOG).write_text("$ simpletuner sweep\nSaved everything\n")
+    (finished / "sweep" / "job.log").write_text("$ simpletuner sweep\nSaved everything\n")
     queue_of(page).add(command, str(finished), state="running")
     assert "interrupted" in wait(page, lambda text: "running" not in text)
 
@@ -370,7 +369,7 @@ def test_two_runs_share_a_chart_over_steps(page: TestClient, finished: Path, pro
     assert page.get(f"/runs/{run}/curves?beside=absent").status_code == 404
 
 
-@pytest.mark.slow
+@pytest.mark.slow(5)
 def test_a_person_compares_two_steps_and_two_runs(browser: Any, project: Workspace, finished: Path) -> None:
     expect = pytest.importorskip("playwright.sync_api").expect
     preview(finished, *((step, name) for step in (0, 1, 3) for name in ("validation", "bird")))
@@ -390,7 +389,7 @@ def test_a_person_compares_two_steps_and_two_runs(browser: Any, project: Workspa
         assert download.value.suggested_filename == "output.safetensors"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(5)
 def test_a_person_samples_and_orders_the_queue(browser: Any, project: Workspace, finished: Path) -> None:
     expect = pytest.importorskip("playwright.sync_api").expect
     with opened(browser, project.folder, f"?run={run_id(finished)}#run") as page:
@@ -407,5 +406,5 @@ def test_a_person_samples_and_orders_the_queue(browser: Any, project: Workspace,
         expect(jobs.nth(1)).to_contain_text("output waiting")
         page.get_by_role("button", name="Stop sample of output").click()
         expect(jobs.first).to_contain_text("cancelled")
-        said = (finished / "samples" / JOB_LOG).read_text()
+        said = (finished / "samples" / "job.log").read_text()
     assert "'--prompt=a bird' '--prompt=an owl' '--strength=0, 1'" in said

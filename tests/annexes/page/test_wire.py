@@ -96,4 +96,5 @@ def test_the_first_visit_takes_sixty_kilobytes(
     # Headers included; the plan and the lists of configs and runs, too.
     print(sizes)
     assert {"/", "/static/app.js", "/api/plan", "/api/training/validate"} <= sizes.keys()
+    assert sum(address.endswith("/api/configs/") for address in addresses.values()) == 1
     assert sum(sizes.values()) < 60_000, sizes

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from simpletuner.annexes.draft import Draft
 from simpletuner.config.schema import all_options, family_groups, options_of
 from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES
-from simpletuner.plan.draft import Draft
 
 JUNK: list[Any] = ["", "x", "~nouser/x", -1, float("nan"), ["a", 3], {"a": [1]}]
 
