@@ -258,7 +258,8 @@ def read_datasets(path: Path, *, placeholders: dict[str, str]) -> Reading[list[D
         placeholders: values for `{model_family}` and `{output_dir}` in paths.
     """
     if not path.is_file():
-        yield Problem("data_backend_config", f"the dataset file {str(path)!r} does not exist.")
+        ways = "`simpletuner start FOLDER` writes one, and docs/DATALOADER.md begins with one."
+        yield Problem("data_backend_config", f"the dataset file {str(path)!r} does not exist. {ways}")
         return []
     content = yield from read_json(path, list, "a JSON list of datasets")
     if content is None:

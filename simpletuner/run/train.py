@@ -137,7 +137,7 @@ def end(plan: Plan, events: EventStream, companions: Sequence[Companion], ledger
     lines = [
         result,
         *(companion.finish(ledger) for companion in companions),
-        f'Look at it: simpletuner sample {shlex.quote(str(plan.output_dir))} --prompt "..."',
+        f'Render with it: simpletuner sample {shlex.quote(str(plan.output_dir))} --prompt "..."',
         "To train longer, start the same command with a larger max_train_steps.",
         *(companion.unfinished for companion in companions),
     ]
