@@ -153,7 +153,7 @@ class TechniqueGroup(Group):
         return ()
 
 
-class Words(TypedDict, total=False):
+class OptionWords(TypedDict, total=False):
     """What `option` says of a key besides its default and help.
 
     Attributes:
@@ -183,13 +183,13 @@ class Words(TypedDict, total=False):
     common: bool
 
 
-def option(default: Any = ..., help: str = "", **words: Unpack[Words]) -> Any:
+def option(default: Any = ..., help: str = "", **words: Unpack[OptionWords]) -> Any:
     """Declare one key.
 
     Args:
         default: the global default; `...` makes the key required.
         help: one or two sentences for `--help`, the wizard and the reference page.
-        words: see `Words`.
+        words: see `OptionWords`.
     """
     said: dict[str, Any] = {**words}
     limits = {name: said.pop(name) for name in LIMITS if name in said}
@@ -223,7 +223,6 @@ class Option:
     required: bool
     annotation: Any
     limits: dict[str, float]
-    of_group: When | None
     parsers: tuple[Callable[..., Any], ...]
     requires: Conditions = ()
     excludes: Conditions = ()
@@ -318,7 +317,6 @@ def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
         help=field.description or "",
         default=None if field.default is PydanticUndefined else field.default,
         required=field.is_required(),
-        of_group=group.requires,
         annotation=field.annotation,
         parsers=tuple(rule.func for rule in _constraints(field) if isinstance(rule, BeforeValidator)),
         **words,
