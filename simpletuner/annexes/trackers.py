@@ -141,7 +141,7 @@ class GuardedTracker:
             self._tracker = None
             first = "".join(f": {line}" for line in str(error).strip().splitlines()[:1])
             reason = redact(f"({type(error).__name__}{first})")
-            logger.warning("%s stopped working; training goes on without it. %s", self.name, reason)
+            logger.warning("%s stopped working; training continues without it. %s", self.name, reason)
             logger.debug("%s failed", self.name, exc_info=True)
             return None
 

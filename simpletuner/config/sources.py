@@ -114,8 +114,7 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
         key, equals, value = token.partition("=")
         name = plain_key(key)
         if not key.lstrip("-") or (not equals and not token.startswith("--")):
-            message = "is not a setting; write key=value, --key value or --flag."
-            arguments.problems.append(Problem(token, message))
+            arguments.problems.append(_stray(token))
             continue
         # `--key value`, which a bare `--flag` before another setting looks like.
         if not equals and waiting and _is_value(waiting[0], key):
@@ -128,6 +127,13 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
         else:
             arguments.problems.append(Problem(key, "needs a value after it."))
     return arguments
+
+
+def _stray(token: str) -> Problem:
+    """A bare word, which may be the name or the path of a configuration."""
+    if any(map(os.path.isfile, [token, f"{token}/config.json", f"config/{token}/config.json"])):
+        return Problem(token, f"is not a setting. Did you mean env={token}?")
+    return Problem(token, "is not a setting; write key=value, --key value or --flag.")
 
 
 def _is_value(token: str, key: str) -> bool:
@@ -367,12 +373,20 @@ def _first_file(candidates: list[Path], name: str | None) -> Path:
     for path in candidates:
         if os.path.isfile(path):  # noqa: PTH113 - unlike Path's, never raises
             return path
+    raise ConfigError([Problem("config", _not_found(candidates, name))])
+
+
+def _not_found(candidates: list[Path], name: str | None) -> str:
     # In a folder, a file of one kind stands for the others.
     in_folders = {path.parent: path for path in reversed(candidates)}
     tried = ", ".join(str(path) for path in reversed(in_folders.values()))
     what = f"the environment {name!r} was not found" if name else "no configuration was found"
-    hint = did_you_mean(name, [each.name for each in Path("config").glob("*/")]) if name else ""
-    message = f"{what}; tried {tried}.{hint or ' Write one with `simpletuner configure`.'}"
-    if candidates[0].suffix in (".toml", ".env"):
-        message += f" It writes JSON; a file {candidates[0].suffix} is written by hand, with the same keys."
-    raise ConfigError([Problem("config", message)])
+    names = sorted(folder.name for folder in Path("config").glob("*/"))
+    suffix = candidates[0].suffix
+    if names:
+        hint = did_you_mean(name or "", names) or f" Choose one with env=NAME: {', '.join(names)}."
+    else:
+        hint = " Write one with `simpletuner configure`."
+        if suffix in (".toml", ".env"):
+            hint += f" It writes JSON; write {suffix} files by hand, with the same keys."
+    return f"{what}; tried {tried}.{hint}"

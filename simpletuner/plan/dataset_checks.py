@@ -72,7 +72,7 @@ def _check_kinds(config: RunConfig, trained: Sequence[Dataset]) -> Iterator[Prob
     """Regularisation data needs a LoRA, and a LoRA for sliders data with a strength."""
     regularised = [each.id for each in trained if each.config.is_regularisation_data]
     if regularised and config.model.model_type == "full":
-        message = "needs model_type lora: the base model's prediction is the one without the LoRA."
+        message = "needs model_type lora: the base model is the one with the LoRA off."
         yield Problem(f"{regularised[0]}.is_regularisation_data", message)
     if config.lora.slider_lora_target and not any(each.config.slider_strength for each in trained):
         message = "is on, but no trained dataset has a slider_strength: this LoRA is no slider."

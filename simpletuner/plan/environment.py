@@ -150,10 +150,10 @@ def _check_shards(config: RunConfig) -> Iterator[Problem]:
     """Optimizers that take a share of a weight for all of it."""
     optimizer = optimizer_name(config.optimizer, config.precision.mixed_precision)
     if config.model.model_type == "full" and not OPTIMIZERS[optimizer].element_wise:
-        message = (
-            f"cannot be combined with optimizer {optimizer!r}: it does not update every number by itself, and each"
+        message = f"cannot be combined with optimizer {optimizer!r}: its update is not elementwise, and each"
+        advice = (
+            "process only has a shard of every weight. Use an AdamW such as adamw_bf16, or DDP, without fsdp_enable."
         )
-        advice = "process has a share of every weight. Use an AdamW such as adamw_bf16, or DDP, without fsdp_enable."
         yield Problem("fsdp_enable", f"{message} {advice}")
 
 

@@ -59,7 +59,7 @@ def test_a_missing_login_is_a_warning_and_no_prompt(tmp_path: Path, caplog: pyte
     assert "wandb login" in problems[0].message
     with caplog.at_level(logging.WARNING, logger="simpletuner"):
         assert list(open_trackers("wandb", run_in(tmp_path))) == []
-    assert "training goes on without it" in caplog.text
+    assert "training continues without it" in caplog.text
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_failing_tracker_is_named_once_and_left_out(caplog: pytest.LogCaptureF
         tracker(StateChanged("finished", 3, 3))
     assert broken.calls == [1]
     assert len(caplog.records) == 1
-    assert "broken stopped working; training goes on without it. (ConnectionError: no route" in caplog.text
+    assert "broken stopped working; training continues without it. (ConnectionError: no route" in caplog.text
     assert "abcdef" not in caplog.text
 
 

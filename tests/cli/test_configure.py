@@ -331,7 +331,7 @@ def test_what_is_no_text_is_asked_again(configure: Configure) -> None:
     [
         ({"lr_warmup_steps": ["1000", "100"]}, "the learning rate never reaches its value"),
         ({"validation_guidance": ["7.5", "5"]}, "oversaturates pictures"),
-        ({"report_to": ["wandb", "none"]}, "wandb has no login"),
+        ({"report_to": ["wandb", "none"]}, "wandb is not logged in"),
     ],
 )
 def test_a_doubtful_answer_is_kept_only_when_insisted_on(

@@ -182,10 +182,6 @@ def test_python_block_runs(text: str, t2i_checkpoint: Path, tmp_path: Path, monk
 MISTAKES = {
     "learning_rte": ["learning_rte=1e-4"],
     "no samples detected": ["train_batch_size=16"],
-    "num_train_epochs": ["num_train_epochs=3"],
-    "conditioning_data": ["model_flavour=i2i-lite-sft"],
-    "peft_lora_target_modules": ['peft_lora_target_modules=["to_q"]'],
-    "fsdp_enable": ["fsdp_enable=true", "optimizer=muon", "model_type=full"],
 }
 
 

@@ -132,7 +132,7 @@ def test_where_fsdp_may_be_used() -> None:
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"fsdp_enable": True}, "fsdp_enable: has no effect: one process has nobody to share with."),
+        ({"fsdp_enable": True}, "fsdp_enable: has no effect: one process has nothing to shard."),
         ({**SHARDED, "fsdp_version": 1}, "fsdp_version: '1' is deprecated"),
         ({**SHARDED, "fsdp_auto_wrap_policy": "NO_WRAP"}, "fsdp_auto_wrap_policy: 'NO_WRAP' is treated as"),
     ],

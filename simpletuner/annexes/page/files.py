@@ -210,6 +210,14 @@ def put_datasets(request: Request, body: dict[str, Any]) -> Response:
     return replace_file(request, path, body, change, lambda: datasets_json(saved))
 
 
+def add_dataset(saved: Configuration, entry: Mapping[str, Any]) -> None:
+    """Put an entry at the end of a config's dataset file, unless it is there; the others stay as they are written."""
+    path = writable(saved.project, saved.datasets)
+    with _saving:
+        entries = read(path)
+        write_json(path, entries if entry in entries else [*entries, entry])
+
+
 def in_file(path: Path, content: Callable[[], dict[str, Any]]) -> Response:
     """What a file holds; if it cannot be read, why, and its text, to be mended, unless that may hold secrets."""
     headers = {"ETag": etag(path)} if path.is_file() else None

@@ -114,6 +114,12 @@ class Start:
     def phrase(self) -> str:
         return self.recipe.phrase.format(trigger=self.trigger)
 
+    @cached_property
+    def captioned_as(self) -> str:
+        """The words for what is learned, as most captions contain them already; empty if they do not."""
+        words = dict.fromkeys([self.phrase, self.trigger, self.trigger.partition(",")[0]])
+        return next((text for text in words if text and self.material.mentions(text)), "")
+
     @property
     def held_out(self) -> int:
         """How many files are not trained: the loss on them shows which checkpoint has learned and not memorised."""
@@ -123,7 +129,6 @@ class Start:
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
         config, steps = read_example(self.example), self.settings.get("max_train_steps")
-        config.pop("validation_step_interval")
         config |= {
             "output_dir": f"output/{self.name}",
             **{key: (self.folder / file).as_posix() for key, file in FILES.items()},
@@ -131,14 +136,13 @@ class Start:
         }
         if isinstance(steps, int) and steps > 0:
             config["checkpoint_step_interval"] = max(1, steps // CHECKPOINTS)
-        word, _, what = self.phrase.partition(", ")
+        # Whoever likes a preview has its checkpoint.
+        config["validation_step_interval"] = config["checkpoint_step_interval"]
+        what = self.phrase.partition(", ")[2]
         if self.purpose == "subject" and what:
             # The class of the subject stays as it was, without further pictures.
-            config |= {
-                "preservation_weight": 1.0,
-                "preservation_trigger": f"{word}, {what}",
-                "preservation_prompt": what,
-            }
+            trigger = self.captioned_as or self.phrase
+            config |= {"preservation_weight": 1.0, "preservation_trigger": trigger, "preservation_prompt": what}
         if self.held_out:
             config |= {"eval_steps_interval": config["checkpoint_step_interval"], "eval_timesteps": 8}
         if self.material.holds_clips:
@@ -160,7 +164,7 @@ class Start:
         trained |= {"hold_out": self.held_out} if self.held_out else {}
         if self.phrase and not self.captions:
             trained |= {"caption_strategy": "instanceprompt", "instance_prompt": self.phrase}
-        elif self.phrase:
+        elif self.phrase and not self.captioned_as:
             trained |= {"instance_prompt": f"{self.phrase},", "prepend_instance_prompt": True}
         if "video" in trained:
             frames = self._frames(read_example(self.example))

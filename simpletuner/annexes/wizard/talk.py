@@ -131,6 +131,9 @@ class Talk:
             chosen = numbered.get(answer, answer) or names[0]
             if chosen in names:
                 return chosen
+            if answer == HELP:
+                self.say("    Type a number or a word of the list; Enter takes the one in brackets.", "cyan")
+                continue
             self.refuse(f"{answer!r} is not one of: {', '.join(names)}.{did_you_mean(answer, names)}")
         return names[0]
 
