@@ -132,7 +132,7 @@ def start_limit(arguments: Arguments) -> float:
 
     try:
         layers, _ = result_of(arguments.layers())
-        return result_of(resolve_layers(layers))[0].launch.start_timeout
+        return result_of(resolve_layers(layers, "train"))[0].launch.start_timeout
     except ConfigError:
         return LaunchConfig().start_timeout
 

@@ -44,7 +44,7 @@ MILESTONES, SHORTEST_INTERVAL = 8, 100
 Purpose = Literal["train", "sample", "survey", "draft"]
 
 
-def resolve_layers(layers: Sequence[Layer], purpose: Purpose = "train") -> Reading[tuple[RunConfig, FamilySpec | None]]:
+def resolve_layers(layers: Sequence[Layer], purpose: Purpose) -> Reading[tuple[RunConfig, FamilySpec | None]]:
     """The settings with the defaults of the family that they name; None if it is unknown, in a draft the first one."""
     spec = yield from find_family(layers)
     if spec is None and purpose == "draft":
@@ -238,12 +238,7 @@ def make_plan(arguments: Arguments, purpose: Purpose = "train", rendering: Rende
     if purpose == "sample":
         config = as_rendered(config, rendering.folder)
     elif purpose != "draft":
-        problems.extend(check_environment())
-        config = problems.take(as_launched(config))
-        file = problems.take(dataset_file(config.run.data_backend_config, folder))
-        placeholders = {"model_family": spec.name if spec else "", "output_dir": config.run.output_dir}
-        entries = problems.take(read_datasets(file, placeholders=placeholders))
-        problems.extend(check_cache_folders(entries))
+        config, file, entries = problems.take(_launch(config, spec, folder))
     # Without a family, only the rules for all families can add to the list.
     if spec is None:
         raise ConfigError([*problems, *check_config(config, purpose)])
@@ -259,6 +254,19 @@ def make_plan(arguments: Arguments, purpose: Purpose = "train", rendering: Rende
         return _survey(plan, entries, context, problems)
     plan = problems.take(_collect_previews(plan, rendering))
     return _plan_run(plan, entries, context, problems) if purpose == "train" else plan
+
+
+def _launch(
+    config: RunConfig, spec: FamilySpec | None, folder: Path
+) -> Reading[tuple[RunConfig, Path, list[DatasetConfig]]]:
+    """The settings with the processes that were started, the dataset file, and its entries."""
+    yield from check_environment()
+    config = yield from as_launched(config)
+    file = yield from dataset_file(config.run.data_backend_config, folder)
+    placeholders = {"model_family": spec.name if spec else "", "output_dir": config.run.output_dir}
+    entries = yield from read_datasets(file, placeholders=placeholders)
+    yield from check_cache_folders(entries)
+    return config, file, entries
 
 
 def _find_model(
