@@ -123,7 +123,6 @@ class Start:
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
         config, steps = read_example(self.example), self.settings.get("max_train_steps")
-        config.pop("validation_step_interval")
         config |= {
             "output_dir": f"output/{self.name}",
             **{key: (self.folder / file).as_posix() for key, file in FILES.items()},
