@@ -24,7 +24,7 @@ from simpletuner.cli.sample import SHORT, prepared_samples
 from simpletuner.cli.settings import command_settings, prepare_output
 from simpletuner.cli.train import agreed, configure_torch, recorded_events, run_checked
 from simpletuner.config.schema import all_options
-from simpletuner.config.sources import SELECTORS, Arguments
+from simpletuner.config.sources import SELECTORS, Arguments, configured
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.plan.build import Plan
@@ -152,7 +152,7 @@ def _arguments(config: object, *, overrides: bool = False) -> Arguments:
     if arguments.selectors or overrides:
         arguments.settings += plain.items()
     else:
-        arguments.content = plain
+        arguments.base = configured(plain)
     return arguments
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import getpass
+import itertools
 import os
 import shutil
 import signal
@@ -39,10 +40,28 @@ _frozen_modules = 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long starts early, or all other processes would wait for one in the end. First of all comes a costly
-    setup: idle processes take tests from the end of another's queue, and would repeat the setup of a module for them.
+    """What takes long starts early, or all other processes would wait for one in the end.
+
+    xdist cuts the list into one part per process, and whoever has done his takes from the end of the longest that is
+    left. So each part begins with slow tests (a costly setup first) and ends with quick ones. The slow tests of a
+    module stay together, and share what it sets up.
     """
-    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("costly_setup", "slow")])
+    slow, quick = ([item for item in items if bool(seconds(item)) is wanted] for wanted in (True, False))
+    groups = [[*group] for _, group in itertools.groupby(slow, key=lambda item: item.path)]
+    parts: list[list[pytest.Item]] = [[] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))]
+    for group in sorted(groups, key=lambda group: -sum(map(seconds, group))):
+        min(parts, key=lambda part: sum(map(seconds, part))).extend(group)
+    for place, part in enumerate(parts):
+        part.sort(key=lambda item: item.get_closest_marker("costly_setup") is None)
+        size = (len(items) + place) // len(parts)
+        part += [quick.pop() for _ in range(size - len(part))]
+    items[:] = itertools.chain.from_iterable(parts)
+
+
+def seconds(item: pytest.Item) -> float:
+    """About how long a slow test takes; 0 for a quick one."""
+    slow = item.get_closest_marker("slow")
+    return float(slow.args[0] if slow and slow.args else 2 * bool(slow))
 
 
 def pytest_collection_finish() -> None:

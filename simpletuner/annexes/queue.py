@@ -27,7 +27,7 @@ SERVER_FILE = ".queue.server"  # which server starts jobs: it holds a lock on th
 KEPT = 12  # jobs that have ended
 PAUSE, CHECK_SECONDS = 1.0, 10.0  # between two looks at what is at work, and at the settings of a waiting job
 
-Command = Literal["train", "sweep", "sample"]
+Command = Literal["train", "sweep", "sample", "caption"]
 WAITING, RUNNING = "waiting", "running"
 Write = Callable[[Sequence["Job"]], None]
 
@@ -37,10 +37,10 @@ class Job:
     """A command that waits for the GPU, is at work, or has ended.
 
     Attributes:
-        folder: the output folder of the run that it trains or renders from.
+        folder: the output folder of the run that it trains, renders from or writes captions for.
         config: of `train`: the name of its config.
         settings: of `train`: what overrides that config.
-        options: of `sweep` and `sample`: what the command line has besides the folder.
+        options: of the other commands: what the command line has besides the folder.
         state: `waiting`, `running`, or how it ended, as states of runs.
         message: what keeps it from starting, what it waits for, or what it said last.
         waits_for: the id of a job, or the output folder of a run that was started by hand.
@@ -185,11 +185,6 @@ class Queue:
             # Read again: a job that was refused is at work in the file, wherever it was before.
             if jobs != self.read():
                 write(jobs)
-
-    @property
-    def at_work(self) -> str:
-        """The title of the job, or the output folder of a run by hand, that has the GPU; empty if none has."""
-        return next((job.title for job in in_state(self.read(), RUNNING)), "") or self.worker.at_work()
 
     def _start_next(self, jobs: list[Job], write: Write) -> list[Job]:
         """The jobs, one more of them at work if nothing else is; those that wait know for what."""

@@ -117,7 +117,7 @@ class Autopsy(Companion):
     def around(self, session: Session, budget: Budget) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # raised again, whatever it is
             world = session.assembly.world
             # Every process sees NaN in the same step, so each raises it itself.
             guilty = world.is_main if isinstance(error, NonFiniteError) else world.first_failure(error) is None
@@ -126,7 +126,7 @@ class Autopsy(Companion):
                     with world.undisturbed():
                         error.add_note(self._leave(session, budget, error))
                 except Exception as failed:  # noqa: BLE001 - it must not hide why the run failed
-                    session.events.say(f"There is no folder about this failure: {failed}", warning=True)
+                    session.events.say(f"The folder for this failure could not be written: {failed}", warning=True)
             raise
 
     def _leave(self, session: Session, budget: Budget, error: Exception) -> str:
@@ -335,7 +335,7 @@ def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bo
                 break
             phase.advance()
         else:
-            events.say(f"Step {failure.step} does not fail now.")
+            events.say(f"Step {failure.step} does not fail this time.")
             return False
     cause = redact(cause)  # as in the folder
     again = "already" if done + 1 < failure.step else "again"

@@ -375,7 +375,7 @@ class Run:
             where = f"On {owner.host}. " if owner and is_elsewhere else ""
             return "running" if story.status in IN_LOOP else "starting", where + story.message
         if is_elsewhere:
-            return "interrupted", f"No sign of life for {clock(time.time() - self.seen)}. {owner}"
+            return "interrupted", f"No heartbeat for {clock(time.time() - self.seen)}. {owner}"
         return self._judge_end(owner is not None or story.status in ("starting", *IN_LOOP), said_at_the_end(console))
 
     def _judge_end(self, was_at_work: bool, last: str) -> tuple[Status, str]:

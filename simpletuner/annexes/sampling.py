@@ -7,13 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from simpletuner.caching.keys import hash_file
 from simpletuner.config.load import Layer, canonical
-from simpletuner.config.optimizers import trained_precision
-from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER, PLAIN_PRECISIONS, RunConfig, option_names
-from simpletuner.config.sources import Arguments
+from simpletuner.config.schema import CHOSEN, NOT_SET_BY_USER, option_names
+from simpletuner.config.sources import Arguments, Located, configured, locate
 from simpletuner.config.values import home_path, read_json
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
@@ -22,10 +20,9 @@ from simpletuner.data.sample import Sample
 from simpletuner.errors import ConfigError, Problem, Reading, did_you_mean, result_of
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models.lora_keys import check_lora_file, family_in_header, linear_modules, read_shapes, role_of
-from simpletuner.models.source import ModelSource, Part, tensor_shapes
+from simpletuner.models.source import Part, tensor_shapes
 from simpletuner.models.spec import Flavour
-from simpletuner.plan.build import Plan, Settings, find_flavour, make_plan, preview_sizes, resolve_layers
-from simpletuner.plan.checks import check_prompts, findings
+from simpletuner.plan.build import Plan, Rendering, make_plan
 from simpletuner.plan.resume import decide_seed
 from simpletuner.training.manifest import (
     LORA_FILE,
@@ -35,7 +32,7 @@ from simpletuner.training.manifest import (
     open_checkpoint,
     result_step,
 )
-from simpletuner.validation.prompts import ValidationPrompt, collect_prompts, file_safe, unique
+from simpletuner.validation.prompts import ValidationPrompt, file_safe, unique
 
 # What `offload: auto` chose for training is chosen again, except for what changes results.
 CHOICES_KEPT = ("base_model_precision", "vae_enable_tiling", "validation_decoding")
@@ -67,7 +64,7 @@ class SampleRequest:
 
 
 @dataclass(frozen=True)
-class Weights:
+class Sampled:
     """What is sampled.
 
     Attributes:
@@ -90,12 +87,8 @@ class Weights:
         # OUTPUT/checkpoint-100/ema/LORA_FILE is the deepest.
         return [] if inner is None else [*reversed(inner.absolute().parents[:3])]
 
-    def replace_in(self, source: ModelSource) -> ModelSource:
-        """The parts of a base model, with these weights of a full fine-tune."""
-        return ModelSource({**source.parts, "transformer": self.transformer}) if self.transformer else source
 
-
-def plan_samples(request: SampleRequest) -> tuple[Plan, list[Weights]]:
+def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
     """A plan whose previews are what is asked for, and the weights to render them with, in order.
 
     Raises:
@@ -110,21 +103,18 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Weights]]:
     if not weights:
         problems.take(canonical(request.arguments.layer()))  # keys that do not exist can be named all the same
         raise ConfigError(problems)
-    settings = problems.take(_settle(request, weights, run, starts_from_picture=bool(pictures)))
-    config, loras = settings.config, [each.lora for each in weights if each.lora is not None]
-    problems.extend(_check_loras(loras, settings))
-    plan = Plan(
-        **vars(settings),
-        seed=decide_seed(config.run.seed, run),
-        prompts=_prompts(request.prompts) or problems.take(collect_prompts(config.validation)),
-        sizes=problems.take(preview_sizes(config, settings.spec)),
-        pictures=pictures,
-        lora_bytes=max((path.stat().st_size for path in loras), default=0),
-    )
-    problems.extend(check_prompts(config, plan.prompts))
-    problems.extend(plan.spec.checks.sizes(config, plan.flavour, plan.sizes, {}))
+    problems.extend(_check_strengths(request.strengths, weights))
+    arguments = replace(request.arguments, base=Located(problems.take(_layers(request, weights[0], run))))
+    rendering = Rendering(request.output, _prompts(request.prompts), pictures, weights[0].transformer)
+    plan = make_plan(arguments, "sample", rendering)
+    loras = [each.lora for each in weights if each.lora is not None]
+    problems.extend(_check_pictures(plan.flavour, given=bool(pictures)))
+    problems.extend(_check_loras(loras, plan))
+    problems.extend(plan.spec.checks.sizes(plan.config, plan.flavour, plan.sizes, {}))
     problems.raise_if_fatal()
-    return replace(plan, warnings=[problem for problem in problems if not problem.fatal]), weights
+    lora_bytes = max((path.stat().st_size for path in loras), default=0)
+    warnings = [problem for problem in problems if not problem.fatal]
+    return replace(plan, seed=decide_seed(plan.config.run.seed, run), lora_bytes=lora_bytes, warnings=warnings), weights
 
 
 def _asked_for(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
@@ -137,39 +127,12 @@ def _asked_for(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
     return tuple(filter(None, found))
 
 
-def _settle(
-    request: SampleRequest, weights: Sequence[Weights], run: Checkpoint | None, *, starts_from_picture: bool
-) -> Reading[Settings]:
-    """Settings for rendering, and the model as these weights have it.
-
-    Raises:
-        ConfigError: the family is unknown.
-    """
-    # The weakest layer: a LoRA file or base model without settings counts as a LoRA run.
-    layers = [Layer("", [("model_type", "lora")]), *(yield from _layers(request, weights[0], run))]
-    config, spec = yield from resolve_layers([*layers, request.arguments.layer()])
-    if spec is None:
-        raise ConfigError([])
-    yield from _check_strengths(request.strengths, weights)
-    config = _for_samples(config, request)
-    flavour = yield from find_flavour(config, spec)
-    # In a run the datasets decide between t2v and i2v; here a source picture does.
-    if starts_from_picture and flavour.dataset_task:
-        flavour = replace(flavour, task=flavour.dataset_task)
-    source = weights[0].replace_in(ModelSource.from_config(spec, flavour, config))
-    settings = Settings.of(config, spec, flavour, source)
-    # The run has given its warnings; those of sizes are about what is rendered now.
-    yield from (problem for problem in findings(settings, "sample") if problem.fatal)
-    yield from _check_pictures(flavour, starts_from_picture)
-    return settings
-
-
-def _check_loras(paths: Sequence[Path], settings: Settings) -> Iterator[Problem]:
+def _check_loras(paths: Sequence[Path], plan: Plan) -> Iterator[Problem]:
     """The files against the model."""
-    source = settings.source
+    source = plan.source
     modules = {} if source.problems() else linear_modules(source["transformer"].weight_shapes())
     for path in paths:
-        yield from check_lora_file("LoRA", path, modules, settings.spec.name)
+        yield from check_lora_file("LoRA", path, modules, plan.spec.name)
 
 
 def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
@@ -177,7 +140,7 @@ def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
     return [ValidationPrompt(unique(file_safe(text[:LONGEST_STEM]), taken), text, text) for text in texts]
 
 
-def _check_strengths(strengths: Sequence[float], weights: Sequence[Weights]) -> Iterator[Problem]:
+def _check_strengths(strengths: Sequence[float], weights: Sequence[Sampled]) -> Iterator[Problem]:
     """Weights of a full fine-tune have none; of a DoRA, those between 0 and 1 are no mixture of two models."""
     if weights[0].transformer is not None and list(strengths) != [1.0]:
         message = "is for LoRAs: a full fine-tune has no strength, its weights are the model's own."
@@ -188,13 +151,13 @@ def _check_strengths(strengths: Sequence[float], weights: Sequence[Weights]) -> 
         yield Problem("--strength", f"{message} At 0 the base model is rendered; there, magnitudes stay.", fatal=False)
 
 
-def find_weights(request: SampleRequest) -> Reading[tuple[list[Weights], Checkpoint | None]]:
+def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
     """What a request's source holds, and a checkpoint with the settings of its run, if there is one."""
     if request.source is None:
         if request.sweeps:
             message = "needs the output folder of a run: simpletuner sweep OUTPUT_DIR"
             raise ConfigError([Problem("sweep", message)])
-        return [Weights("base model")], None
+        return [Sampled("base model")], None
     path = home_path(request.source)
     if not path.exists():
         beside = [str(each) for each in path.parent.glob("*")]
@@ -203,16 +166,16 @@ def find_weights(request: SampleRequest) -> Reading[tuple[list[Weights], Checkpo
     return (yield from _weights_in_file(request, path) if path.is_file() else _weights_of_run(request, path))
 
 
-def _weights_in_file(request: SampleRequest, path: Path) -> Reading[tuple[list[Weights], Checkpoint | None]]:
+def _weights_in_file(request: SampleRequest, path: Path) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
     given = {"--checkpoint": request.checkpoints is not None, "--ema": request.ema}
     for key in filter(given.get, given):
         yield Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
     # The file may be in a checkpoint, in its folder ema/, or beside the checkpoints.
     run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
-    return [Weights(path.stem, lora=path, content=hash_file(path))], run
+    return [Sampled(path.stem, lora=path, content=hash_file(path))], run
 
 
-def _weights_of_run(request: SampleRequest, path: Path) -> Reading[tuple[list[Weights], Checkpoint | None]]:
+def _weights_of_run(request: SampleRequest, path: Path) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
     whole = _checkpoints(path)
     run = whole[-1] if whole else None
     is_full = run is not None and run.manifest.identity.model_type == "full"
@@ -238,7 +201,7 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
     return [itself] if itself else find_checkpoints(folder)[0]
 
 
-def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Reading[Weights]:
+def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Reading[Sampled]:
     """The weights in a checkpoint, an output folder or a published pipeline."""
     name = ("transformer_ema" if ema else "transformer") if is_full else f"ema/{LORA_FILE}" if ema else LORA_FILE
     path = folder / name
@@ -246,10 +209,10 @@ def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Readin
         plain = "checkpoints hold its adapter (lora_type) in its own form; only the result is also a plain LoRA."
         yield Problem("source", f"{str(path)!r} does not exist: {'the run had no use_ema.' if ema else plain}")
     if not is_full:
-        return Weights(folder.name, step, lora=path, content=hash_file(path)) if path.exists() else Weights("")
+        return Sampled(folder.name, step, lora=path, content=hash_file(path)) if path.exists() else Sampled("")
     part = Part("transformer", "source", str(folder), name, None, None)
     # Path and time, not a hash: a full transformer has gigabytes.
-    return Weights(folder.name, step, transformer=part, content=f"{path.resolve()} {folder.stat().st_mtime_ns}")
+    return Sampled(folder.name, step, transformer=part, content=f"{path.resolve()} {folder.stat().st_mtime_ns}")
 
 
 def _choose(wanted: Sequence[str] | None, whole: Sequence[Checkpoint], folder: Path) -> Reading[list[Checkpoint]]:
@@ -265,19 +228,21 @@ def _choose(wanted: Sequence[str] | None, whole: Sequence[Checkpoint], folder: P
     return list({known[name].step: known[name] for name in asked if name in known}.values())
 
 
-def _layers(request: SampleRequest, weights: Weights, run: Checkpoint | None) -> Reading[list[Layer]]:
+def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None) -> Reading[list[Layer]]:
     """The settings below those of the command line: a run's, a LoRA's own header, or a configuration file's."""
-    selectors, lora, layers = request.arguments.selectors, weights.lora, list[Layer]()
+    selectors, lora = request.arguments.selectors, weights.lora
+    # The weakest: a LoRA file or base model without settings counts as a LoRA run.
+    layers = [Layer("", [("model_type", "lora")])]
     if run is not None:
         for name in selectors:
             yield Problem(name, f"has no effect: the settings are those of the run {run.path.parent}.")
-        return [_layer_of(run)]
+        return [*layers, _layer_of(run)]
     if lora is not None and family_in_header(lora):
         family, _, flavour = read_header(lora)[METADATA]["modelspec.architecture"].partition("/")
         layers.append(Layer(str(lora), [("model_family", family), ("model_flavour", flavour)]))
     # Problems of the arguments are collected later, with those of the other layers.
-    if selectors or not (layers or "model_family" in result_of(canonical(request.arguments.layer()))):
-        layers += (yield from request.arguments.located()).layers
+    if selectors or not (layers[1:] or "model_family" in result_of(canonical(request.arguments.layer()))):
+        layers += (yield from locate(selectors)).layers
     return layers
 
 
@@ -292,7 +257,7 @@ def plan_evaluation(run: Path, arguments: Arguments) -> Plan:
     """
     last = _checkpoints(run)[-1]
     content = {**dict(_layer_of(last, without=()).values), "output_dir": str(last.path.parent)}
-    plan = make_plan(Arguments(content=content, collect=arguments.collect))
+    plan = make_plan(Arguments(collect=arguments.collect, base=configured(content)))
     return replace(plan, datasets=[each for each in plan.datasets if not each.config.is_trained], prompts=[])
 
 
@@ -309,20 +274,7 @@ def _layer_of(run: Checkpoint, without: Sequence[str] = (*CACHES, "output_dir"))
     return Layer(str(path), [(key, settings[key]) for key in mine] if isinstance(settings, dict) else [])
 
 
-def _for_samples(config: RunConfig, request: SampleRequest) -> RunConfig:
-    """The settings with the folder for samples, for one process; what a full fine-tune computes in becomes the dtype of
-    a base model."""
-    # However many processes trained it.
-    alone = {"num_processes": 1, "num_machines": 1, "sequence_parallel_size": 1, "fsdp_enable": False}
-    values: dict[str, Any] = {"output_dir": request.output, "validation_disable": False, **alone}
-    precision = config.precision.base_model_precision
-    if config.model.model_type == "full":
-        dtype = trained_precision(config.optimizer, config.precision)
-        values |= {"model_type": "lora", "base_model_precision": dtype if precision in PLAIN_PRECISIONS else precision}
-    return config.with_values(values, "sampling")
-
-
-def _check_pictures(flavour: Flavour, given: bool) -> Iterator[Problem]:
+def _check_pictures(flavour: Flavour, *, given: bool) -> Iterator[Problem]:
     if (flavour.task in ("i2i", "i2v")) != given:
         why = (
             "has no effect: {} starts from noise, not from a picture." if given else "is required: {} starts from one."

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
     from simpletuner.plan.entries import Listing
 
-app = typer.Typer(help="Fill, verify, explain and clean the caches of a configuration.", no_args_is_help=True)
+app = typer.Typer(help="Fill, verify, explain and clean up the caches of a configuration.", no_args_is_help=True)
 
 
 def parse_share(text: str) -> tuple[int, int]:
@@ -23,7 +23,7 @@ def parse_share(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     number, count = map(int, found.groups()) if found else (0, 0)
     if not 1 <= number <= count:
-        raise UserError(f"--shard {text!r} is no share; 1/3 is the first of three, 3/3 the last.")
+        raise UserError(f"--shard {text!r} is not a shard; 1/3 is the first of three, 3/3 the last.")
     return number, count
 
 
@@ -31,7 +31,7 @@ def parse_share(text: str) -> tuple[int, int]:
 def fill(
     context: typer.Context,
     shard: Annotated[
-        str, typer.Option(metavar="I/N", help="Encode share I of N, for N machines that use the same disk.")
+        str, typer.Option(metavar="I/N", help="Encode shard I of N, on N machines that share a disk.")
     ] = "1/1",
 ) -> None:
     """Encode every caption and picture that is not cached yet, then stop. Settings follow as in train."""

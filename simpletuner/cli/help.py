@@ -39,7 +39,7 @@ class SettingsCommand(TyperCommand):
             UserError: with the option that was meant.
         """
         rest = super().parse_args(ctx, args)
-        if words := [token.partition("=")[0] for token in rest if token.startswith("--")]:
+        if words := [token.partition("=")[0] for token in rest if token.startswith("--") or "=" in token]:
             from simpletuner.cli.sample import SHORT
             from simpletuner.config.schema import option_names
             from simpletuner.config.sources import SELECTORS
@@ -47,10 +47,10 @@ class SettingsCommand(TyperCommand):
 
             own = {plain_key(name): name for each in self.params for name in each.opts if name.startswith("--")}
             own |= {name: f"--{name}" for name in SELECTORS}
-            known = {*option_names(), *SHORT, *own}
+            settings = {*option_names(), *SHORT, *SELECTORS}
             for word in words:
-                key = plain_key(word)
-                guess = None if key in known else nearest(key, known, cutoff=MISSPELLED)
+                key, known = plain_key(word), settings | (own.keys() if word.startswith("--") else set())
+                guess = None if key in known else nearest(key, {*settings, *own}, cutoff=MISSPELLED)
                 if guess in own:
                     raise UserError(f"{word} is neither an option nor a setting. Did you mean '{own[guess]}'?")
         return rest

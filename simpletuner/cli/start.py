@@ -55,7 +55,9 @@ def start(
         files = f"{made.held_out} of {len(made.material.files.files)} files"
         print(f"Held out: {files}, to compare checkpoints on them (hold_out in multidatabackend.json).", flush=True)
     run, output = f"env={made.name}", str(made.config()["output_dir"])
-    commands = [["caption", run, *(["--trigger", made.phrase] if made.phrase else [])]] if caption else []
+    # Where the dataset puts the trigger words before captions, those that are written must not begin with them.
+    words = ["--trigger", made.phrase] if made.phrase and made.captioned_as else []
+    commands = [["caption", run, *words]] if caption else []
     commands += [["plan", run]] if dry_run else [["train", run], ["sweep", output, "--strengths", STRENGTHS]]
     _run(commands)
     if dry_run:

@@ -103,12 +103,13 @@ def _start(arguments: Arguments, command: list[str], take_page: TakePage | None,
 
 
 def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
-    """The plan, if it needs no consent to train on a CPU or has it. Torch may know a GPU that the plan did not find.
+    """The plan, if it needs no consent to train on a CPU or has it, which it then no longer asks for. Torch may know a
+    GPU that the plan did not find.
 
     Raises:
         ConfigError: it needs consent.
     """
-    from simpletuner.annexes.fitting.ready import check_gpu, needs_consent
+    from simpletuner.annexes.fitting.ready import CONSENT, check_gpu, needs_consent
 
     if slow := list(check_gpu(plan, budget)):
         with uncollected():
@@ -119,16 +120,18 @@ def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
             return replace(plan, warnings=[each for each in plan.warnings if each not in slow])
         if needs_consent(plan, budget) and not yes:
             raise ConfigError(replace(each, fatal=True) for each in slow)
+        given = [replace(each, message=each.message.removesuffix(CONSENT)) for each in plan.warnings]
+        return replace(plan, warnings=given)
     return plan
 
 
 def start_limit(arguments: Arguments) -> float:
     """`start_timeout` of the configuration; what is wrong with that is reported by all processes together."""
     from simpletuner.config.launch import LaunchConfig
-    from simpletuner.plan.build import read_layers, resolve_layers
+    from simpletuner.plan.build import resolve_layers
 
     try:
-        layers, _ = result_of(read_layers(arguments))
+        layers, _ = result_of(arguments.layers())
         return result_of(resolve_layers(layers))[0].launch.start_timeout
     except ConfigError:
         return LaunchConfig().start_timeout

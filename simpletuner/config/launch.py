@@ -50,9 +50,9 @@ class LaunchConfig(Group):
         False,
         "Shard weights, gradients and optimizer state over the processes (FSDP2) instead of replicating them "
         "(DDP). For runs that do not fit otherwise, such as full fine-tunes: docs/FSDP2.md.",
-        requires=unless(num_processes=1, because="one process has nobody to share with"),
+        requires=unless(num_processes=1, because="one process has nothing to shard"),
         excludes=(
-            unless(base_model_precision=PLAIN_PRECISIONS, because="quantised weights cannot be split"),
+            unless(base_model_precision=PLAIN_PRECISIONS, because="quantised weights cannot be sharded"),
             when(
                 "enable_model_cpu_offload", because="it moves the whole transformer, of which each process has a share"
             ),

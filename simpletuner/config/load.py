@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, ValidationError
@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from simpletuner.config import schema
 from simpletuner.config.option import LIMITS, Group, Option
 from simpletuner.config.upstream import foreign_key_problem
-from simpletuner.config.values import expand_environment, plain_key, read_json, same_value
+from simpletuner.config.values import expand_environment, plain_key, same_value
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean, nearest
 from simpletuner.redaction import hide_secrets
 
@@ -44,33 +44,25 @@ class Layer:
     last_wins: bool = False
 
 
-def unwrapped(content: dict[str, Any]) -> dict[str, Any]:
-    """The settings in the content of config.json, which may be `{"_metadata": ..., "config": {...}}`."""
-    inner = content.get("config") if "_metadata" in content else None
-    return inner if isinstance(inner, dict) else content
-
-
-def read_json_layer(path: Path) -> Reading[Layer | None]:
-    """config.json as a layer, or None if it cannot be read."""
-    content = yield from read_json(path, dict, "one JSON object")
-    return None if content is None else Layer(str(path), list(unwrapped(content).items()))
-
-
-def with_family(layers: Sequence[Layer], defaults: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[Layer]:
-    """The user's layers, between the defaults of a family and the values it fixes."""
-    return [
-        Layer(schema.FAMILY_DEFAULT, list(defaults.items())),
-        *layers,
-        Layer(schema.FAMILY_FIXED, list(fixed.items())),
-    ]
-
-
-def resolve(layers: Sequence[Layer]) -> Reading[schema.RunConfig]:
+def resolve(
+    layers: Sequence[Layer],
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+) -> Reading[schema.RunConfig]:
     """Merge the layers, later ones overriding earlier ones, and build the config.
 
     If a problem is fatal, the config is only good for finding more of them.
+
+    Args:
+        defaults: those of the family, below all layers.
+        fixed: what the family fixes, above all layers.
     """
-    values, origins = yield from _merge(layers)
+    values, origins = yield from _merge(layers, defaults)
+    for name, value in fixed.items():
+        if name in values and not same_value(values[name], value):
+            message = f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})"
+            yield Problem(name, message, fatal=False)
+        values[name], origins[name] = value, schema.FAMILY_FIXED
     # Apart from the others, whose messages already name their layer.
     invalid = Problems()
 
@@ -85,22 +77,16 @@ def resolve(layers: Sequence[Layer]) -> Reading[schema.RunConfig]:
     return schema.RunConfig(**cast(Any, groups), family=families, origins=origins)
 
 
-def _merge(layers: Sequence[Layer]) -> Reading[tuple[dict[str, Any], dict[str, str]]]:
-    """The value of every key that a layer sets, and the layer that it is from."""
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    # What a null falls back to.
-    family = dict(layers[0].values) if layers and layers[0].label == schema.FAMILY_DEFAULT else {}
+def _merge(layers: Sequence[Layer], defaults: Mapping[str, Any]) -> Reading[tuple[dict[str, Any], dict[str, str]]]:
+    """The value of every key that is set, and the layer that it is from."""
+    values, origins = {**defaults}, dict.fromkeys(defaults, schema.FAMILY_DEFAULT)
     for layer in layers:
         for name, value in (yield from canonical(layer)).items():
-            if layer.label == schema.FAMILY_FIXED and name in values and not same_value(values[name], value):
-                message = f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})"
-                yield Problem(name, message, fatal=False)
             values[name], origins[name] = value, layer.label
             if value is None:  # unset, overriding the user's lower-priority layers
                 del values[name], origins[name]
-                if name in family:
-                    values[name], origins[name] = family[name], schema.FAMILY_DEFAULT
+                if name in defaults:
+                    values[name], origins[name] = defaults[name], schema.FAMILY_DEFAULT
     return values, origins
 
 

@@ -289,7 +289,7 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[P
     if spec.package is not None:
         yield from check_installed(spec.package, "optimizer", name)
     if config.optimizer_release_gradients and not spec.per_weight:
-        message = f"cannot be combined with optimizer {name!r}: it is not known to update each weight by itself. Use"
+        message = f"cannot be combined with optimizer {name!r}: it may not update each weight independently. Use"
         yield Problem("optimizer_release_gradients", f"{message} an AdamW such as adamw_bf16.")
     if spec.rounds_randomly and not has_compiler():
         yield Problem("optimizer", f"{name!r} needs a C compiler such as gcc: torchao compiles its update.")

@@ -153,7 +153,7 @@ class TechniqueGroup(Group):
         return ()
 
 
-class Words(TypedDict, total=False):
+class OptionWords(TypedDict, total=False):
     """What `option` says of a key besides its default and help.
 
     Attributes:
@@ -183,21 +183,24 @@ class Words(TypedDict, total=False):
     common: bool
 
 
-def option(default: Any = ..., help: str = "", **words: Unpack[Words]) -> Any:
+def option(default: Any = ..., help: str = "", **words: Unpack[OptionWords]) -> Any:
     """Declare one key.
 
     Args:
         default: the global default; `...` makes the key required.
         help: one or two sentences for `--help`, the wizard and the reference page.
-        words: see `Words`.
+        words: see `OptionWords`.
     """
     said: dict[str, Any] = {**words}
     limits = {name: said.pop(name) for name in LIMITS if name in said}
+    for rule in said.keys() & {"requires", "excludes"}:
+        # A single condition may be written without its tuple.
+        said[rule] = (said[rule],) if isinstance(said[rule], When) else said[rule]
     # No default limit without a lower one: such numbers, as Sana's motion score, are no amounts.
-    if limits and not limits.keys() & {"le", "lt"}:
-        limits["le"] = LARGEST_NUMBER
+    checked = limits if not limits or limits.keys() & {"le", "lt"} else {**limits, "le": LARGEST_NUMBER}
+    said["limits"] = {name: bound for name, bound in limits.items() if bound < LARGEST_NUMBER}  # inf says nothing
     # pydantic keeps what it does not know in json_schema_extra; `describe` reads it back.
-    return Field(default, description=help, json_schema_extra=said, **limits)
+    return Field(default, description=help, json_schema_extra=said, **checked)
 
 
 common = functools.partial(option, common=True)
@@ -220,7 +223,6 @@ class Option:
     required: bool
     annotation: Any
     limits: dict[str, float]
-    of_group: When | None
     parsers: tuple[Callable[..., Any], ...]
     requires: Conditions = ()
     excludes: Conditions = ()
@@ -305,25 +307,17 @@ def as_written(value: Any) -> str:
 def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
     """The `Option` of a field that `option()` declared in a group."""
     words: dict[str, Any] = dict(cast(Any, field.json_schema_extra))
-    for rule in words.keys() & {"requires", "excludes"}:
-        # A single condition may be written without its tuple.
-        words[rule] = (words[rule],) if isinstance(words[rule], When) else words[rule]
     # The switch of a group does not require itself, and a condition on the switch replaces the group's.
     named = {name}.union(*(condition.keys for condition in words.get("requires", ())))
     if group.requires and not named & group.requires.keys.keys():
         words["requires"] = (group.requires, *words.get("requires", ()))
-    # pydantic splits the limits into Ge, Gt, Le and Lt of annotated_types, one attribute per object.
-    bounds = ((name, getattr(rule, name)) for rule in field.metadata for name in LIMITS if hasattr(rule, name))
     return Option(
         name=name,
         section=group.__doc__ or "",
         help=field.description or "",
         default=None if field.default is PydanticUndefined else field.default,
         required=field.is_required(),
-        of_group=group.requires,
         annotation=field.annotation,
-        # LARGEST_NUMBER goes without saying.
-        limits={bound: value for bound, value in bounds if value < LARGEST_NUMBER},
         parsers=tuple(rule.func for rule in _constraints(field) if isinstance(rule, BeforeValidator)),
         **words,
     )

@@ -191,9 +191,9 @@ def _check_hub(name: str | None, project: str) -> Iterator[Problem]:
         key, rule = "hub_model_id" if name else "tracker_project_name", "letters, digits, '-', '_' and '.'"
         yield Problem(key, f"{name or project!r} is not a name for a repository ({rule}), such as me/my-lora.")
     if constants.HF_HUB_OFFLINE:
-        yield Problem("push_to_hub", "the hub is offline (HF_HUB_OFFLINE), so nothing can be uploaded.")
+        yield Problem("push_to_hub", "HF_HUB_OFFLINE is set, so nothing can be uploaded.")
     elif get_token() is None:
-        yield Problem("push_to_hub", "there is no login of the hub: run `hf auth login`, or set HF_TOKEN.")
+        yield Problem("push_to_hub", "not logged in to the hub: run `hf auth login`, or set HF_TOKEN.")
 
 
 def _check_script(key: str, script: str | None, known: Sequence[str]) -> Iterator[Problem]:
@@ -353,15 +353,15 @@ def check_names(config: TrackingConfig) -> Iterator[Problem]:
     folders = {"tracker_project_name": config.tracker_project_name, "tracker_run_name": config.tracker_run_name}
     for key, name in folders.items():
         if name.startswith("/") or ".." in name.split("/"):
-            yield Problem(key, f"{name!r} leads out of logging_dir; it is a name, with no '..' and no '/' in front.")
+            yield Problem(key, f"{name!r}points outside logging_dir; it is a name, with no '..' and no '/' in front.")
 
 
 def why_missing(name: str) -> str | None:
     """Why a known tracker cannot work here; None if it can."""
     if find_spec(name) is None:
-        return f"{name} is not installed ({PACKAGES[name]}); training goes on without it."
+        return f"{name} is not installed ({PACKAGES[name]}); training continues without it."
     if name == "wandb" and not has_wandb_login():
-        return "wandb has no login on this machine (`wandb login`); training goes on without it."
+        return "wandb is not logged in (`wandb login`); training continues without it."
     return None
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletuner.config.load import Layer, read_json_layer
+from simpletuner.config.load import Layer
 from simpletuner.config.schema import option_names
-from simpletuner.config.values import home_path, plain_key, read_text
+from simpletuner.config.values import home_path, plain_key, read_json, read_text
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, result_of
 
 if TYPE_CHECKING:
@@ -52,6 +52,23 @@ QUOTED_WORD = re.compile(rf"(?P<escaped>\\[\"\\$`])|{IN_ANY_WORD}")
 ENV_VARIABLES = ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV")
 
 
+@dataclass(frozen=True)
+class Located:
+    """The layers of a configuration (weakest first), and the folder of its file.
+
+    `extra_arguments` is what a config.env in that folder adds to the command line.
+    """
+
+    layers: Sequence[Layer]
+    folder: Path = Path()
+    extra_arguments: str = ""
+
+
+def configured(values: Mapping[str, Any]) -> Located:
+    """A configuration that is no file."""
+    return Located([launch_layer(), Layer("config", [(key, resolve_alias(value)) for key, value in values.items()])])
+
+
 @dataclass
 class Arguments:
     """The parsed command line.
@@ -61,31 +78,26 @@ class Arguments:
         selectors: `env`, `example` and the like.
         collect: the door to remote datasets, see `DataContext.collect`.
         problems: of their syntax, and whatever is found while they are made a plan.
-        content: the settings of a configuration that is no file; None to look for one.
+        base: the configuration that the settings override; None to look for one.
     """
 
     settings: list[tuple[str, object]] = field(default_factory=list)
     selectors: dict[str, str] = field(default_factory=dict)
     collect: Collect | None = None
     problems: Problems = field(default_factory=Problems)
-    content: Mapping[str, Any] | None = None
+    base: Located | None = None
 
-    def extended(self, extra: str) -> Reading[Arguments]:
-        """These arguments followed by those of a config.env."""
-        more = parse_arguments([], extra)
+    def layers(self) -> Reading[tuple[list[Layer], Path]]:
+        """The layers of files, environment and command line, the weakest first, and the folder of the config file."""
+        located = self.base or (yield from locate(self.selectors))
+        # Those of a config.env follow the command line.
+        more = parse_arguments([], located.extra_arguments)
         yield from more.problems
-        return replace(self, settings=[*self.settings, *more.settings])
+        return [*located.layers, replace(self, settings=[*self.settings, *more.settings]).layer()], located.folder
 
     def with_seed(self, seed: int | None) -> Arguments:
         """These arguments with the seed that another process drew, if it is known."""
         return self if seed is None else replace(self, settings=[*self.settings, ("seed", str(seed))])
-
-    def located(self) -> Reading[Located]:
-        """The configuration that the settings on the command line override; see `locate`."""
-        if self.content is None:
-            return (yield from locate(self.selectors))
-        layer = Layer("config", [(key, resolve_alias(value)) for key, value in self.content.items()])
-        return Located([launch_layer(), layer], Path())
 
     def layer(self) -> Layer:
         """The settings as the layer with the highest priority; `null` unsets a key, as in JSON."""
@@ -102,8 +114,7 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
         key, equals, value = token.partition("=")
         name = plain_key(key)
         if not key.lstrip("-") or (not equals and not token.startswith("--")):
-            message = "is not a setting; write key=value, --key value or --flag."
-            arguments.problems.append(Problem(token, message))
+            arguments.problems.append(_stray(token))
             continue
         # `--key value`, which a bare `--flag` before another setting looks like.
         if not equals and waiting and _is_value(waiting[0], key):
@@ -116,6 +127,13 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
         else:
             arguments.problems.append(Problem(key, "needs a value after it."))
     return arguments
+
+
+def _stray(token: str) -> Problem:
+    """A bare word, which may be the name or the path of a configuration."""
+    if any(map(os.path.isfile, [token, f"{token}/config.json", f"config/{token}/config.json"])):
+        return Problem(token, f"is not a setting. Did you mean env={token}?")
+    return Problem(token, "is not a setting; write key=value, --key value or --flag.")
 
 
 def _is_value(token: str, key: str) -> bool:
@@ -133,18 +151,6 @@ def _is_value(token: str, key: str) -> bool:
     option = names.get(plain_key(key))
     # `--prompt a=b` has a value, `--use_ema seed=1` is a flag and a setting.
     return plain_key(word) not in {*names, *SELECTORS} and not (option is not None and option.is_flag)
-
-
-@dataclass(frozen=True)
-class Located:
-    """The layers found (weakest first), and the folder of the config file.
-
-    `extra_arguments` is what a config.env in that folder adds to the command line.
-    """
-
-    layers: list[Layer]
-    folder: Path
-    extra_arguments: str = ""
 
 
 def example_names() -> list[str]:
@@ -187,12 +193,20 @@ def locate(selectors: Mapping[str, str]) -> Reading[Located]:
         path = example_file(name.removeprefix("examples/"))
     else:
         path = _first_file(_candidates(name, selectors), name)
-    # Weakest first.
+    return (yield from located_at(path))
+
+
+def located_at(path: Path, draft: Layer | None = None) -> Reading[Located]:
+    """The configuration in a file, or a draft of it, above the launch variables and the config.env beside it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     layers = [launch_layer()]
     settings = path.with_name("config.env")
     if path.suffix != ".env" and settings.is_file():
         layers.append((yield from read_env_layer(settings)))
-    layers.append((yield from read_config_file(path)))
+    layers.append(draft or (yield from read_config_file(path)))
     # Read again; its problems are in the list already.
     extra = result_of(read_env_file(settings)).get(EXTRA_ARGUMENTS, "") if settings.is_file() else ""
     # train.sh has already read the file and exported the variable; do not apply it twice.
@@ -220,6 +234,18 @@ def read_config_file(path: Path) -> Reading[Layer]:
     if layer is None or (path.suffix == ".env" and found.are_fatal):
         raise ConfigError([])
     return Layer(layer.label, [(key, resolve_alias(value)) for key, value in layer.values])
+
+
+def unwrapped(content: dict[str, Any]) -> dict[str, Any]:
+    """The settings in the content of config.json, which may be `{"_metadata": ..., "config": {...}}`."""
+    inner = content.get("config") if "_metadata" in content else None
+    return inner if isinstance(inner, dict) else content
+
+
+def read_json_layer(path: Path) -> Reading[Layer | None]:
+    """config.json as a layer, or None if it cannot be read."""
+    content = yield from read_json(path, dict, "one JSON object")
+    return None if content is None else Layer(str(path), list(unwrapped(content).items()))
 
 
 def _read_toml_layer(path: Path) -> Reading[Layer | None]:
@@ -315,37 +341,52 @@ def resolve_alias(value: Any) -> Any:
 
 
 def _candidates(name: str | None, selectors: Mapping[str, str]) -> list[Path]:
-    wanted = selectors.get("config_backend") or os.environ.get("CONFIG_BACKEND") or os.environ.get("CONFIG_TYPE")
-    if wanted and wanted not in BACKENDS:
-        message = f"{wanted!r} is not one of: {', '.join(BACKENDS)}.{did_you_mean(wanted, BACKENDS)}"
-        raise ConfigError([Problem("CONFIG_BACKEND", message)])
-    backends = (wanted,) if wanted else BACKENDS
+    """Where the configuration of an environment, the one that is named by its path, or else the usual one may be."""
+    backends = _backends(selectors)
     given = selectors.get("config_path") or os.environ.get("CONFIG_PATH")
-    if given and not name:
+    if name:
+        folders = [Path("config") / name, Path(name)]
+        if extra := os.environ.get("SIMPLETUNER_CONFIG_DIR"):
+            folders.append(Path(extra) / name)
+    elif given:
         path = home_path(given)
         # With or without its extension; `/` has no name that could get one.
         whole = not path.name or path.suffix.removeprefix(".") in BACKENDS
         return [path] if whole else [path, *(path.with_name(f"{path.name}.{backend}") for backend in backends)]
-    files = [f"config.{backend}" for backend in backends]
-    if name:
-        extra = os.environ.get("SIMPLETUNER_CONFIG_DIR")
-        folders = [Path("config") / name, Path(name), *([Path(extra) / name] if extra else [])]
-        # `env=some/folder/config.json` names the file itself.
-        itself = [Path(name)] if Path(name).suffix.removeprefix(".") in BACKENDS else []
-        return [*(folder / file for folder in folders for file in files), *itself]
-    return [folder / file for folder in (Path(), Path("config")) for file in files]
+    else:
+        folders = [Path(), Path("config")]
+    # `env=some/folder/config.json` names the file itself.
+    itself = [Path(name)] if name and Path(name).suffix.removeprefix(".") in BACKENDS else []
+    return [*(folder / f"config.{backend}" for folder in folders for backend in backends), *itself]
+
+
+def _backends(selectors: Mapping[str, str]) -> Sequence[str]:
+    """The kinds of files to look for."""
+    wanted = selectors.get("config_backend") or os.environ.get("CONFIG_BACKEND") or os.environ.get("CONFIG_TYPE")
+    if wanted and wanted not in BACKENDS:
+        message = f"{wanted!r} is not one of: {', '.join(BACKENDS)}.{did_you_mean(wanted, BACKENDS)}"
+        raise ConfigError([Problem("CONFIG_BACKEND", message)])
+    return (wanted,) if wanted else BACKENDS
 
 
 def _first_file(candidates: list[Path], name: str | None) -> Path:
     for path in candidates:
         if os.path.isfile(path):  # noqa: PTH113 - unlike Path's, never raises
             return path
+    raise ConfigError([Problem("config", _not_found(candidates, name))])
+
+
+def _not_found(candidates: list[Path], name: str | None) -> str:
     # In a folder, a file of one kind stands for the others.
     in_folders = {path.parent: path for path in reversed(candidates)}
     tried = ", ".join(str(path) for path in reversed(in_folders.values()))
     what = f"the environment {name!r} was not found" if name else "no configuration was found"
-    hint = did_you_mean(name, [each.name for each in Path("config").glob("*/")]) if name else ""
-    message = f"{what}; tried {tried}.{hint or ' Write one with `simpletuner configure`.'}"
-    if candidates[0].suffix in (".toml", ".env"):
-        message += f" It writes JSON; a file {candidates[0].suffix} is written by hand, with the same keys."
-    raise ConfigError([Problem("config", message)])
+    names = sorted(folder.name for folder in Path("config").glob("*/"))
+    suffix = candidates[0].suffix
+    if names:
+        hint = did_you_mean(name or "", names) or f" Choose one with env=NAME: {', '.join(names)}."
+    else:
+        hint = " Write one with `simpletuner configure`."
+        if suffix in (".toml", ".env"):
+            hint += f" It writes JSON; write {suffix} files by hand, with the same keys."
+    return f"{what}; tried {tried}.{hint}"

@@ -181,7 +181,7 @@ class MaskedLossConfig(TechniqueGroup):
         0.0,
         "Weight of keeping black areas at the base model's prediction (LoRA only, one more forward pass).",
         ge=0,
-        requires=when(model_type="lora", because="the base model is the one without the LoRA", fatal=True),
+        requires=when(model_type="lora", because="the base model is the one with the LoRA off", fatal=True),
     )
 
     def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
@@ -202,7 +202,7 @@ class PreservationConfig(TechniqueGroup):
         ge=0,
         requires=when(
             model_type="lora",
-            because="the model as it was is the one without the LoRA. In a full training, also train on pictures of "
+            because="the untrained model is the one with the LoRA off. In a full fine-tune, also train on pictures of "
             "what it should keep",
             fatal=True,
         ),

@@ -365,12 +365,7 @@ def read_folder(
     known = load_index(Path(config.cache_dir_vae or ""), root)
     if listing is None:
         listing = scan(root, wanted_suffixes(config, context)) if is_readable(root) else Scan()
-    reason = "not chosen", f"is left out by {config.exclude_files}"
-    left_out = {**listing.ignored, **dict.fromkeys(sorted(excluded.intersection(listing.files)), reason)}
-    # Without an index no list has been made that could be kept.
-    if known and (config.preserve_data_backend_cache or {"metadata", "aspect"} & {*(config.skip_file_discovery or ())}):
-        detail = "was added after the list of files was made, and that list is kept"
-        left_out |= {name: ("not chosen", detail) for name in listing.files if name not in known}
+    left_out = {**listing.ignored, **_not_chosen(config, listing, excluded, known)}
     names = [name for name in listing.files if name not in left_out]
     facts = inspect_files(root, names, known, workers=context.caching.max_workers)
     listed = frozenset(listing.files)
@@ -387,6 +382,19 @@ def read_folder(
     rejected = tuple(Rejected(config.id, name, *why) for name, why in left_out.items())
     # Damaged files stay in the index too, or every start would read them again.
     return Folder(root, usable | damaged, listing, frozenset(lost.keys() & facts.keys()), rejected, known)
+
+
+def _not_chosen(
+    config: DatasetConfig, listing: Scan, excluded: frozenset[str], known: Mapping[str, FileFacts]
+) -> dict[str, tuple[str, str]]:
+    """The files that the user leaves out, by `exclude_files` or by keeping the list of the last run."""
+    reason = "not chosen", f"is left out by {config.exclude_files}"
+    left_out = dict.fromkeys(sorted(excluded.intersection(listing.files)), reason)
+    # Without an index no list has been made that could be kept.
+    if known and (config.preserve_data_backend_cache or {"metadata", "aspect"} & {*(config.skip_file_discovery or ())}):
+        detail = "was added after the list of files was made, and that list is kept"
+        left_out |= {name: ("not chosen", detail) for name in listing.files if name not in known}
+    return left_out
 
 
 def wanted_suffixes(config: DatasetConfig, context: DataContext) -> frozenset[str]:

@@ -7,14 +7,14 @@ arguments allow it. Problems are collected and reported together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from simpletuner.config.datasets import DatasetConfig, read_datasets
-from simpletuner.config.load import Layer, canonical, resolve, with_family
+from simpletuner.config.load import Layer, canonical, resolve
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments, dataset_file
 from simpletuner.data.build import build_datasets
@@ -27,11 +27,11 @@ from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_
 from simpletuner.models.adapter_kinds import trained_layers
 from simpletuner.models.lora_keys import Targets
 from simpletuner.models.registry import FAMILIES, canonical_family_name
-from simpletuner.models.source import ModelSource
+from simpletuner.models.source import ModelSource, Part
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.checks import check_config, check_prompts, check_total, findings, worth_reporting
+from simpletuner.plan.checks import check_config, check_prompts, check_total, findings, without_effect, worth_reporting
 from simpletuner.plan.dataset_checks import check_cache_folders, check_datasets
-from simpletuner.plan.environment import as_launched, check_environment
+from simpletuner.plan.environment import as_launched, as_rendered, check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
 from simpletuner.techniques.spec import TechniqueSpec, TrainedData, chosen_techniques
 from simpletuner.training.manifest import Checkpoint, result_step
@@ -41,42 +41,12 @@ from simpletuner.validation.prompts import ValidationPrompt, adapter_runs, check
 Purpose = Literal["train", "sample", "survey", "draft"]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """All keys of a run and the model that they name, before any file of a dataset is read."""
-
-    config: RunConfig
-    spec: FamilySpec
-    flavour: Flavour
-    source: ModelSource
-
-    @classmethod
-    def of(cls, config: RunConfig, spec: FamilySpec, flavour: Flavour, source: ModelSource | None = None) -> Settings:
-        """With the pixel grid that the checkpoint needs, unless the user set one.
-
-        Args:
-            source: the parts of the model; by default those that the settings name.
-        """
-        source = source or ModelSource.from_config(spec, flavour, config)
-        spec = spec.for_checkpoint(flavour, source)
-        if not config.is_explicit("aspect_bucket_alignment"):
-            # Written into the config, since datasets take what they leave unset from it.
-            grid = {"aspect_bucket_alignment": spec.defaults["aspect_bucket_alignment"]}
-            config = replace(config, datasets=config.datasets.model_copy(update=grid))
-        return cls(config, spec, flavour, source)
-
-
-def read_layers(arguments: Arguments) -> Reading[tuple[list[Layer], Path]]:
-    """The layers of files, environment and command line, the weakest first, and the folder of the config file."""
-    located = yield from arguments.located()
-    extended = yield from arguments.extended(located.extra_arguments)
-    return [*located.layers, extended.layer()], located.folder
-
-
-def resolve_layers(layers: Sequence[Layer]) -> Reading[tuple[RunConfig, FamilySpec | None]]:
-    """The settings with the defaults of the family that they name; None if it is unknown."""
+def resolve_layers(layers: Sequence[Layer], purpose: Purpose = "train") -> Reading[tuple[RunConfig, FamilySpec | None]]:
+    """The settings with the defaults of the family that they name; None if it is unknown, in a draft the first one."""
     spec = yield from find_family(layers)
-    config = yield from resolve(with_family(layers, spec.defaults, spec.fixed) if spec else layers)
+    if spec is None and purpose == "draft":
+        spec = next(iter(FAMILIES.values()))
+    config = yield from (resolve(layers, spec.defaults, spec.fixed) if spec else resolve(layers))
     return config, spec
 
 
@@ -113,15 +83,17 @@ def find_flavour(config: RunConfig, spec: FamilySpec) -> Reading[Flavour]:
     return spec.flavours[0]
 
 
-def settle_task(flavour: Flavour, entries: Sequence[DatasetConfig]) -> tuple[Flavour, list[DatasetConfig]]:
+def settle_task(
+    flavour: Flavour, entries: Sequence[DatasetConfig], *, has_picture: bool = False
+) -> tuple[Flavour, list[DatasetConfig]]:
     """The flavour with the task that the datasets select, and the datasets with `is_i2v` resolved.
 
     Only a flavour with a `dataset_task` has a choice: it takes that task as soon as one trained dataset sets
-    `video.is_i2v`. The other datasets of the run are still trained from noise alone.
+    `video.is_i2v`, or a sample starts from a picture. The other datasets of the run are still trained from noise alone.
     """
     if flavour.dataset_task is None:
         return flavour, list(entries)
-    if any(entry.is_trained and entry.video.is_i2v for entry in entries):
+    if has_picture or any(entry.is_trained and entry.video.is_i2v for entry in entries):
         flavour = replace(flavour, task=flavour.dataset_task)
     return flavour, [_resolve_i2v(entry) for entry in entries]
 
@@ -144,10 +116,12 @@ class Length:
 
 
 @dataclass(frozen=True)
-class Plan(Settings):
+class Plan:
     """Settings that have passed every check that needs no weights, and what they are applied to.
 
     Attributes:
+        source: the parts of the model.
+        without_effect: keys that have no effect with these settings, set or not, and why.
         seed: resolved, even if the user did not set one.
         text_caches: the text_embeds entries of the dataset file.
         resume: the checkpoint to continue from, None for a fresh run.
@@ -157,7 +131,12 @@ class Plan(Settings):
         lora_bytes: of the further LoRAs that previews are rendered with at a time.
     """
 
-    # Surveys and samples keep these defaults: they train nothing.
+    config: RunConfig
+    spec: FamilySpec
+    flavour: Flavour
+    source: ModelSource
+    # Purposes that train nothing keep these defaults.
+    without_effect: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
     dataset_file: Path = Path()
     datasets: list[Dataset] = field(default_factory=list)
@@ -209,51 +188,99 @@ class Plan(Settings):
         return make_sampler(self.trained, self.config, self.seed, world)
 
 
-def make_plan(arguments: Arguments, purpose: Literal["train", "survey"] = "train") -> Plan:
-    """Check everything that can be checked before weights are loaded, and resolve every open setting.
+@dataclass(frozen=True)
+class Rendering:
+    """What a plan for samples is about, beside the settings.
+
+    Attributes:
+        folder: for what is rendered.
+        prompts: in place of those that the settings name, if there are any.
+        pictures: that samples start from.
+        transformer: of a full fine-tune, in place of the base model's.
+    """
+
+    folder: str = ""
+    prompts: Sequence[ValidationPrompt] = ()
+    pictures: tuple[Sample, ...] = ()
+    transformer: Part | None = None
+
+
+def make_plan(arguments: Arguments, purpose: Purpose = "train", rendering: Rendering = Rendering()) -> Plan:
+    """The road from arguments to a plan, on which every open setting is resolved, and every problem found that shows
+    without weights. The purposes differ in the steps that they take:
+
+    | step                                                         | train | survey | sample | draft |
+    |--------------------------------------------------------------|-------|--------|--------|-------|
+    | read the settings, with the defaults of their family         | x     | x      | x      | x     |
+    | launch: environment, processes, entries of the dataset file  | x     | x      |        |       |
+    | find the model: flavour, task, parts, grid of pixels         | x     | x      | x      | x     |
+    | judge the settings by the rules (`checks.findings`)          | x     | x      | x      | x     |
+    | collect what previews render: prompts and sizes              | x     |        | x      | x     |
+    | compare with the layers, and with the checkpoint to continue | x     |        |        |       |
+    | list and measure the files of the datasets                   | x     | x      |        |       |
+    | count the steps                                              | x     |        |        |       |
 
     Args:
         arguments: their `problems` receive whatever is wrong or worth knowing.
         purpose: of a survey, datasets need not have captions, or enough samples; what is wrong with their files is in
-            the plan's warnings.
+            the plan's warnings. The problems of samples and drafts are left to the caller, who may know of more.
+        rendering: of samples.
 
     Raises:
         ConfigError: with every problem at once.
     """
-    # What is asked for: settings, processes, the entries of the dataset file.
-    problems = arguments.problems
-    layers, folder = problems.take(read_layers(arguments))
-    config, spec = problems.take(resolve_layers(layers))
-    problems.extend(check_environment())
-    config = problems.take(as_launched(config))
-    path = problems.take(dataset_file(config.run.data_backend_config, folder))
-    placeholders = {"model_family": spec.name if spec else "", "output_dir": config.run.output_dir}
-    entries = problems.take(read_datasets(path, placeholders=placeholders))
-    problems.extend(check_cache_folders(entries))
+    problems, file, entries = arguments.problems, Path(), list[DatasetConfig]()
+    layers, folder = problems.take(arguments.layers())
+    config, spec = problems.take(resolve_layers(layers, purpose))
+    if purpose == "sample":
+        config = as_rendered(config, rendering.folder)
+    elif purpose != "draft":
+        problems.extend(check_environment())
+        config = problems.take(as_launched(config))
+        file = problems.take(dataset_file(config.run.data_backend_config, folder))
+        placeholders = {"model_family": spec.name if spec else "", "output_dir": config.run.output_dir}
+        entries = problems.take(read_datasets(file, placeholders=placeholders))
+        problems.extend(check_cache_folders(entries))
     # Without a family, only the rules for all families can add to the list.
     if spec is None:
-        raise ConfigError([*problems, *check_config(config)])
-    # The model, which the rules and the sizes of buckets depend on.
-    flavour, entries = settle_task(problems.take(find_flavour(config, spec)), entries)
-    settings = Settings.of(config, spec, flavour)
-    problems.extend(worth_reporting(findings(settings, purpose), config))
-    # So far, settings and headers of weights; from here on, the files of the datasets.
-    context = DataContext.of(settings.config, settings.spec, flavour.task, arguments.collect)
-    if purpose == "survey":
-        return _survey(settings, entries, context, problems)
+        raise ConfigError([*problems, *check_config(config, purpose)])
+    plan, entries = problems.take(_find_model(config, spec, entries, rendering))
+    found = list(findings(plan, purpose))
+    # Of samples, the run has given its warnings.
+    problems.extend(each for each in worth_reporting(found, plan.config) if each.fatal or purpose != "sample")
     texts = [entry for entry in entries if entry.is_text_embeds]
-    plan = Plan(**vars(settings), dataset_file=path, text_caches=texts)
-    return _plan_run(problems.take(_plan_model(plan)), entries, context, problems)
+    plan = replace(plan, without_effect=without_effect(found), dataset_file=file, text_caches=texts)
+    # So far, settings and headers of weights; from here on, files that the settings name.
+    context = DataContext.of(plan.config, plan.spec, plan.flavour.task, arguments.collect)
+    if purpose == "survey":
+        return _survey(plan, entries, context, problems)
+    plan = problems.take(_collect_previews(plan, rendering))
+    return _plan_run(plan, entries, context, problems) if purpose == "train" else plan
 
 
-def _survey(settings: Settings, entries: list[DatasetConfig], context: DataContext, problems: Problems) -> Plan:
+def _find_model(
+    config: RunConfig, spec: FamilySpec, entries: list[DatasetConfig], rendering: Rendering
+) -> Reading[tuple[Plan, list[DatasetConfig]]]:
+    """The model that the settings name, with the pixel grid that its checkpoint needs unless the user set one."""
+    flavour = yield from find_flavour(config, spec)
+    flavour, entries = settle_task(flavour, entries, has_picture=bool(rendering.pictures))
+    source = ModelSource.from_config(spec, flavour, config).with_transformer(rendering.transformer)
+    spec = spec.for_checkpoint(flavour, source)
+    if not config.is_explicit("aspect_bucket_alignment"):
+        # Written into the config, since datasets take what they leave unset from it.
+        grid = {"aspect_bucket_alignment": spec.defaults["aspect_bucket_alignment"]}
+        config = replace(config, datasets=config.datasets.model_copy(update=grid))
+    return Plan(config, spec, flavour, source), entries
+
+
+def _survey(plan: Plan, entries: list[DatasetConfig], context: DataContext, problems: Problems) -> Plan:
     found = Problems()
     datasets = build_datasets(entries, context, found)
     ids = {dataset.id for dataset in datasets}
     # A problem of a dataset as a whole, and not of one of its keys, is about its files.
     problems.extend(problem for problem in found if problem.where not in ids)
     problems.raise_if_fatal()
-    return Plan(**vars(settings), datasets=datasets, warnings=[replace(each, fatal=False) for each in found])
+    return replace(plan, datasets=datasets, warnings=[replace(each, fatal=False) for each in found])
 
 
 def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world: World | None = None) -> Sampler:
@@ -267,25 +294,34 @@ def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world
     )
 
 
-def _plan_model(plan: Plan) -> Reading[Plan]:
-    """What needs no datasets: the layers that are trained, previews, and the checkpoint to continue from."""
-    config, spec, source = plan.config, plan.spec, plan.source
-    targets = yield from trained_layers(config, spec, source)
-    prompts = yield from collect_prompts(config.validation)
+def _collect_previews(plan: Plan, rendering: Rendering) -> Reading[Plan]:
+    """The prompts, and the sizes. These are needed without previews too: Kandinsky fits its rope scale to them."""
+    config = plan.config
+    prompts = [*rendering.prompts] or (yield from collect_prompts(config.validation))
     yield from check_prompts(config, prompts)
+    wanted, lenient = config.validation.validation_resolution or (), config.run.i_know_what_i_am_doing
+    sizes = yield from fit_sizes(wanted, plan.spec, lenient=lenient)
+    return replace(plan, prompts=prompts, sizes=sizes, pictures=rendering.pictures)
+
+
+def _compare(plan: Plan) -> Reading[Plan]:
+    """What needs no datasets: the layers that are trained, LoRAs of previews, and the checkpoint to continue from."""
+    config, source = plan.config, plan.source
+    targets = yield from trained_layers(config, plan.spec, source)
     # Their layers are compared with those of the checkpoint, so not without one.
     if not source.problems():
-        yield from check_adapters(config, spec.name, source, prompts)
-    lora_bytes = max((run.size for run in adapter_runs(config)), default=0) if prompts else 0
-    sizes = yield from preview_sizes(config, spec)
-    plan = replace(plan, lora_targets=targets, prompts=prompts, sizes=sizes, lora_bytes=lora_bytes)
+        yield from check_adapters(config, plan.spec.name, source, plan.prompts)
+    lora_bytes = max((run.size for run in adapter_runs(config)), default=0) if plan.prompts else 0
+    plan = replace(plan, lora_targets=targets, lora_bytes=lora_bytes)
     # Before the seed, which a continued run takes from its checkpoint.
     resume = yield from check_resume(plan)
     return replace(plan, resume=resume, seed=decide_seed(config.run.seed, resume))
 
 
 def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, problems: Problems) -> Plan:
-    config, spec, flavour = plan.config, plan.spec, plan.flavour
+    """The rest of the road for training: what it continues, its datasets and its length."""
+    plan = problems.take(_compare(plan))
+    config = plan.config
     # The datasets, with all their files listed and measured.
     plan = replace(plan, datasets=build_datasets(entries, context, problems) if entries else [])
     if not plan.trained and not problems.are_fatal:
@@ -294,7 +330,7 @@ def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, pr
     # What follows needs whole datasets: with problems so far it would only report their consequences.
     problems.raise_if_fatal()
     buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}
-    problems.extend(spec.checks.sizes(config, flavour, plan.sizes, buckets))
+    problems.extend(plan.spec.checks.sizes(config, plan.flavour, plan.sizes, buckets))
     # The length needs the order of samples, and that the buckets.
     plan = replace(plan, same_data=problems.take(has_same_data(plan)), length=plan_length(config, plan.sampler()))
     problems.extend(check_total(config, plan.length.total_steps))
@@ -325,12 +361,6 @@ def count_batches(sampler: Sampler, epochs: int) -> int:
     changes = {each.start_epoch for each in configs} | {each.end_epoch + 1 for each in configs if each.end_epoch}
     edges = [1, *sorted(epoch for epoch in changes if 1 < epoch <= epochs), epochs + 1]
     return sum((last - first) * sampler.batches_per_epoch(first) for first, last in itertools.pairwise(edges))
-
-
-def preview_sizes(config: RunConfig, spec: FamilySpec) -> Reading[list[tuple[int, int]]]:
-    """Preview sizes. They are needed without previews too: Kandinsky fits its rope scale to them."""
-    sizes = config.validation.validation_resolution or ()
-    return (yield from fit_sizes(sizes, spec, lenient=config.run.i_know_what_i_am_doing))
 
 
 def _check_last_epoch(plan: Plan) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ from simpletuner.techniques.spec import check_encoders
 from simpletuner.validation.prompts import ValidationPrompt
 
 if TYPE_CHECKING:  # it checks by this module
-    from simpletuner.plan.build import Purpose, Settings
+    from simpletuner.plan.build import Plan, Purpose
 
 HIGHEST_USUAL_RATE = 0.1
 # Without effect on families of pictures.
@@ -33,9 +33,10 @@ FRAME_KEYS = ("vae_enable_temporal_roll", "validation_num_video_frames", "framer
 RATE_IS_A_FACTOR = ("prodigy", "muon", "torch-sgd", "optimi-sgd", "bnb-sgd8bit")  # a rate of 1 is reasonable there
 
 
-def check_config(config: RunConfig) -> list[Problem]:
+def check_config(config: RunConfig, purpose: Purpose = "train") -> list[Problem]:
     """All problems that show in the settings alone, for every family."""
-    return worth_reporting((problem for rule in RULES for problem in rule(config)), config)
+    rules = SAMPLE_RULES if purpose == "sample" else RULES
+    return worth_reporting((problem for rule in rules for problem in rule(config)), config)
 
 
 def unmet(config: RunConfig) -> Iterator[NoEffect]:
@@ -55,13 +56,13 @@ def conflicts(config: RunConfig) -> Iterator[Problem]:
             yield from option.conflicts(settings)
 
 
-def findings(settings: Settings, purpose: Purpose) -> Iterator[Problem]:
+def findings(plan: Plan, purpose: Purpose) -> Iterator[Problem]:
     """Everything that shows in the settings and their checkpoint, keys without effect included, set or not.
 
     A survey looks at datasets alone. Samples are made with the settings of a run that gave its warnings, so they need
     only what makes rendering fail. A draft is judged after each answer, so no file of the checkpoint is looked for.
     """
-    config, spec, flavour, source = settings.config, settings.spec, settings.flavour, settings.source
+    config, spec, flavour, source = plan.config, plan.spec, plan.flavour, plan.source
     for rule in SAMPLE_RULES if purpose == "sample" else RULES:
         yield from rule(config)
     if purpose == "survey":
@@ -70,12 +71,21 @@ def findings(settings: Settings, purpose: Purpose) -> Iterator[Problem]:
     yield from spec.checks.settings(config, flavour)
     yield from check_block_numbers(config, spec, source)
     if config.launch.sequence_parallel_size > 1:
-        yield from check_sequence(settings)
-    if purpose != "draft":
-        yield from check_flavour(config, spec, flavour)
-        # The content of a checkpoint that cannot be found or read need not be checked.
-        yield from source.problems() or check_parts(spec, flavour, source)
-        yield from check_packages(config.precision)
+        yield from check_sequence(plan)
+    if purpose == "draft":
+        # An epoch's steps are unknown without the datasets.
+        yield from check_total(config, config.schedule.max_train_steps or 0)
+        return
+    yield from check_flavour(config, spec, flavour)
+    # The content of a checkpoint that cannot be found or read need not be checked.
+    yield from source.problems() or check_parts(spec, flavour, source)
+    yield from check_packages(config.precision)
+
+
+def without_effect(problems: Iterable[Problem]) -> dict[str, str]:
+    """The keys that have no effect, and why: the first of several reasons."""
+    effects = [each for each in problems if isinstance(each, NoEffect)]
+    return {each.where: each.message for each in reversed(effects)}
 
 
 def worth_reporting(problems: Iterable[Problem], config: RunConfig) -> list[Problem]:
@@ -256,16 +266,16 @@ def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource
         yield from technique.check_model(spec, routes, blocks)
 
 
-def check_sequence(settings: Settings) -> Iterator[Problem]:
+def check_sequence(plan: Plan) -> Iterator[Problem]:
     """Processes that share tokens divide the heads among them, and exchange too much to be on several machines."""
-    spec, launch = settings.spec, settings.config.launch
+    spec, launch = plan.spec, plan.config.launch
     size, key = launch.sequence_parallel_size, "sequence_parallel_size"
     if spec.heads is None:
         yield Problem(
             key, f"{size}: a block of {spec.title} needs all tokens of a sample, so they cannot be shared; use 1."
         )
         return
-    heads = spec.heads(settings.source.read_config("transformer") or spec.cost.published(settings.flavour.name))
+    heads = spec.heads(plan.source.read_config("transformer") or spec.cost.published(plan.flavour.name))
     both = math.gcd(heads, launch.local_processes)
     if both % size:
         allowed = ", ".join(str(each) for each in range(1, both + 1) if both % each == 0)

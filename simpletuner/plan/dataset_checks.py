@@ -26,10 +26,11 @@ OTHER_LAWS = ("flow_use_uniform_schedule", "flow_use_beta_schedule", "mixflow_en
 def check_datasets(plan: Plan) -> Iterator[Problem]:
     """Entries that nothing uses, keys without effect, and what evaluation lacks."""
     config, datasets = plan.config, plan.datasets
-    yield from _check_choices(config, datasets)
+    trained = [each for each in datasets if each.config.is_trained]
+    yield from _check_kinds(config, trained)
+    yield from _check_previewed(config.validation.eval_dataset_id or [], datasets)
     for technique in config.techniques_in_use:
         yield from technique.check_datasets(config, datasets)
-    previewed = config.validation.eval_dataset_id or []
     evaluation = config.evaluation
     if evaluation.measures_loss and not any(each.config.dataset_type == "eval" for each in datasets):
         key = "eval_steps_interval" if evaluation.eval_steps_interval else "eval_epoch_interval"
@@ -39,19 +40,23 @@ def check_datasets(plan: Plan) -> Iterator[Problem]:
         yield from _check_resolution(config, dataset)
         yield from _check_cropping(dataset)
         yield from _check_noise_levels(config.flow, dataset)
-        for key in sorted(FAMILY_DATASET_KEYS - plan.spec.words.dataset_keys):
-            if key in dataset.config.model_fields_set:
-                yield Problem(f"{dataset.id}.{key}", f"has no effect: {plan.spec.title} does not use it.", fatal=False)
-        if dataset.config.dataset_type != "eval":
-            continue
-        if evaluation.measures_loss and plan.flavour.task == "i2i" and not dataset.references:
-            message = "is required: without source pictures this flavour has no loss on the dataset."
-            yield Problem(f"{dataset.id}.conditioning_data", message)
-        elif not evaluation.measures_loss and dataset.id not in previewed:
-            message = (
-                "is not used: eval_steps_interval measures the loss on it, eval_dataset_id starts previews from it."
-            )
-            yield Problem(dataset.id, message, fatal=False)
+        if dataset.config.slider_strength:
+            yield from _check_slider(config, dataset)
+        for key in sorted((FAMILY_DATASET_KEYS - plan.spec.words.dataset_keys) & dataset.config.model_fields_set):
+            yield Problem(f"{dataset.id}.{key}", f"has no effect: {plan.spec.title} does not use it.", fatal=False)
+        if dataset.config.dataset_type == "eval":
+            yield from _check_evaluated(plan, dataset)
+
+
+def _check_evaluated(plan: Plan, dataset: Dataset) -> Iterator[Problem]:
+    """What is made of an eval dataset: its loss, or previews that start from it."""
+    measures_loss = plan.config.evaluation.measures_loss
+    if measures_loss and plan.flavour.task == "i2i" and not dataset.references:
+        message = "is required: without source pictures this flavour has no loss on the dataset."
+        yield Problem(f"{dataset.id}.conditioning_data", message)
+    elif not measures_loss and dataset.id not in (plan.config.validation.eval_dataset_id or []):
+        message = "is not used: eval_steps_interval measures the loss on it, eval_dataset_id starts previews from it."
+        yield Problem(dataset.id, message, fatal=False)
 
 
 def _check_noise_levels(flow: FlowConfig, dataset: Dataset) -> Iterator[Problem]:
@@ -63,25 +68,26 @@ def _check_noise_levels(flow: FlowConfig, dataset: Dataset) -> Iterator[Problem]
         yield Problem(f"{dataset.id}.timestep_sampling_offset", message)
 
 
-def _check_choices(config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
-    """Regularisation data needs a LoRA; datasets chosen for previews must exist and should not be trained."""
-    trained, ids = [each for each in datasets if each.config.is_trained], [each.id for each in datasets]
+def _check_kinds(config: RunConfig, trained: Sequence[Dataset]) -> Iterator[Problem]:
+    """Regularisation data needs a LoRA, and a LoRA for sliders data with a strength."""
     regularised = [each.id for each in trained if each.config.is_regularisation_data]
     if regularised and config.model.model_type == "full":
-        message = "needs model_type lora: the base model's prediction is the one without the LoRA."
+        message = "needs model_type lora: the base model is the one with the LoRA off."
         yield Problem(f"{regularised[0]}.is_regularisation_data", message)
-    for each in (each for each in datasets if each.config.slider_strength):
-        yield from _check_slider(config, each)
     if config.lora.slider_lora_target and not any(each.config.slider_strength for each in trained):
         message = "is on, but no trained dataset has a slider_strength: this LoRA is no slider."
         yield Problem("slider_lora_target", message, fatal=False)
-    chosen = config.validation.eval_dataset_id or []
+
+
+def _check_previewed(chosen: Sequence[str], datasets: Sequence[Dataset]) -> Iterator[Problem]:
+    """Datasets chosen for previews must exist and should not be trained."""
+    ids = [each.id for each in datasets]
     for name in chosen:
         if name not in ids:
             message = f"{name!r} is not the id of a dataset ({', '.join(ids)}).{did_you_mean(name, ids)}"
             yield Problem("eval_dataset_id", message)
-    for each in trained:
-        if each.id in chosen:
+    for each in datasets:
+        if each.config.is_trained and each.id in chosen:
             message = f"{each.id} is also trained; give it dataset_type eval if it is for evaluation and previews only."
             yield Problem("eval_dataset_id", message, fatal=False)
 

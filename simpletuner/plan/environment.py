@@ -7,9 +7,10 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name
-from simpletuner.config.schema import RunConfig, all_options
+from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, trained_precision
+from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig, all_options
 from simpletuner.config.speed import graph_key
 from simpletuner.config.values import TRUE_WORDS, parse_flag
 from simpletuner.distributed.world import launched
@@ -66,6 +67,18 @@ def as_launched(config: RunConfig) -> Reading[RunConfig]:
     # Rounded up: the last machine may have fewer processes.
     counts = {"num_processes": place.size, "num_machines": -(-place.size // place.local_size)}
     return config.with_values(counts, "the launcher")
+
+
+def as_rendered(config: RunConfig, folder: str) -> RunConfig:
+    """The settings of a run for samples: into a folder, in one process, however many trained it; what a full fine-tune
+    computes in becomes the dtype of a base model."""
+    alone = {"num_processes": 1, "num_machines": 1, "sequence_parallel_size": 1, "fsdp_enable": False}
+    values: dict[str, Any] = {"output_dir": folder, "validation_disable": False, **alone}
+    precision = config.precision.base_model_precision
+    if config.model.model_type == "full":
+        dtype = trained_precision(config.optimizer, config.precision)
+        values |= {"model_type": "lora", "base_model_precision": dtype if precision in PLAIN_PRECISIONS else precision}
+    return config.with_values(values, "sampling")
 
 
 def allows_other_batch_size() -> bool:
@@ -137,10 +150,10 @@ def _check_shards(config: RunConfig) -> Iterator[Problem]:
     """Optimizers that take a share of a weight for all of it."""
     optimizer = optimizer_name(config.optimizer, config.precision.mixed_precision)
     if config.model.model_type == "full" and not OPTIMIZERS[optimizer].element_wise:
-        message = (
-            f"cannot be combined with optimizer {optimizer!r}: it does not update every number by itself, and each"
+        message = f"cannot be combined with optimizer {optimizer!r}: its update is not elementwise, and each"
+        advice = (
+            "process only has a shard of every weight. Use an AdamW such as adamw_bf16, or DDP, without fsdp_enable."
         )
-        advice = "process has a share of every weight. Use an AdamW such as adamw_bf16, or DDP, without fsdp_enable."
         yield Problem("fsdp_enable", f"{message} {advice}")
 
 

@@ -23,9 +23,9 @@ AFTER_A_PAUSE = 2  # steps that are ignored after it
 
 WHOLE = "whole"
 REASONS = {
-    COMPUTE: "computing takes longer, so another program may use the device, or heat or power slow its clock",
-    WEIGHTS: "weights arrive later, so another program may use the host's memory or its bus to the device",
-    DATA: "data arrives later, so the disk with the caches or the processor may be busy",
+    COMPUTE: "compute; another program uses the device, or it is throttled by heat or power",
+    WEIGHTS: "waiting for streamed weights; another program uses host memory or the bus to the device",
+    DATA: "waiting for data; the disk with the caches or the CPU is busy",
 }
 
 
@@ -90,10 +90,8 @@ class SlowSteps:
         begins = not self._slow
         self._slow.add(kind)
         reason = REASONS[max(parts, key=history.growth)]
-        said = f"{slowdown:.1f} times as long as usual ({pace_text(usual)}). Likely reason: {reason}."
-        return (
-            f"Steps became slower: the last {RECENT} of this shape took {pace_text(recent)}, {said}" if begins else None
-        )
+        slower = f"{slowdown:.1f} times the usual {pace_text(usual)}, over the last {RECENT} steps of this size"
+        return f"Steps became slower: {pace_text(recent)}, {slower}. Likely cause: {reason}." if begins else None
 
     def _follows_a_pause(self, seconds: float) -> bool:
         """Whether other work ran just before; its after-effects (cold allocator, moved weights) slow a step or two."""
@@ -106,9 +104,9 @@ class SlowSteps:
 
 
 def clock(seconds: float) -> str:
-    """`7.2 s`, `4:05` or `2:00:09`."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
+    """`7.2 s`, `45 s`, `4:05` or `2:00:09`."""
+    if seconds < 59.5:
+        return f"{seconds:.{0 if seconds >= 10 else 1}f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

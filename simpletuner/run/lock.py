@@ -197,7 +197,7 @@ def refuse_if_it_counts(path: Path, seen: bytes) -> None:
         UserError: it has changed.
     """
     owner = read_owner(path, seen)
-    logger.info("%s belongs to %s. Waiting up to %g s for a sign of life.", path, owner, ABANDONED_SECONDS)
+    logger.info("%s belongs to %s. Waiting up to %g s for a heartbeat.", path, owner, ABANDONED_SECONDS)
     deadline = time.monotonic() + ABANDONED_SECONDS
     while time.monotonic() < deadline:
         time.sleep(min(1.0, ABANDONED_SECONDS / 10))

@@ -113,9 +113,9 @@ def fit_sizes(sizes: Sequence[Size], spec: FamilySpec, *, lenient: bool) -> Read
     remedy = {key: ",".join(f"{width}x{height}" for width, height in rounded)}
     fitting = []
     for (width, height), snapped in zip(sizes, rounded, strict=True):
-        shown = str(width) if width == height else f"{width}x{height}"
+        shown = f"{width}x{height}"
         if min(width, height) < SMALLEST_SIDE and not lenient:
-            message = f"{shown!r} is smaller than {SMALLEST_SIDE} px; sizes are pixels, not megapixels."
+            message = f"{shown} is smaller than {SMALLEST_SIDE} px; sizes are pixels, not megapixels."
             yield Problem(key, f"{message} (i_know_what_i_am_doing allows it.)")
             continue
         if snapped != (width, height):

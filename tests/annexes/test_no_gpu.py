@@ -63,7 +63,9 @@ def test_training_for_days_wants_consent(published: Workspace, begun: list[str],
     assert begun == []
     for consent in ("--yes", "i_know_what_i_am_doing=true", "max_train_steps=1"):
         assert published.train(consent) == 0
-        assert capsys.readouterr().out.startswith("warning: device: no GPU can be used here: about ")
+        told = capsys.readouterr().out
+        assert told.startswith("warning: device: no GPU can be used here: about ")
+        assert "--yes" not in told
     assert begun == ["CPU"] * 3
 
 

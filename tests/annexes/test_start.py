@@ -95,7 +95,8 @@ def test_of_many_files_some_are_held_out_to_compare_checkpoints(commands: list[l
     config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
     # 75 steps for each of the 15 others.
     assert (config["max_train_steps"], trained["hold_out"]) == (1100, 2)
-    assert config["eval_steps_interval"] == config["checkpoint_step_interval"] == 137
+    intervals = {config[f"{what}_interval"] for what in ("eval_steps", "checkpoint_step", "validation_step")}
+    assert intervals == {137}
     assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
     told = capsys.readouterr().out
     assert "15 of 17 files are used" in told
@@ -116,7 +117,7 @@ def test_what_is_written_can_be_planned(commands: list[list[str]], capsys: Captu
 def test_three_answers_at_most(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "clips").mkdir()
     write_clip(tmp_path / "clips" / "a.mp4", seconds=2.0, size=(64, 48))
-    answers = iter(["subject", "qxz, a dog", "2"])
+    answers = iter(["?", "subject", "?", "qxz, a dog", "2"])  # the question marks explain
     monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
     assert main(["start", "clips"]) == 0
     assert next(answers, None) is None
@@ -194,8 +195,20 @@ def test_pairs_are_edits_and_nothing_is_asked(commands: list[list[str]], monkeyp
 def test_captions_come_before_training(commands: list[list[str]]) -> None:
     put_pictures(Path("cat"), 3, captions=1)
     assert main(["start", "cat", "--yes", "--caption", "--trigger", "qxz"]) == 0
-    assert commands[0] == ["caption", "env=cat", "--trigger", "qxz"]
-    assert written("cat", "multidatabackend.json")[0]["caption_strategy"] == "textfile"
+    trained = written("cat", "multidatabackend.json")[0]
+    assert commands[0] == ["caption", "env=cat"], "the dataset puts the trigger before all captions"
+    assert (trained["caption_strategy"], trained["instance_prompt"]) == ("textfile", "qxz,")
+
+
+def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str]]) -> None:
+    put_pictures(Path("cat"), 3, captions=2)
+    for number, name in enumerate(("Zkt", "zkt, a grey cat,")):
+        Path(f"cat/{number}.txt").write_text(f"a photo of {name} on a chair")
+    assert main(["start", "cat", "--yes", "--caption", "--trigger", "zkt, a grey cat"]) == 0
+    config, trained = written("cat"), written("cat", "multidatabackend.json")[0]
+    assert commands[0] == ["caption", "env=cat", "--trigger", "zkt, a grey cat"]
+    assert (trained["caption_strategy"], trained.get("instance_prompt")) == ("textfile", None)
+    assert (config["preservation_trigger"], config["preservation_prompt"]) == ("zkt", "a grey cat")
 
 
 @pytest.mark.parametrize(

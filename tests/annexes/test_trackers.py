@@ -59,7 +59,7 @@ def test_a_missing_login_is_a_warning_and_no_prompt(tmp_path: Path, caplog: pyte
     assert "wandb login" in problems[0].message
     with caplog.at_level(logging.WARNING, logger="simpletuner"):
         assert list(open_trackers("wandb", run_in(tmp_path))) == []
-    assert "training goes on without it" in caplog.text
+    assert "training continues without it" in caplog.text
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -126,6 +126,7 @@ def test_tensorboard_event_file(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "logs" / "p" / "r"))
     events.Reload()
     assert [event.step for event in events.Scalars("train_loss")] == [1, 2, 3, 4, 5, 6]
+    assert {*events.Tags()["scalars"]} == {*step_done(1).row} - {"timesteps"}, "the numbers of the record"
     assert events.Tags()["images"] == ["validation/glimmer/0"]
     assert events.Tags()["histograms"] == ["timesteps"]
 
@@ -158,7 +159,7 @@ def test_a_failing_tracker_is_named_once_and_left_out(caplog: pytest.LogCaptureF
         tracker(StateChanged("finished", 3, 3))
     assert broken.calls == [1]
     assert len(caplog.records) == 1
-    assert "broken stopped working; training goes on without it. (ConnectionError: no route" in caplog.text
+    assert "broken stopped working; training continues without it. (ConnectionError: no route" in caplog.text
     assert "abcdef" not in caplog.text
 
 

@@ -52,7 +52,7 @@ def test_shares_are_smaller_the_more_processes_there_are() -> None:
         peak(budget(gpu(80), **FULL, fsdp_enable=True, num_processes=count), "training").device for count in (1, 2, 4)
     ]
     state = budget(gpu(80), **FULL).steps[0].memory.trained
-    assert peaks[0] == peak(budget(gpu(80), **FULL), "training").device, "one process has nobody to share with"
+    assert peaks[0] == peak(budget(gpu(80), **FULL), "training").device, "one process has nothing to shard"
     assert peaks[1] - peaks[2] == pytest.approx(state / 2 - state / 4)
 
 

@@ -23,10 +23,10 @@ import pytest
 from PIL import Image
 
 from simpletuner.annexes import webhooks
+from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.payloads import Payloads, read_events
 from simpletuner.annexes.webhooks import LONGEST_TEXT, WAITING, Delivery, Outbox, delivered
 from simpletuner.config.publishing import Hook
-from simpletuner.plan.draft import Draft
 from simpletuner.reporting.events import (
     CheckpointSaved,
     Evaluated,

@@ -79,7 +79,7 @@ def test_shares_of_several_machines_make_up_the_whole(
 def test_a_share_that_is_none(workspace: Workspace, capsys: pytest.CaptureFixture[str], share: str) -> None:
     assert workspace.run("cache", "fill", f"--shard={share}") == 2
     assert capsys.readouterr().err == (
-        f"error: --shard {share!r} is no share; 1/3 is the first of three, 3/3 the last.\n"
+        f"error: --shard {share!r} is not a shard; 1/3 is the first of three, 3/3 the last.\n"
     )
 
 

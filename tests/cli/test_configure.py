@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.wizard import verdict
 from simpletuner.annexes.wizard.questions import QUESTIONS
 from simpletuner.annexes.wizard.session import example_datasets
@@ -23,7 +24,6 @@ from simpletuner.config.schema import GROUPS, all_options
 from simpletuner.config.sections import SECTIONS
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import Task
-from simpletuner.plan.draft import Draft
 from simpletuner.validation.clip_writer import write_mp4
 from tests.clips import write_clip
 from tests.processes import PATIENCE
@@ -331,7 +331,7 @@ def test_what_is_no_text_is_asked_again(configure: Configure) -> None:
     [
         ({"lr_warmup_steps": ["1000", "100"]}, "the learning rate never reaches its value"),
         ({"validation_guidance": ["7.5", "5"]}, "oversaturates pictures"),
-        ({"report_to": ["wandb", "none"]}, "wandb has no login"),
+        ({"report_to": ["wandb", "none"]}, "wandb is not logged in"),
     ],
 )
 def test_a_doubtful_answer_is_kept_only_when_insisted_on(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from simpletuner.config.load import Layer, resolve
@@ -54,6 +56,15 @@ def test_what_chooses_the_config_is_no_setting() -> None:
 def test_what_is_no_setting_is_told(token: str) -> None:
     problems = parse_arguments([token]).problems
     assert [str(each) for each in problems] == [f"{token}: is not a setting; write key=value, --key value or --flag."]
+
+
+def test_a_bare_config_is_offered_as_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config/cat").mkdir(parents=True)
+    Path("config/cat/config.json").touch()
+    for token in ("cat", "config/cat", "config/cat/config.json"):
+        told = [str(each) for each in parse_arguments([token]).problems]
+        assert told == [f"{token}: is not a setting. Did you mean env={token}?"]
 
 
 def test_a_selector_needs_a_name() -> None:

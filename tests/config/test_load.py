@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from simpletuner.config.load import Layer, read_json_layer, resolve
-from simpletuner.config.schema import FAMILY_DEFAULT, RunConfig
+from simpletuner.config.load import Layer, resolve
+from simpletuner.config.schema import FAMILY_DEFAULT, RunConfig, all_options, render_config
+from simpletuner.config.sources import read_json_layer
 from simpletuner.errors import Problems, result_of
 
 BASE = [("model_type", "lora"), ("model_family", "kandinsky5-image")]
@@ -41,13 +43,12 @@ def test_an_empty_checkpoint_name_means_none() -> None:
 
 def test_the_stronger_layer_wins_and_is_remembered() -> None:
     layers = [
-        Layer(FAMILY_DEFAULT, [("lora_rank", 4), ("validation_guidance", 5.0)]),
         Layer("config.env", [*BASE, ("lora_rank", "8"), ("seed", "1")]),
         Layer("config.json", [("lora_rank", 32), ("train_batch_size", 2)]),
         Layer("command line", [("--train-batch-size", "3")], last_wins=True),
     ]
     problems = Problems()
-    config = problems.take(resolve(layers))
+    config = problems.take(resolve(layers, {"lora_rank": 4, "validation_guidance": 5.0}))
     assert problems == []
     assert (config.lora.lora_rank, config.run.seed, config.schedule.train_batch_size) == (32, 1, 3)
     keys = ("validation_guidance", "seed", "lora_rank", "train_batch_size", "lora_alpha")
@@ -59,11 +60,10 @@ def test_the_stronger_layer_wins_and_is_remembered() -> None:
 
 def test_unset_on_the_command_line_takes_back_what_the_file_says() -> None:
     layers = [
-        Layer(FAMILY_DEFAULT, [("validation_guidance", 5.0)]),
         Layer("config.json", [*BASE, ("validation_guidance", 3), ("validation_prompt", "x")]),
         Layer("command line", [("validation_guidance", ""), ("validation_prompt", "")], last_wins=True),
     ]
-    config = result_of(resolve(layers))
+    config = result_of(resolve(layers, {"validation_guidance": 5.0}))
     assert (config.validation.validation_guidance, config.validation.validation_prompt) == (5.0, None)
     assert config.origins["validation_guidance"] == FAMILY_DEFAULT
 
@@ -143,3 +143,10 @@ def test_a_config_must_be_an_object(tmp_path: Path, text: str, kind: str) -> Non
     problems = Problems()
     assert problems.take(read_json_layer(path)) is None
     assert problems[0].message == f"must hold one JSON object, not {kind}."
+
+
+def test_a_written_config_has_every_key() -> None:
+    values = dict.fromkeys(all_options(), 1) | {"mine": 2, "lora_initialisation_style": "gaussian"}
+    written = render_config(values)
+    assert json.loads(written) == values
+    assert list(json.loads(written))[-2:] == ["mine", "lora_initialisation_style"]

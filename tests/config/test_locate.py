@@ -80,6 +80,13 @@ def test_no_config_names_what_was_tried_and_the_way_out() -> None:
     assert "tried config.json, config/config.json. Write one with `simpletuner configure`." in told
 
 
+def test_configs_that_exist_are_offered() -> None:
+    put("config/cat/config.json")
+    put("config/dog/config.json")
+    assert "tried config.json, config/config.json. Choose one with env=NAME: cat, dog." in refusal()
+    assert refusal(env="horse").endswith("Choose one with env=NAME: cat, dog.")
+
+
 def test_a_name_means_a_folder_below_config() -> None:
     put("config/mine/config.json", seed=5)
     assert seed(env="mine") == 5

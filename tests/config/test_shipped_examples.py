@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from simpletuner.cli.app import main
-from simpletuner.config.load import read_json_layer, resolve
+from simpletuner.config.load import resolve
 from simpletuner.config.schema import all_options
+from simpletuner.config.sources import read_json_layer
 from simpletuner.data.captions import read_filters
 from simpletuner.errors import Problems
 from simpletuner.validation.prompts import read_library

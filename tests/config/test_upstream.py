@@ -44,6 +44,8 @@ def test_what_is_done_anyway_is_no_error(pair: tuple[str, str]) -> None:
         ("--deepspeed-config", "zero2.json", "DeepSpeed is not supported; use enable_group_offload"),
         ("prediction_type", "v_prediction", "all families here are flow models"),
         ("rank", 8, "lora_rank is the rank of a LoRA"),
+        ("blocks_to_swap", 20, "offload auto"),
+        ("num_frames", 33, "a key of the object video of a dataset"),
         ("flow_custom_timesteps", "801,694", "timestep_sampling_offset"),
         ("gradient_checkpointing_backend", "unsloth", "gradient_checkpointing_interval"),
         ("disk_low_action", "wait", "disk_low_threshold"),

@@ -13,7 +13,7 @@ from tests.distributed.sharded_run import BATCH_FILE
 from tests.processes import run_together
 from tests.training.assembly import make_batch
 
-pytestmark = [pytest.mark.slow, pytest.mark.costly_setup]
+pytestmark = [pytest.mark.slow(15), pytest.mark.costly_setup]
 
 PIECES = 3  # of Kandinsky's blocks
 

@@ -17,7 +17,7 @@ from tests.processes import run_together
 from tests.tiny import make_checkpoint
 from tests.training.assembly import make_batch
 
-pytestmark = [pytest.mark.slow, pytest.mark.costly_setup]
+pytestmark = [pytest.mark.slow(3), pytest.mark.costly_setup]
 
 CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 # By number of processes: cases, and how many processes share the tokens of a sample.

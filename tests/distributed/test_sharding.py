@@ -15,7 +15,7 @@ from tests.distributed.sharded_run import BATCH_FILE, CASES, LEG, RELAYED, Run, 
 from tests.processes import run_together
 from tests.training.assembly import make_batch
 
-pytestmark = [pytest.mark.slow, pytest.mark.costly_setup]
+pytestmark = [pytest.mark.slow(3), pytest.mark.costly_setup]
 
 CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 SIZES = [2, 1, 4, 2]  # of the legs of the relay

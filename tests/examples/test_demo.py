@@ -38,7 +38,7 @@ def change(one: Path, other: Path) -> float:
     return float(np.sqrt(np.square(pixels[0] - pixels[1]).mean()))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(60)
 def test_the_demo_learns_its_concept(tmp_path: Path) -> None:
     # Previews in between and of no prompt would show nothing that is looked at here.
     only = ("validation_step_interval=300", "validation_disable_unconditional=true", "checkpoint_step_interval=300")

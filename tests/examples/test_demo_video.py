@@ -24,7 +24,7 @@ def paths(folder: Path, pattern: str, names: tuple[str, ...]) -> list[np.ndarray
     return [path_of(read_clip(folder / pattern.format(name))) for name in names]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(50)
 def test_the_demo_learns_its_motion(tmp_path: Path) -> None:
     # Half of the example's steps: by then it hops, and hops no higher at the end. A step trains on four samples, as the
     # example's own, but in one pass, and computes nothing again. That the base does not hop is for

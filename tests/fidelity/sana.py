@@ -12,7 +12,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaImageToVideoPipeline, SanaVideoPipeline
 from PIL.Image import Image
 
-from simpletuner.config.load import Layer, resolve, with_family
+from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
 from simpletuner.errors import Problems
 from simpletuner.models.adapter import CheckpointSetup
@@ -37,8 +37,8 @@ def make_sana_config(checkpoint: Path, **settings: Any) -> RunConfig:
     values = {"model_type": "lora", "model_family": "sanavideo", "pretrained_model_name_or_path": str(checkpoint)}
     values["model_flavour"] = flavour_of(checkpoint)
     problems = Problems()
-    layers = with_family([Layer("test", list((values | settings).items()))], SANA_VIDEO.defaults, SANA_VIDEO.fixed)
-    config = problems.take(resolve(layers))
+    layers = [Layer("test", list((values | settings).items()))]
+    config = problems.take(resolve(layers, SANA_VIDEO.defaults, SANA_VIDEO.fixed))
     assert not [problem for problem in problems if problem.fatal], problems
     return config
 

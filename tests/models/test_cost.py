@@ -66,7 +66,7 @@ def test_every_parameter_has_its_name_and_shape(spec: FamilySpec, flavour: str) 
 PACKAGES = packages()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(15)
 @pytest.mark.parametrize("specs", PACKAGES.values(), ids=PACKAGES)
 def test_the_table_is_what_is_measured(specs: list[FamilySpec]) -> None:
     """On a small model that no factor was fitted to; `python -m benchmarks.cost_table` writes a new table."""

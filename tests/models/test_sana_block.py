@@ -114,7 +114,7 @@ def fresh_compiler() -> None:
     settle_compiler(ones_are_sizes=False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("targets", "given", "most"), [(DEFAULT, False, 23), (ALL_LINEAR, True, 27)], ids=["default-t2v", "all-linear-i2v"]
@@ -134,7 +134,7 @@ def test_what_a_compiled_block_keeps_is_planned(targets: Any, given: bool, most:
     assert meter.bytes <= most * planned.held
 
 
-@pytest.mark.slow
+@pytest.mark.slow(8)
 @pytest.mark.usefixtures("fresh_compiler")
 def test_only_what_is_cheap_is_computed_again() -> None:
     """Of all products, those of linear attention, which are as wide as a head."""

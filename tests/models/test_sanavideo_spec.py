@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
-from simpletuner.config.load import Layer, resolve, with_family
+from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
 from simpletuner.errors import Problem, Problems
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
@@ -27,8 +27,8 @@ def settle(**settings: Any) -> tuple[RunConfig, dict[str, Problem]]:
     """The config of a run and what is said about it, by key."""
     problems = Problems()
     values = {"model_type": "lora", "model_family": "sanavideo", **settings}
-    layers = with_family([Layer("config.json", list(values.items()))], SANA_VIDEO.defaults, SANA_VIDEO.fixed)
-    config = problems.take(resolve(layers))
+    layers = [Layer("config.json", list(values.items()))]
+    config = problems.take(resolve(layers, SANA_VIDEO.defaults, SANA_VIDEO.fixed))
     problems += SANA_VIDEO.checks.settings(config, FLAVOUR)
     return config, {problem.where: problem for problem in problems}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.config.load import Layer, resolve, with_family
+from simpletuner.config.load import Layer, resolve
 from simpletuner.errors import Problems, result_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.plan.build import find_family
@@ -180,7 +180,7 @@ def test_distilled_flavours_are_previewed_as_they_sample(flavour: str, repositor
     assert spec is not None
     chosen = spec.flavour(flavour)
     assert chosen.repository == f"kandinskylab/Kandinsky-5.0-{repository}-Diffusers"
-    config = problems.take(resolve(with_family([layer], spec.defaults, spec.fixed)))
+    config = problems.take(resolve([layer], spec.defaults, spec.fixed))
     preview = config.validation
     assert (preview.validation_guidance, preview.validation_num_inference_steps) == (1.0, steps)
     (warning,) = check_flavour(config, spec, chosen)

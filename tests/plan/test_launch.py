@@ -11,7 +11,7 @@ from simpletuner.distributed.world import World
 from simpletuner.errors import result_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
-from simpletuner.plan.build import Settings, make_sampler
+from simpletuner.plan.build import Plan, make_sampler
 from simpletuner.plan.checks import check_config, check_sequence
 from simpletuner.plan.environment import may_shard
 
@@ -111,8 +111,8 @@ def test_processes_divide_heads_and_machines(
     launch = {"num_processes": processes, "num_machines": machines, "sequence_parallel_size": size}
     settled = config(model_family=family.name, model_flavour=flavour, **launch)
     chosen = family.flavour(flavour)
-    settings = Settings(settled, family, chosen, ModelSource.from_config(family, chosen, settled))
-    assert list(map(str, check_sequence(settings))) == ([f"sequence_parallel_size: {error}"] if error else [])
+    plan = Plan(settled, family, chosen, ModelSource.from_config(family, chosen, settled))
+    assert list(map(str, check_sequence(plan))) == ([f"sequence_parallel_size: {error}"] if error else [])
 
 
 def test_processes_that_share_tokens_get_the_same_samples() -> None:
@@ -132,7 +132,7 @@ def test_where_fsdp_may_be_used() -> None:
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"fsdp_enable": True}, "fsdp_enable: has no effect: one process has nobody to share with."),
+        ({"fsdp_enable": True}, "fsdp_enable: has no effect: one process has nothing to shard."),
         ({**SHARDED, "fsdp_version": 1}, "fsdp_version: '1' is deprecated"),
         ({**SHARDED, "fsdp_auto_wrap_policy": "NO_WRAP"}, "fsdp_auto_wrap_policy: 'NO_WRAP' is treated as"),
     ],

@@ -121,7 +121,7 @@ def test_the_start_of_a_run_is_its_plan_in_a_few_lines_and_its_end_names_the_res
     saved, report, sample, further = lines[-4:]
     assert saved.startswith("Saved output/pytorch_lora_weights.safetensors")
     assert report == "Report: output/training_report.html"
-    assert sample == 'Look at it: simpletuner sample output --prompt "..."'
+    assert sample == 'Render with it: simpletuner sample output --prompt "..."'
     assert "max_train_steps" in further
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from simpletuner.annexes.draft import Draft
 from simpletuner.cli.help import explain_key
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.option import Option, When, unless, when
 from simpletuner.config.schema import RunConfig, all_options
 from simpletuner.errors import Problems
 from simpletuner.plan.checks import check_config, conflicts, unmet
-from simpletuner.plan.draft import Draft
 
 OPTIONS = all_options()
 REQUIRED = {"model_type": "lora", "model_family": "kandinsky5-image"}

@@ -105,7 +105,7 @@ def test_a_poisoned_sample_is_named_found_again_and_gone_when_mended(
         path.unlink()
     assert workspace.train("--replay", str(folder), "lora_dropout=0.2") == 0
     shown = "".join(capsys.readouterr())
-    assert f"Step {failure['step']} does not fail now." in shown
+    assert f"Step {failure['step']} does not fail this time." in shown
     assert "lora_dropout was 0.0 and is 0.2 now." in shown
 
 

@@ -19,7 +19,7 @@ from tests.run.test_resume import STEPS, assert_same_run
 from tests.validation.test_eval_loss import EVAL
 from tests.workspace import DATASETS, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(4)
 
 # Both epochs have crops of their own, and evaluation reads latents in another thread than training does.
 ENTRIES = [{**DATASETS[0], "crop": True, "crop_style": "random"}, EVAL, DATASETS[1]]

@@ -20,7 +20,7 @@ from tests.tiny import TOKENIZERS, build_kandinsky, build_qwen, fill_zeros
 from tests.tiny_sana import build_sana
 from tests.workspace import Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(5)
 
 RUN: dict[str, Any] = {
     "max_train_steps": 6,

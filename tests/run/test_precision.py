@@ -21,7 +21,7 @@ from tests.run.test_resume import SETTINGS, assert_same_run
 from tests.tiny import make_checkpoint
 from tests.workspace import Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(4)
 
 INT8 = {"base_model_precision": "int8-quanto", "mixed_precision": "bf16", "validation_disable": False}
 

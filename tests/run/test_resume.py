@@ -97,7 +97,7 @@ def test_resume_from_the_middle(tmp_path: Path, filled: Workspace) -> None:
     assert_same_run(straight, resumed)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(5)
 def test_kill_at_any_moment(tmp_path: Path, t2i_checkpoint: Path) -> None:
     straight = Workspace.create(tmp_path / "straight", t2i_checkpoint, **SETTINGS, checkpoints_total_limit=0)
     assert straight.train() == 0

@@ -10,7 +10,7 @@ import pytest
 from tests.run.test_resume import assert_same_run
 from tests.workspace import Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(4)
 
 STEADY: dict[str, Any] = {"max_train_steps": 6, "checkpoint_step_interval": 3, "lr_scheduler": "constant"}
 TECHNIQUES: dict[str, dict[str, Any]] = {

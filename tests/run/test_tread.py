@@ -14,7 +14,7 @@ from tests.run.test_kandinsky5_video import CLIPS, make_workspace
 from tests.tiny import make_checkpoint
 from tests.workspace import DATASETS, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(4)
 
 ROUTES: dict[str, Any] = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}]}
 RESULT = "output/pytorch_lora_weights.safetensors"

@@ -123,9 +123,9 @@ def test_publish_reports_what_it_cannot_do(hub: FakeHub, workspace: Workspace, c
 @pytest.mark.parametrize(
     ("token", "complaint"),
     [
-        (None, "push_to_hub: there is no login of the hub: run `hf auth login`, or set HF_TOKEN."),
+        (None, "push_to_hub: not logged in to the hub: run `hf auth login`, or set HF_TOKEN."),
         ("hf_unknownunknownunknown", "push_to_hub: the hub does not accept the token"),
-        (READ, "push_to_hub: the token of the hub can only read"),
+        (READ, "push_to_hub: the hub token is read-only"),
         (GUEST, "push_to_hub: the token of the hub has no permission to write to me/star."),
     ],
 )
@@ -150,7 +150,7 @@ def test_a_hub_that_cannot_be_reached_is_an_error_at_the_start(
         assert "push_to_hub: http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         assert workspace.train("push_to_hub=true") == 2
-        assert "the hub is offline (HF_HUB_OFFLINE)" in capsys.readouterr().err
+        assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
     assert hub.requests == []
 
 

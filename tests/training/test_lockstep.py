@@ -20,7 +20,7 @@ from tests.processes import run_together
 from tests.training.assembly import make_batch
 from tests.training.lockstep import STEPS, TECHNIQUES, main, techniques_of, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.costly_setup]
+pytestmark = [pytest.mark.slow(3), pytest.mark.costly_setup]
 
 CAPTIONS = ["a star", "two blue circles", "a green square on black", "x"]
 KINDS: dict[str, dict[str, Any]] = {"ddp": {"fsdp_enable": False}, "fsdp2": {"fsdp_enable": True}}

@@ -110,7 +110,7 @@ def test_slow_steps_are_told_by_the_display(assembly: Assembly) -> None:
         recorder.on_step_end(assembly, TrainState(), report(step, seconds))
     recorder.on_train_end(assembly, TrainState())
     assert len(listener.said) == 1
-    assert "2.0 times as long as usual" in listener.said[0]
+    assert "2.0 times the usual" in listener.said[0]
 
 
 def test_steps_with_further_passes_are_slower_by_design(assembly: Assembly) -> None:

@@ -27,16 +27,11 @@ from torch import Tensor, nn
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.models.cost import Adapters
-from simpletuner.models.lora_keys import Targets
+from simpletuner.models.lora_keys import PREFIXES, Targets, file_settings
 from simpletuner.models.spec import FamilySpec
+from simpletuner.reporting.pace import size_text
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
-from simpletuner.training.lora_files import (
-    PREFIXES,
-    LoraHook,
-    file_settings,
-    write_verified,
-    write_weights,
-)
+from simpletuner.training.lora_files import LoraHook, write_verified, write_weights
 from simpletuner.training.manifest import ERRORS, LORA_FILE, describe_errors
 from simpletuner.training.trained import AdapterWeights, Draft, Publication
 
@@ -128,11 +123,11 @@ class ConvertedAdapter(AdapterWeights, ABC):
             with self.ema.applied():
                 self._publish(output_dir / "ema", publication)
         lora, errors = self._publish(output_dir, publication)
-        size = (output_dir / LORA_FILE).stat().st_size / 1e6
+        size = size_text((output_dir / LORA_FILE).stat().st_size)
         limit = f" export_rank {self.config.export_rank} limits it; a larger one is closer." if lora.limited else ""
         return (
             f"Saved {output_dir / self.native_file}{self.native_use}, and as a LoRA of rank {max(lora.ranks.values())} "
-            f"{output_dir / LORA_FILE} ({size:.1f} MB), which loads through the stock pipeline. Its relative error is "
+            f"{output_dir / LORA_FILE} ({size}), which loads through the stock pipeline. Its relative error is "
             f"{describe_errors(errors)}.{limit}"
         )
 

@@ -11,8 +11,9 @@ from pathlib import Path, PurePosixPath
 
 from simpletuner.annexes.captions.dataset_page import FileCard, Words, card_of, placed
 from simpletuner.annexes.captions.editing import read_caption, tag_of
-from simpletuner.config.datasets import DatasetConfig
+from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.data.build import build_datasets
+from simpletuner.data.dataset import Dataset
 from simpletuner.data.discovery import (
     CAPTION_SUFFIX,
     FileFacts,
@@ -25,7 +26,7 @@ from simpletuner.data.discovery import (
     scan,
     wanted_suffixes,
 )
-from simpletuner.data.entries import FIXED_PROMPTS, DataContext
+from simpletuner.data.entries import FIXED_PROMPTS, DataContext, link_partners
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.sample import LedgerEntry, Rejected
 from simpletuner.errors import Problems, result_of, visible
@@ -39,6 +40,32 @@ _facts: dict[Path, dict[str, FileFacts]] = defaultdict(dict)
 
 
 @dataclass(frozen=True)
+class Mask:
+    """Which part of a file is learned.
+
+    Attributes:
+        stamp: changes with the content of the mask.
+        share: of the file, as far as it is trained; None if it is not.
+    """
+
+    path: Path
+    stamp: str
+    share: float | None
+
+    @classmethod
+    def of(cls, dataset: Dataset, name: str) -> Mask | None:
+        """The mask of a file of a dataset."""
+        if (masks := dataset.masks) is None or (own := masks.name_for(name)) is None:
+            return None
+        return cls(masks.root / own, stamp_of(masks.facts[own]), dataset.white.get(own))
+
+    @property
+    def can_be_painted(self) -> bool:
+        """The page writes no other format, and clips keep their frames."""
+        return self.path.suffix.lower() == ".png"
+
+
+@dataclass(frozen=True)
 class Shown:
     """A file of a dataset.
 
@@ -49,6 +76,7 @@ class Shown:
         locked: why its caption cannot be edited; empty if it can.
         is_excluded: it was left out by hand, and can be taken back.
         shares: its caption file belongs to another file, too.
+        mask: which part of it is learned; None for all.
     """
 
     card: FileCard
@@ -59,11 +87,15 @@ class Shown:
     is_clip: bool
     is_excluded: bool
     shares: bool
+    mask: Mask | None
 
     @property
     def name(self) -> str:
         """The name of the file, with control characters escaped."""
         return visible(self.card.name)
+
+
+Planned = tuple[LedgerEntry, Sequence[str], Mask | None]  # a file as it is trained, its captions and its mask
 
 
 @dataclass(frozen=True)
@@ -93,6 +125,12 @@ class Library:
         return list_files(self.entry, self.context)
 
     @cached_property
+    def masks(self) -> DatasetConfig | None:
+        """The entry of its masks."""
+        links = result_of(link_partners([self.context.fill(each) for each in self.entries], self.context))
+        return next((each for each in links.get(self.entry.id, []) if each.conditioning_type in MASKS), None)
+
+    @cached_property
     def excluded(self) -> frozenset[str]:
         """The files that were left out by hand."""
         return result_of(read_excluded(self.entry))
@@ -120,6 +158,13 @@ class Library:
         if strategy == "filename":
             return f"Each file is captioned by its name. {other}"
         return "" if strategy == "textfile" else f"Captions come from a table: change them there. {other}"
+
+    @property
+    def unpaintable(self) -> str:
+        """Why no masks can be painted for its files; empty if they can."""
+        if self.masks and self.masks.type != "local":
+            return f"The masks come from {self.masks.type}: change them there."
+        return self.fixed
 
     def caption_path(self, name: str) -> Path:
         """The caption file of a file, whether or not it exists."""
@@ -158,7 +203,8 @@ class Library:
     def show(self, names: Sequence[str]) -> Iterator[Shown]:
         """Some files, with what training makes of them."""
         known, shared = inspected(self.root, names), Counter(map(pair_key, names))
-        for entry, captions in self._bare(names) if self.fixed and not self.is_packaged else self._planned(names):
+        planned = self._bare(names) if self.fixed and not self.is_packaged else self._planned(names)
+        for entry, captions, mask in planned:
             card = card_of(known[entry.name], entry, [Words(caption) for caption in captions])
             text, locked, facts = None, self.locked, known[entry.name]
             try:
@@ -166,11 +212,11 @@ class Library:
             except LeftOutError as error:
                 locked = f"It {error}."
             yield Shown(
-                card, f"{facts.size}-{facts.mtime_ns}", text, tag_of(text), locked, is_clip=facts.clip is not None,
+                card, stamp_of(facts), text, tag_of(text), locked, is_clip=facts.clip is not None, mask=mask,
                 is_excluded=entry.name in self.excluded, shares=shared[pair_key(entry.name)] > 1,
             )  # fmt: skip
 
-    def _planned(self, names: Sequence[str]) -> Iterator[tuple[LedgerEntry, Sequence[str]]]:
+    def _planned(self, names: Sequence[str]) -> Iterator[Planned]:
         """What training makes of some files, as if there were no others and none had been left out."""
         entries = [
             # Which files are held out or chosen depends on all of them.
@@ -183,7 +229,8 @@ class Library:
         if dataset is None:
             return self._bare(names)
         captions = {sample.name: sample.captions for sample in dataset.samples}
-        return ((entry, captions.get(entry.name, ())) for entry in placed(dataset) if entry.name in dataset.facts)
+        known = (entry for entry in placed(dataset) if entry.name in dataset.facts)
+        return ((each, captions.get(each.name, ()), Mask.of(dataset, each.name)) for each in known)
 
     def _folders(self, names: Sequence[str]) -> dict[str, Folder]:
         """The folders of the dataset and of its partners, as if they had only some files."""
@@ -193,9 +240,9 @@ class Library:
             folders[each.id] = part_of(each, [name for name in listing.files if pair_key(name) in keys], listing)
         return folders
 
-    def _bare(self, names: Sequence[str]) -> Iterator[tuple[LedgerEntry, Sequence[str]]]:
+    def _bare(self, names: Sequence[str]) -> Iterator[Planned]:
         """Some files without what training makes of them."""
-        return ((LedgerEntry(self.entry.id, name), ()) for name in names)
+        return ((LedgerEntry(self.entry.id, name), (), None) for name in names)
 
 
 def list_files(entry: DatasetConfig, context: DataContext) -> Scan:
@@ -220,6 +267,11 @@ def inspected(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:
     facts = inspect_files(root, names, _facts[root])
     _facts[root] |= facts
     return facts
+
+
+def stamp_of(facts: FileFacts) -> str:
+    """Changes with the content of a file."""
+    return f"{facts.size}-{facts.mtime_ns}"
 
 
 def part_of(entry: DatasetConfig, names: Sequence[str], listing: Scan) -> Folder:

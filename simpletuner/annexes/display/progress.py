@@ -94,7 +94,7 @@ class Start:
                 self._is_over = True
                 whole, parts = self._now() - STARTED, {**self._parts, "first step": event.seconds}
                 parts["other"] = max(0.0, whole - sum(parts.values()))
-                self._say(f"Start: {whole:.1f} s, of which {', '.join(f'{n} {s:.1f} s' for n, s in parts.items())}")
+                self._say(f"Started in {whole:.1f} s: {', '.join(f'{n} {s:.1f} s' for n, s in parts.items())}")
 
 
 @contextmanager

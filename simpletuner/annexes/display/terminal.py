@@ -144,7 +144,7 @@ def _numbers(pace: Pace) -> Iterator[tuple[str, str]]:
         yield "waiting for", "the first step"
         return
     yield "loss", f"{pace.loss:.4f}"
-    yield "learning rate", f"{report.learning_rate:.2e}"
+    yield "lr", f"{report.learning_rate:.2e}"
     yield "pace", pace_text(pace.seconds_per_step)
     yield "epoch", f"{report.epoch}/{report.epochs}" if report.epochs else str(report.epoch)
     if report.memory_bytes is not None:

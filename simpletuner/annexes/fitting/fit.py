@@ -375,7 +375,7 @@ def _levels(budget: Budget, keys: set[str]) -> list[list[Change]]:
         for count in range(1, blocks):
             reason = f"memory holds the activations of {count} of {blocks} blocks, the others are recomputed"
             levels.append([Change({KEPT: count}, reason=reason)])
-        levels.append([Change({checkpointing: False}, reason="memory holds all activations, so none is recomputed")])
+        levels.append([Change({checkpointing: False}, reason="all activations fit, so none are recomputed")])
     return levels
 
 

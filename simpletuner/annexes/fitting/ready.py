@@ -36,6 +36,7 @@ from simpletuner.plan.environment import existing
 FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
 FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
 DAY = 86400.0
+CONSENT = " To train on the CPU, run train --yes or set i_know_what_i_am_doing."
 # What only frozen weights allow, and its value in full fine-tunes, which save memory in another way.
 FOR_LORA = {"enable_group_offload": False, "base_model_precision": "no_change"}
 AUTO = {"offload": "auto"}
@@ -160,7 +161,7 @@ def check_gpu(plan: Plan, budget: Budget) -> Iterator[Problem]:
             why += ", since its CPU build is installed"
             advice = " Run pip uninstall torch, then pip install torch."
     if needs_consent(plan, budget):
-        advice += " To train on the CPU, run train --yes or set i_know_what_i_am_doing."
+        advice += CONSENT
     time = f"about {duration(seconds)} on the CPU, {duration(budget.step_seconds)} a step"
     yield Problem(MISSING_GPU, f"{why}: {time}.{advice}", fatal=False)
 

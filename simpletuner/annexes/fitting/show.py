@@ -77,8 +77,8 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     for dataset in plan.datasets:
         yield ""
         yield from _ledger_lines(dataset)
-        if white := dataset.white.values():
-            yield f"  masks: {sum(white) / len(white):.1%} is learned on average"
+        if (learned := _learned(dataset)) is not None:
+            yield f"  masks: {learned:.1%} is learned on average"
     yield ""
     yield from _cache_lines(plan, budget)
     yield from _preview_lines(plan)
@@ -103,9 +103,19 @@ def _length_lines(plan: Plan) -> Iterator[str]:
 
 
 def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:
-    """Settings that differ from their defaults, with value and origin; secrets are redacted."""
-    values, origins = redact_settings(plan.config.flat), plan.config.origins
-    return [(name, values[name], origins[name]) for name in all_options() if origins[name] != "default"]
+    """Settings that differ from their defaults, with value and origin; secrets are redacted.
+
+    Values that the family chose are left out where they have no effect, such as a block for a technique that is off.
+    """
+    config = plan.config
+    values, origins = redact_settings(config.flat), config.origins
+
+    return [
+        (name, values[name], origins[name])
+        for name, option in all_options().items()
+        if origins[name] != "default"
+        and (config.is_explicit(name) or all(condition.holds(config.flat) for condition in option.requires))
+    ]
 
 
 def _count(number: int, word: str, words: str = "") -> str:
@@ -388,6 +398,12 @@ def _described(plan: Plan, budget: Budget) -> dict[str, Any]:
     }
 
 
+def _learned(dataset: Dataset) -> float | None:
+    """The share of its files that their masks leave to learn, on average; None without masks."""
+    white = dataset.white.values()
+    return sum(white) / len(white) if white else None
+
+
 def _dataset(dataset: Dataset) -> dict[str, Any]:
     left_out = [{"file": entry.name, "reason": entry.use} for entry in dataset.unused()]
     return {
@@ -398,6 +414,7 @@ def _dataset(dataset: Dataset) -> dict[str, Any]:
         "trained": dataset.config.is_trained,
         "repeats": dataset.repeats,
         "buckets": dataset.sizes(),
+        "learned": _learned(dataset),  # null without masks
     }
 
 

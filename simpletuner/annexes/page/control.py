@@ -12,7 +12,6 @@ import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,19 +38,6 @@ BULKY = frozenset({"cache", "checkpoint", "datasets", "node_modules", "site-pack
 NOTHING_RUNS = "No active training job."
 
 
-@dataclass
-class Captioning:
-    """A process that writes missing captions, what it prints, and the dataset they are for."""
-
-    child: subprocess.Popen[bytes]
-    log: Path
-    dataset: str
-
-    @property
-    def is_running(self) -> bool:
-        return self.child.poll() is None
-
-
 class Runs:
     """The runs of a project. What is remembered of one only saves reading it again."""
 
@@ -59,7 +45,6 @@ class Runs:
         self.project = project
         self._runs: dict[Path, Run] = {}
         self._lock = threading.Lock()
-        self.captioning: Captioning | None = None  # the newest since the server started
 
     def all(self) -> list[Run]:
         """Every run: those at work first, then the newest."""

@@ -29,10 +29,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from simpletuner.annexes.draft import Draft, Judgement
 from simpletuner.annexes.page.project import EXAMPLE, LARGEST_BODY, Project, Refusal, problems_json, project_of, wanted
 from simpletuner.atomic import write_json
 from simpletuner.config.datasets import parse_datasets, read_datasets
-from simpletuner.config.load import read_json_layer, unwrapped
 from simpletuner.config.schema import main_name
 from simpletuner.config.sources import (
     DATASET_FILE,
@@ -43,13 +43,14 @@ from simpletuner.config.sources import (
     parse_arguments,
     read_env_file,
     read_env_layer,
+    read_json_layer,
+    unwrapped,
 )
 from simpletuner.config.values import read_json
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.media import PICTURE_SUFFIXES
 from simpletuner.errors import ConfigError, Problem, Problems, result_of
-from simpletuner.plan.draft import Draft, Judgement
 from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact
 
 SECRET = {"secret": "set"}
@@ -207,6 +208,14 @@ def put_datasets(request: Request, body: dict[str, Any]) -> Response:
     saved = Configuration.saved(project_of(request), request.query_params.get("config", "config"))
     path, change = writable(saved.project, saved.datasets), partial(unmasked, wanted(body, "entries", list))
     return replace_file(request, path, body, change, lambda: datasets_json(saved))
+
+
+def add_dataset(saved: Configuration, entry: Mapping[str, Any]) -> None:
+    """Put an entry at the end of a config's dataset file, unless it is there; the others stay as they are written."""
+    path = writable(saved.project, saved.datasets)
+    with _saving:
+        entries = read(path)
+        write_json(path, entries if entry in entries else [*entries, entry])
 
 
 def in_file(path: Path, content: Callable[[], dict[str, Any]]) -> Response:

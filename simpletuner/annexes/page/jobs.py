@@ -19,9 +19,10 @@ from simpletuner.annexes.runs import ACTIVE, CONSOLE_FILE, INTERRUPTED, PROMPT, 
 from simpletuner.errors import Problem, UserError
 from simpletuner.run.lock import owner_of
 
-JOB_LOG = "job.log"  # of a sweep or sample, in its folder
-FOLDERS = {"sweep": "sweep", "sample": "samples"}  # in the output folder of the run
-LAST_LINE = "Saved "  # begins the last line of a sweep or sample that has done everything
+FOLDERS = {"sweep": "sweep", "sample": "samples", "caption": ""}  # in the output folder of the run
+LOGS = {"train": CONSOLE_FILE, "sweep": "job.log", "sample": "job.log", "caption": "caption.log"}
+# What begins the last line of the others when they have done everything.
+DONE = ("Saved ", "Captions written: ", "Every picture and clip has a caption")
 OPTIONS = {"sweep": ("strengths", "checkpoints"), "sample": ("strength", "checkpoint", "seed", "resolution")}
 
 
@@ -46,7 +47,8 @@ class RunWorker:
             return replace(job, folder=str(run.folder), owner=owner_of(run.child.pid, "simpletuner train"))
         log = log_of(job)
         log.parent.mkdir(exist_ok=True)
-        child = self.runs.spawn(log, [job.command, job.folder, f"--output={log.parent}", *job.options])
+        folders = [] if job.command == "caption" else [job.folder, f"--output={log.parent}"]
+        child = self.runs.spawn(log, [job.command, *folders, *job.options])
         return replace(job, owner=owner_of(child.pid, f"simpletuner {job.command}"))
 
     def look(self, job: Job) -> Job:
@@ -61,13 +63,11 @@ class RunWorker:
         if status:
             return replace(job, state=status["status"], message=status["message"])
         last = said_at_the_end(printed(log_of(job)))
-        ended = "completed" if last.startswith(LAST_LINE) else "cancelled" if last in INTERRUPTED else "error"
+        ended = "completed" if last.startswith(DONE) else "cancelled" if last in INTERRUPTED else "error"
         return replace(job, state=ended, message=last)
 
     def at_work(self) -> str:
-        """The folder of a run that is at work on this machine, or for which captions are written."""
-        if (captioning := self.runs.captioning) and captioning.is_running:
-            return str(captioning.log.parent)
+        """The folder of a run that is at work on this machine."""
         return next((str(run.folder) for run in self.runs.all() if run.pid is not None), "")
 
     def outcome(self, folder: str) -> str:
@@ -78,8 +78,7 @@ class RunWorker:
 
 def log_of(job: Job) -> Path:
     """The file with the output of a job."""
-    folder = Path(job.folder)
-    return folder / CONSOLE_FILE if job.command == "train" else folder / FOLDERS[job.command] / JOB_LOG
+    return Path(job.folder, FOLDERS.get(job.command, ""), LOGS[job.command])
 
 
 def queue_of(request: Request) -> Queue:

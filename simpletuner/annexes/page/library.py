@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -14,10 +13,12 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 
 from simpletuner.annexes.captions import editing
 from simpletuner.annexes.captions.library import Library, forget_listings
-from simpletuner.annexes.page.control import Captioning, Runs, send
+from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.files import Configuration
+from simpletuner.annexes.page.jobs import log_of, queue_of
 from simpletuner.annexes.page.live import runs_of
 from simpletuner.annexes.page.project import Project, Refusal, chosen_by, problems_json, project_of
+from simpletuner.annexes.queue import RUNNING, WAITING
 from simpletuner.annexes.report.html import THUMBNAIL_SIDE, render, webp
 from simpletuner.annexes.runs import ACTIVE, PROMPT, Run, printed
 from simpletuner.config.datasets import DatasetConfig, read_datasets
@@ -32,8 +33,8 @@ from simpletuner.errors import Problem, Problems, UserError, result_of
 from simpletuner.plan.build import settle_task
 
 PAGE = 60
+MASK_SIDE = 1024  # of a picture that is painted on; a latent position averages 8x8 pixels of the training size
 FIRST = 5  # changes in a preview
-LOG_FILE = "caption.log"
 FOR_EVER = {"Cache-Control": "private, max-age=31536000, immutable"}  # the address changes with the file
 _decoding = threading.Semaphore(usable_cores())  # a picture may take hundreds of megabytes while it is decoded
 
@@ -118,11 +119,15 @@ def put_caption(request: Request, body: dict[str, Any]) -> Response:
     try:
         editing.write_caption(path, str(body.get("text", "")), seen)
     except editing.ChangedMeanwhileError as error:
-        problems = problems_json([Problem("", str(error))])
-        return JSONResponse({"problems": problems, "card": card_html(library, name)}, 412)
+        return changed_meanwhile(library, name, error)
     if not seen:
         forget_listings()
     return after_change(request, body)
+
+
+def changed_meanwhile(library: Library, name: str, error: editing.ChangedMeanwhileError) -> Response:
+    """The answer to a change of what nobody has seen as it is now; the card has it."""
+    return JSONResponse({"problems": problems_json([Problem("", str(error))]), "card": card_html(library, name)}, 412)
 
 
 def put_excluded(request: Request, body: dict[str, Any]) -> Response:
@@ -135,19 +140,23 @@ def put_excluded(request: Request, body: dict[str, Any]) -> Response:
     return after_change(request, body)
 
 
-def after_change(request: Request, body: Mapping[str, Any]) -> Response:
-    """The card of a file that was changed, and from when on that counts."""
+def after_change(request: Request, body: Mapping[str, Any], *notes: str, is_mask: bool = False) -> Response:
+    """The card of a file that was changed, from when on that counts, and what else was changed for it."""
     library = opened(request, body)
-    return JSONResponse({"card": card_html(library, body["file"]), "note": when_used(request, library)})
+    note = when_used(request, library, is_mask=is_mask)
+    answer = {"card": card_html(library, body["file"]), "note": " ".join([note, *notes]), "others": bool(notes)}
+    return JSONResponse(answer)
 
 
-def when_used(request: Request, library: Library) -> str:
+def when_used(request: Request, library: Library, *, is_mask: bool = False) -> str:
     """From when on training uses a change."""
     runs = runs_of(request)
     busy = [run.name for run in runs.all() if run.status()["status"] in ACTIVE and library.root in roots_of(runs, run)]
-    if busy:
-        return f"Saved. {', '.join(busy)} trains with what it read at its start until it is started again."
-    return "Saved. Training uses it from its next start on."
+    if not busy:
+        return "Saved. Training uses it from its next start on."
+    # Captions were encoded before the first step; masks are not cached.
+    until = "may use it at once" if is_mask else "trains with what it read at its start until it is started again"
+    return f"Saved. {', '.join(busy)} {until}."
 
 
 def roots_of(runs: Runs, run: Run) -> Iterator[Path]:
@@ -202,34 +211,33 @@ def edit_in(library: Library, body: Mapping[str, Any]) -> editing.Edit:
 
 
 def start_captioning(request: Request, body: dict[str, Any]) -> Response:
-    """Caption the files that have no caption, in a process: `{"config", "dataset", "style", "trigger"}`."""
-    library, runs = editable(request, body), runs_of(request)
-    if busy := request.app.state.queue.at_work:
-        raise Refusal(409, f"Captions need the GPU, which is in use for {busy}; wait until that ends.")
-    project, name = project_of(request), str(body.get("config") or "config")
+    """Let a job wait that captions the files without one: `{"config", "dataset", "style", "trigger"}`."""
+    library, project, name = editable(request, body), project_of(request), str(body.get("config") or "config")
+    if captioning_state_of(request)["running"]:
+        raise Refusal(409, "Captions are being written, or wait for it in the queue.")
     folder = project.inside(library.context.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     options = [f"--{key}={body[key]}" for key in ("dataset", "style", "trigger") if body.get(key)]
-    arguments = ["caption", *options, chosen_by(name, project.config_file(name))]
-    log = folder / LOG_FILE
-    runs.captioning = Captioning(runs.spawn(log, arguments), log, library.entry.id)
+    options.append(chosen_by(name, project.config_file(name)))
+    queue_of(request).add("caption", str(folder), config=name, options=options)
     return JSONResponse({}, 202)
 
 
 def captioning_state(request: Request) -> Response:
-    """Whether captions are being written, and what the process prints."""
-    if (captioning := runs_of(request).captioning) is None:
-        return JSONResponse({"dataset": "", "running": False, "message": ""})
+    """Whether captions are being written, for which dataset, by which job, and what it prints."""
+    return JSONResponse(captioning_state_of(request))
+
+
+def captioning_state_of(request: Request) -> dict[str, Any]:
+    """The newest job that writes captions."""
+    job = next((job for job in reversed(queue_of(request).read()) if job.command == "caption"), None)
+    if job is None:
+        return {"job": "", "dataset": "", "running": False, "message": ""}
     forget_listings()
-    message = printed(captioning.log).rpartition(PROMPT)[2].partition("\n")[2].strip()
-    return JSONResponse({"dataset": captioning.dataset, "running": captioning.is_running, "message": message})
-
-
-def stop_captioning(request: Request, body: dict[str, Any]) -> Response:
-    """End the process that writes captions; those that it wrote stay."""
-    if (captioning := runs_of(request).captioning) and captioning.is_running:
-        send(captioning.child.pid, signal.SIGINT)
-    return JSONResponse({}, 202)
+    said = printed(log_of(job)).rpartition(PROMPT)[2].partition("\n")[2].strip()
+    message = job.message or "Waits for its turn in the queue on the tab Run." if job.state == WAITING else said
+    dataset = job.options[0].removeprefix("--dataset=")
+    return {"job": job.id, "dataset": dataset, "running": job.state in (WAITING, RUNNING), "message": message}
 
 
 def media_file(project: Project, path: str) -> Path:
@@ -245,12 +253,16 @@ def media_file(project: Project, path: str) -> Path:
 
 
 def send_thumbnail(request: Request) -> Response:
-    """A small picture of a file, of a clip its first frame: `?path=FILE&stamp=TEXT`."""
-    file = media_file(project_of(request), request.query_params.get("path", ""))
+    """A small picture of a file, of a clip its first frame: `?path=FILE&stamp=TEXT`; a larger one with `&large=1`, and
+    with `&behind=black` what is transparent is black, as in masks."""
+    asked = request.query_params
+    file = media_file(project_of(request), asked.get("path", ""))
+    side = MASK_SIDE if "large" in asked else THUMBNAIL_SIDE
+    background = "black" if asked.get("behind") == "black" else "white"
     try:
         with _decoding:
-            frame = next(iter(frames_of(file, 1, 1.0, probe_clip(file) if is_clip(file) else None)))
-            return Response(webp(frame, THUMBNAIL_SIDE), media_type="image/webp", headers=FOR_EVER)
+            frames = frames_of(file, 1, 1.0, probe_clip(file) if is_clip(file) else None, background)
+            return Response(webp(next(frames), side), media_type="image/webp", headers=FOR_EVER)
     except MediaError as error:
         raise Refusal(422, f"{file.name} {error}.") from None
 

@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.gzip import GZipMiddleware
+from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
@@ -30,7 +30,7 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from simpletuner.annexes.page import docs, files, form, jobs, library, live, plans, results, start_card, uploads
+from simpletuner.annexes.page import docs, files, form, jobs, library, live, masks, plans, results, start_card, uploads
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
 from simpletuner.annexes.page.project import UPLOADS, Project, Refusal, read_object
@@ -45,6 +45,7 @@ Mode = Literal["unified", "trainer", "callback"]
 HEAD_SECONDS = 10.0
 MOST_CONNECTIONS = 400
 END_SECONDS = 1
+UNCOMPRESSED = (*DEFAULT_EXCLUDED_CONTENT_TYPES, results.AS_IT_IS)
 COMPRESSION = 6  # of 9: the form takes 4 % more bytes, in a third of the time
 
 
@@ -98,10 +99,10 @@ PAGE = [
     Route("/library/media", library.send_original),
     taking("/api/library/caption", library.put_caption, "PUT"),
     taking("/api/library/excluded", library.put_excluded, "PUT"),
+    taking("/api/library/mask", masks.put_mask, "PUT"),
     taking("/api/library/edit", library.edit),
     Route("/api/library/describe", library.captioning_state),
     taking("/api/library/describe", library.start_captioning),
-    taking("/api/library/describe/stop", library.stop_captioning),
     Route("/api/training/status", live.status),
     taking("/api/training/start", live.start),
     taking("/api/training/new", live.renew),
@@ -132,8 +133,8 @@ def create_app(project: Project, mode: Mode = "unified", over: threading.Event |
     """The application that serves a project, without its guard; once `over` is set, streams of events end."""
     app = Starlette(
         routes=[*ALWAYS, *(ELSEWHERE if mode != "trainer" else []), *(PAGE if mode != "callback" else [])],
-        # Of pictures, clips, parts of files and streams of events it compresses none.
-        middleware=[Middleware(GZipMiddleware, compresslevel=COMPRESSION)],
+        # Of pictures, clips, weights, parts of files and streams of events it compresses none.
+        middleware=[Middleware(GZipMiddleware, compresslevel=COMPRESSION, exclude_content_types=UNCOMPRESSED)],
         exception_handlers={UserError: refused, HTTPException: refused},
         lifespan=serving_queue if project.run is None and mode != "callback" else None,
     )

@@ -329,7 +329,7 @@ class Hub:
             login = self._api.whoami()
             # Fine-grained tokens have another role; the request below tests what they may do.
             if (login.get("auth", {}).get("accessToken") or {}).get("role") == "read":
-                raise UserError("push_to_hub: the token of the hub can only read; log in with one that can write.")
+                raise UserError("push_to_hub: the hub token is read-only; log in with one that may write.")
             if "/" not in self.repository:
                 self.repository = f"{login['name']}/{self.repository}"
             self._api.create_repo(self.repository, private=self.private, exist_ok=True)

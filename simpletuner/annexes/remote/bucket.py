@@ -12,20 +12,20 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.option import check_installed
 from simpletuner.config.publishing import BOTO3
 from simpletuner.data.discovery import classify, name_problem
-from simpletuner.errors import Problem, Problems
+from simpletuner.errors import Problem, Reading
 from simpletuner.s3 import S3Login
 
 LONGEST_NAME = 255  # bytes of a file's name
 
 
-def list_bucket(config: DatasetConfig, store: Store, problems: Problems) -> Offer:
+def list_bucket(config: DatasetConfig, store: Store) -> Reading[Offer]:
     """The pictures or clips below a prefix, and their caption files.
 
     Raises:
         UnfetchedError: nothing of it is here, and the server may not be asked.
     """
     if missing := list(check_installed(BOTO3, f"{config.id}.type", "aws")):
-        problems.extend(missing)
+        yield from missing
         return Offer([])
     if not store.fetches:
         items = store.here(f"s3://{config.aws_bucket_name}/{_prefix(config)}")
@@ -41,10 +41,10 @@ def list_bucket(config: DatasetConfig, store: Store, problems: Problems) -> Offe
     # botocore raises ValueError for an endpoint that is not a URL.
     except (BotoCoreError, ClientError, ValueError) as error:
         why = " ".join(str(error).split())
-        problems.append(Problem(f"{config.id}.aws_bucket_name", f"{_place(config)} cannot be listed: {why}"))
+        yield Problem(f"{config.id}.aws_bucket_name", f"{_place(config)} cannot be listed: {why}")
         return Offer([])
     if not objects:
-        problems.append(Problem(f"{config.id}.aws_data_prefix", f"{_place(config)} holds no objects."))
+        yield Problem(f"{config.id}.aws_data_prefix", f"{_place(config)} holds no objects.")
     listing = classify([(name, _problem(name)) for name in objects], store.wanted)
     names, ignored = {*listing.files, *listing.captions.values()}, dict(listing.ignored)
     for name in {name for name in names if any(str(parent) in names for parent in PurePosixPath(name).parents)}:

@@ -13,13 +13,12 @@ from simpletuner.annexes.remote.bucket import list_bucket
 from simpletuner.annexes.remote.hub import list_rows
 from simpletuner.annexes.remote.store import Offer, Store, UnfetchedError
 from simpletuner.annexes.remote.table import list_table
-from simpletuner.annexes.remote.web import PRIVATE
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
 from simpletuner.data.entries import DataContext
-from simpletuner.errors import Problem, Problems, UserError
+from simpletuner.errors import Problem, Problems, Reading, UserError
 
-LISTERS: Mapping[str, Callable[[DatasetConfig, Store, Problems], Offer]] = {
+LISTERS: Mapping[str, Callable[[DatasetConfig, Store], Reading[Offer]]] = {
     "csv": list_table,
     "aws": list_bucket,
     "huggingface": list_rows,
@@ -45,11 +44,11 @@ def collect(
             Path(entry.instance_data_dir or ""),
             wanted_suffixes(entry, context),
             retry_failed=context.defaults.retry_failed,
-            forgiven=PRIVATE if entry.allow_private_urls else "",
+            forgiven="allow_private_urls" if entry.allow_private_urls else "",
             fetches=fetches,
         )
         try:
-            offers[entry.id] = store, LISTERS[entry.type](entry, store, problems)
+            offers[entry.id] = store, problems.take(LISTERS[entry.type](entry, store))
         except UserError as error:
             problems.append(Problem(entry.id, str(error)))
     if problems.are_fatal:

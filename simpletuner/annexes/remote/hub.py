@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from simpletuner.config.values import home_path
 from simpletuner.data.captions import check_columns, first_texts, texts_in
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import decode
-from simpletuner.errors import Problems, UserError
+from simpletuner.errors import Problem, Reading, UserError
 
 DATASETS = Package("datasets", "datasets>=4,<6")
 SAVED = "rows.json"
@@ -52,15 +52,15 @@ class Rows:
 _ROWS = TypeAdapter(Rows)
 
 
-def list_rows(config: DatasetConfig, store: Store, problems: Problems) -> Offer:
+def list_rows(config: DatasetConfig, store: Store) -> Reading[Offer]:
     """The rows that pass `filter_func`; the dataset is loaded only if something of it is missing here.
 
     Raises:
         UserError: there is no such dataset, or it may not be read.
         UnfetchedError: it is not here, and the hub may not be asked.
     """
-    problems.extend(check_installed(DATASETS, f"{config.id}.type", "huggingface"))
-    if problems.are_fatal:
+    if missing := list(check_installed(DATASETS, f"{config.id}.type", "huggingface")):
+        yield from missing
         return Offer([])
     commit = _commit(config, asks=store.fetches)
     identity = _digest(commit, config.model_dump(include=set(HubKeys.model_fields), mode="json"))
@@ -73,7 +73,12 @@ def list_rows(config: DatasetConfig, store: Store, problems: Problems) -> Offer:
     if not store.fetches:
         raise UnfetchedError("its rows are")
     table = _load(config, commit, store.root)
-    rows = _choose(table, config, identity, problems)
+    facts = _facts(table, config)
+    if absent := list(_check_table(table, facts, config)):
+        yield from absent
+        return Offer([])
+    # A table without columns has no rows either.
+    rows = _choose(facts if _needed(config) else ({} for _ in range(len(table))), config, identity)
     write_json(store.root / SAVED, asdict(rows))
     return _offer(rows, config, commit, table)
 
@@ -155,20 +160,24 @@ def _media(config: DatasetConfig) -> tuple[str, str]:
     return ("video_column", config.video_column) if config.holds_clips else ("image_column", config.image_column)
 
 
-def _choose(table: Any, config: DatasetConfig, identity: str, problems: Problems) -> Rows:
-    """Captions and filters, without touching the media."""
-    needed = _needed(config)
-    # Without the media: going through rows would read every picture.
-    facts = table.select_columns(sorted({path.partition(".")[0] for path in needed.values()} & {*table.column_names}))
+def _facts(table: Any, config: DatasetConfig) -> Any:
+    """The columns besides the media: going through rows would read every picture."""
+    named = {path.partition(".")[0] for path in _needed(config).values()}
     # A struct becomes columns such as `quality.aesthetic`.
-    facts = facts.flatten()
+    return table.select_columns(sorted(named & {*table.column_names})).flatten()
+
+
+def _check_table(table: Any, facts: Any, config: DatasetConfig) -> Iterator[Problem]:
+    """The columns that keys name but the table lacks."""
     columns = [*table.column_names, *(name for name in facts.column_names if "." in name)]
-    for key, column in [*needed.items(), _media(config)]:
-        problems.extend(check_columns({key.partition(" ")[0]: column}, columns, config.id, "dataset"))
+    for key, column in [*_needed(config).items(), _media(config)]:
+        yield from check_columns({key.partition(" ")[0]: column}, columns, config.id, "dataset")
+
+
+def _choose(rows: Iterable[dict[str, Any]], config: DatasetConfig, identity: str) -> Rows:
+    """Captions and filters, without touching the media."""
     captions, left_out = {}, {}
-    # A table without columns has no rows either.
-    rows: Iterable[dict[str, Any]] = facts if needed else ({} for _ in range(len(table)))
-    for number, row in enumerate(rows if not problems.are_fatal else ()):
+    for number, row in enumerate(rows):
         why = _why_not(row, config, config.filter_func) if config.filter_func else None
         if why is None:
             captions[number] = _captions(row, config)
@@ -239,7 +248,19 @@ def _chunks(cell: Any, config: DatasetConfig) -> Iterable[bytes]:
     if not isinstance(cell, dict) or not (cell.get("bytes") or cell.get("path")):
         raise DownloadError("holds neither a file nor an http(s) address")
     # A table holds its files, or names files beside it.
-    return [cell["bytes"]] if cell.get("bytes") else copy_file(Path(cell["path"]))
+    return [cell["bytes"]] if cell.get("bytes") else copy_file(Path(cell["path"]), _folders(config))
+
+
+def _folders(config: DatasetConfig) -> Sequence[Path]:
+    """Where the files of a dataset are: in its folder or, from the hub, where the libraries download and unpack."""
+    import datasets
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    if config.allow_private_urls:
+        return ()
+    folder = home_path(config.dataset_name or "")
+    downloads = (config.instance_data_dir or "", HF_HUB_CACHE, datasets.config.HF_DATASETS_CACHE)
+    return (folder,) if folder.is_dir() else tuple(map(Path, downloads))
 
 
 def _cut(data: bytes, cut: CompositeImage) -> bytes:

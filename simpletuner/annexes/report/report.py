@@ -190,7 +190,7 @@ class RunReport(Companion):
         except (OSError, UserError) as error:
             # Warned of once: a full disk would repeat it at every rewrite.
             if not self._failed:
-                logger.warning("The report cannot be written, and the run goes on without it. %s", error)
+                logger.warning("The report cannot be written, and the run continues without it. %s", error)
             self._failed = True
 
     def data(self, state: State, message: str) -> dict[str, Any]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from simpletuner.data.captions import read_caption_file
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, fitting_frames, probe_clip
 from simpletuner.data.discovery import Scan, is_readable, pair_key, scan
-from simpletuner.data.files import MediaError
+from simpletuner.data.files import LeftOutError, MediaError
 from simpletuner.data.media import probe
 from simpletuner.errors import UserError
 
@@ -91,6 +93,15 @@ class Material:
     @cached_property
     def uncaptioned(self) -> list[str]:
         return [name for name in self.files.files if pair_key(name) not in self.files.captions]
+
+    def mentions(self, words: str) -> bool:
+        """Whether most captions contain these words."""
+        captions = []
+        for name in dict.fromkeys([*self.files.captions.values()][:LOOKED_AT]):
+            with suppress(LeftOutError):
+                captions.append(" ".join(read_caption_file(self.folder / name)))
+        whole = re.compile(rf"(?<!\w){re.escape(words)}(?!\w)", re.IGNORECASE)
+        return sum(map(bool, map(whole.search, captions))) * 2 > len(captions)
 
     @cached_property
     def clips(self) -> list[ClipFacts]:

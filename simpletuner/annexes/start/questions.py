@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.start.material import Material
 from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, run_name
-from simpletuner.annexes.wizard.talk import Talk
+from simpletuner.annexes.wizard.talk import HELP, Talk
 from simpletuner.errors import Problems, UserError, did_you_mean
-from simpletuner.plan.draft import Draft
 
 
 def ask(
@@ -56,7 +56,10 @@ def _ask_trigger(talk: Talk, purpose: str) -> str:
     if purpose == "edit":
         return ""
     what = f", and what it is, as in: {TRIGGER}, a grey cat" if purpose == "subject" else ""
-    return talk.read_line(f"A word for it that the model does not know{what} [{TRIGGER}]: ") or TRIGGER
+    question = f"A word for it that the model does not know{what} [{TRIGGER}]: "
+    while (answer := talk.read_line(question)) == HELP:
+        talk.say("    It stands for what is learned: in captions now, later in your prompts.", "cyan")
+    return answer or TRIGGER
 
 
 def _free_name(name: str) -> str:

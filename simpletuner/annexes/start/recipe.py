@@ -21,7 +21,7 @@ from simpletuner.annexes.start.material import Material
 from simpletuner.atomic import write_json
 from simpletuner.budget.device import find_device
 from simpletuner.config.schema import render_config
-from simpletuner.config.sources import EXAMPLES, Arguments
+from simpletuner.config.sources import EXAMPLES, Arguments, configured
 from simpletuner.errors import ConfigError, Problems, UserError
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
@@ -114,6 +114,12 @@ class Start:
     def phrase(self) -> str:
         return self.recipe.phrase.format(trigger=self.trigger)
 
+    @cached_property
+    def captioned_as(self) -> str:
+        """The words for what is learned, as most captions contain them already; empty if they do not."""
+        words = dict.fromkeys([self.phrase, self.trigger, self.trigger.partition(",")[0]])
+        return next((text for text in words if text and self.material.mentions(text)), "")
+
     @property
     def held_out(self) -> int:
         """How many files are not trained: the loss on them shows which checkpoint has learned and not memorised."""
@@ -130,14 +136,13 @@ class Start:
         }
         if isinstance(steps, int) and steps > 0:
             config["checkpoint_step_interval"] = max(1, steps // CHECKPOINTS)
-        word, _, what = self.phrase.partition(", ")
+        # Whoever likes a preview has its checkpoint.
+        config["validation_step_interval"] = config["checkpoint_step_interval"]
+        what = self.phrase.partition(", ")[2]
         if self.purpose == "subject" and what:
             # The class of the subject stays as it was, without further pictures.
-            config |= {
-                "preservation_weight": 1.0,
-                "preservation_trigger": f"{word}, {what}",
-                "preservation_prompt": what,
-            }
+            trigger = self.captioned_as or self.phrase
+            config |= {"preservation_weight": 1.0, "preservation_trigger": trigger, "preservation_prompt": what}
         if self.held_out:
             config |= {"eval_steps_interval": config["checkpoint_step_interval"], "eval_timesteps": 8}
         if self.material.holds_clips:
@@ -159,7 +164,7 @@ class Start:
         trained |= {"hold_out": self.held_out} if self.held_out else {}
         if self.phrase and not self.captions:
             trained |= {"caption_strategy": "instanceprompt", "instance_prompt": self.phrase}
-        elif self.phrase:
+        elif self.phrase and not self.captioned_as:
             trained |= {"instance_prompt": f"{self.phrase},", "prepend_instance_prompt": True}
         if "video" in trained:
             frames = self._frames(read_example(self.example))
@@ -205,7 +210,7 @@ class Start:
         with TemporaryDirectory() as name, suppress(ConfigError):
             judged.write(Path(name))
             files: list[tuple[str, object]] = [(key, f"{name}/{file}") for key, file in FILES.items()]
-            plan, budget = weigh_plan(Arguments(files, problems=problems, content=judged.config()))
+            plan, budget = weigh_plan(Arguments(files, problems=problems, base=configured(judged.config())))
             fits = not any(problem.where == "memory" for problem in problems)
             time = duration(budget.step_seconds * plan.length.total_steps)
             return fits, f"fits, about {time} without previews" if fits else "does not fit this GPU"

@@ -12,6 +12,7 @@ from typing import Any
 
 from huggingface_hub import get_token
 
+from simpletuner.annexes.draft import Draft
 from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.option import Option
 from simpletuner.config.publishing import PACKAGES, why_missing
@@ -19,7 +20,6 @@ from simpletuner.config.schema import DEFAULT_LEARNING_RATES, all_options
 from simpletuner.config.sections import CHOICES, Section, section_of
 from simpletuner.config.techniques import ROUTES
 from simpletuner.models.registry import FAMILIES
-from simpletuner.plan.draft import Draft
 
 # The schema's default, one epoch, is too short for most datasets.
 STEPS = 1000

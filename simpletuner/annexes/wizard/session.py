@@ -12,19 +12,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.start.material import CLIPS, EDITS, PICTURES, PURPOSES, Material
 from simpletuner.annexes.start.recipe import TRIGGER, Recipe, read_example
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_atomically, write_json
-from simpletuner.config.load import canonical, read_json_layer
+from simpletuner.config.load import canonical
 from simpletuner.config.schema import main_name, render_config
-from simpletuner.config.sources import DATASET_FILE
+from simpletuner.config.sources import DATASET_FILE, read_json_layer
 from simpletuner.config.values import read_json, typed
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.discovery import Scan, scan
 from simpletuner.errors import ConfigError, Problems, Reading, UserError, result_of
-from simpletuner.plan.draft import Draft
 from simpletuner.redaction import redact
 
 WELCOME = """\

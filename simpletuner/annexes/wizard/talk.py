@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.console import Console
 
+from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.wizard.questions import Question, stale_keys
 from simpletuner.config.techniques import ROUTES
 from simpletuner.config.values import parse_flag, plain_key
 from simpletuner.errors import ConfigError, Problem, UserError, did_you_mean, nearest
-from simpletuner.plan.draft import Draft
 
 HELP, NONE, BACK = "?", "-", "back"
 # Other answers that leave out an optional setting.
@@ -131,6 +131,9 @@ class Talk:
             chosen = numbered.get(answer, answer) or names[0]
             if chosen in names:
                 return chosen
+            if answer == HELP:
+                self.say("    Type a number or a word of the list; Enter takes the one in brackets.", "cyan")
+                continue
             self.refuse(f"{answer!r} is not one of: {', '.join(names)}.{did_you_mean(answer, names)}")
         return names[0]
 

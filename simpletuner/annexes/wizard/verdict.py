@@ -10,6 +10,7 @@ from typing import Any
 
 from PIL import Image
 
+from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.remote.collect import collect_cached
@@ -17,12 +18,11 @@ from simpletuner.annexes.wizard.session import example_datasets
 from simpletuner.atomic import write_json
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
-from simpletuner.config.sources import DATASET_FILE, Arguments
+from simpletuner.config.sources import DATASET_FILE, Arguments, configured
 from simpletuner.config.values import Size
 from simpletuner.errors import ConfigError, Problem, Problems
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
-from simpletuner.plan.draft import Draft
 from simpletuner.validation.clip_writer import write_mp4
 
 NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb below and enter the memory of yours."
@@ -40,7 +40,7 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
         settings: list[tuple[str, object]] = [("data_backend_config", datasets)]
         if device_gigabytes is not None:
             settings.append(("plan_device_memory_gb", device_gigabytes))
-        plan, budget = weigh_plan(Arguments(settings, {}, collect_cached, problems, draft.values))
+        plan, budget = weigh_plan(Arguments(settings, {}, collect_cached, problems, configured(draft.values)))
         if budget.device.is_gpu:
             return list(verdict(plan, budget, problems, has_data=has_data)), problems
         # It would compare with this machine's RAM.

@@ -55,7 +55,7 @@ def page_lock(flat: Tensor, owner: object) -> None:
     if error:
         _forget_error()
         # Not by `ulimit -l`: NVIDIA's driver pins pages without counting them against it.
-        logger.warning("Offloaded tensors could not be locked in memory (CUDA error %d): copies will be slower.", error)
+        logger.warning("Offloaded tensors could not be pinned (CUDA error %d): copies will be slower.", error)
         return
     release = weakref.finalize(owner, _unlock, flat.data_ptr())
     release.atexit = False  # at exit the operating system frees it

@@ -19,7 +19,7 @@ from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, tell
 from tests.workspace import Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(8)
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
 pytest.importorskip("axe_playwright_python", reason="needs axe-core")
 expect = sync_api.expect
@@ -150,6 +150,11 @@ def test_files_and_captions_are_accessible(page: Any, workspace: Workspace) -> N
     expect(dialog.get_by_role("button", name="Take back p0.png")).to_be_visible()
     expect(dialog.locator(".changes")).to_contain_text("captions would change")
     assert complaints(page) == ""
+    dialog.get_by_role("button", name="Mask of p0.png").click()
+    page.get_by_role("button", name="Learn nothing").click()
+    expect(page.locator("#painter .bad")).to_contain_text("cannot be saved")
+    assert complaints(page) == ""
+    page.evaluate("document.querySelector('#painter').close()")
 
 
 def test_runs_are_accessible(page: Any, workspace: Workspace) -> None:

@@ -14,6 +14,7 @@ import pytest
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
+from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.page.form import fields
 from simpletuner.annexes.page.guard import Access, Guard
 from simpletuner.annexes.page.plans import run_while_wanted
@@ -21,7 +22,6 @@ from simpletuner.annexes.page.project import Project, Refusal
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.config.schema import all_options
 from simpletuner.config.sections import SECTIONS, TABS
-from simpletuner.plan.draft import Draft
 from simpletuner.redaction import redact
 from tests.annexes.web import picture, serve
 from tests.processes import PATIENCE

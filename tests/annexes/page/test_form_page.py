@@ -16,7 +16,7 @@ from tests.annexes.page.test_form import csv_entry
 from tests.annexes.web import picture, serve
 from tests.workspace import DATASETS, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(4)
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
 expect = sync_api.expect
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
+import subprocess
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -15,13 +17,14 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from simpletuner.annexes.captions import library
+from simpletuner.annexes.page import masks
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
-from simpletuner.annexes.queue import RUNNING, WAITING
 from simpletuner.annexes.runs import Run
 from tests.annexes.page.page import opened
 from tests.clips import write_clip
+from tests.processes import PATIENCE
 
 CONFIG = {"model_family": "kandinsky5-image", "model_type": "lora", "output_dir": "output/mine"}
 CATS = {
@@ -333,45 +336,46 @@ def test_thumbnails_are_small_and_kept_by_the_browser(page: TestClient, folder: 
     assert (part.status_code, len(part.content), part.headers["content-type"]) == (206, 10, "video/mp4")
 
 
-def test_missing_captions_are_written_by_a_process(
+def test_missing_captions_are_a_job_of_the_queue(
     page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Child:
-        code: int | None = None
+    """So what starts after the server was started again waits for them, too."""
+    started, children = list[list[str]](), list[subprocess.Popen[bytes]]()
 
-        def poll(self) -> int | None:
-            return self.code
-
-    child, started = Child(), list[list[str]]()
-
-    def spawn(runs: Runs, console: Path, arguments: list[str]) -> Child:
+    def spawn(runs: Runs, console: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
         started.append(arguments)
-        console.write_text(f"$ simpletuner caption\nWriting captions: 30/{len(started)}00\n")
-        return child
+        console.write_text("$ simpletuner caption\nWriting captions: 30/100\n")
+        children.append(subprocess.Popen(["sleep", "600"]))
+        return children[-1]
 
     monkeypatch.setattr(Runs, "spawn", spawn)
-    assert page.get("/api/library/describe").json() == {"dataset": "", "running": False, "message": ""}
+    queue = cast(Any, page.app).state.queue
+    assert page.get("/api/library/describe").json()["running"] is False
     body = {"dataset": "cats", "style": "short", "trigger": "zkt"}
     assert page.post("/api/library/describe", json=body).status_code == 202
+    queue.add("sweep", str(folder / "output/mine"))
+    assert "Waits for its turn" in page.get("/api/library/describe").json()["message"]
+    queue.step()
     file = f"--config={folder / 'config/config.json'}"
     assert started == [["caption", "--dataset=cats", "--style=short", "--trigger=zkt", file]]
-    progress = {"dataset": "cats", "running": True, "message": "Writing captions: 30/100"}
+    job = queue.read()[0]
+    progress = {"job": job.id, "dataset": "cats", "running": True, "message": "Writing captions: 30/100"}
     assert page.get("/api/library/describe").json() == progress
-    assert "output/mine; wait" in page.post("/api/library/describe", json=body).text
-    assert cast(Any, page.app).state.queue.worker.at_work() == str(folder / "output/mine"), "jobs wait for it"
-    child.code = 0
-    assert page.get("/api/library/describe").json() == {**progress, "running": False}
-    assert cast(Any, page.app).state.queue.worker.at_work() == ""
-    queue = cast(Any, page.app).state.queue
-    queue.add("sweep", str(folder / "output/mine"))
-    queue.file.write_text(queue.file.read_text().replace(WAITING, RUNNING))
-    assert "in use for sweep of mine; wait" in page.post("/api/library/describe", json=body).text
-    queue.file.unlink()
-    monkeypatch.setattr(Run, "pid", 1)
     assert page.post("/api/library/describe", json=body).status_code == 409
+    again = create_app(Project(folder)).state.queue
+    again.step()
+    assert [each.state for each in again.read()] == ["running", "waiting"]
+    assert page.post("/api/training/queue/remove", json={"job": job.id}).status_code == 200  # Ctrl-C
+    (folder / "output/mine/caption.log").write_text("$ simpletuner caption\nInterrupted.\n")
+    children[0].wait(PATIENCE)
+    again.step()
+    assert [(each.command, each.state) for each in again.read()] == [("caption", "cancelled"), ("sweep", "running")]
+    assert page.get("/api/library/describe").json()["running"] is False
+    children[1].kill()
+    children[1].wait(PATIENCE)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(4)
 def test_files_in_a_browser(browser: Any, folder: Path) -> None:
     with opened(browser, folder) as page:
         page.get_by_role("tab", name="Dataset").click()
@@ -396,7 +400,7 @@ def test_files_in_a_browser(browser: Any, folder: Path) -> None:
         dialog.wait_for(state="hidden")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(4)
 def test_a_replacement_in_a_browser(browser: Any, folder: Path) -> None:
     with opened(browser, folder, "#dataset/files/cats") as page:
         page.set_viewport_size({"width": 400, "height": 800})
@@ -414,7 +418,7 @@ def test_a_replacement_in_a_browser(browser: Any, folder: Path) -> None:
         assert (folder / "cats/2.txt").read_text() == "a cat number 2\n"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(4)
 def test_a_conflict_in_a_browser(browser: Any, folder: Path) -> None:
     """Both texts are seen, and nothing typed is lost by leaving."""
     with opened(browser, folder, "#dataset/files/cats") as page:
@@ -434,3 +438,114 @@ def test_a_conflict_in_a_browser(browser: Any, folder: Path) -> None:
         page.keyboard.press("Escape")
         dialog.wait_for(state="hidden")
         assert (folder / "cats/0.txt").read_text() == "last words\n"
+
+
+def drawn(white: tuple[int, int, int, int] | None = (64, 0, 96, 64), size: tuple[int, int] = (128, 64)) -> str:
+    """A mask as the page sends it."""
+    picture, file = Image.new("L", size), io.BytesIO()
+    if white:
+        picture.paste(255, white)
+    picture.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def save_mask(page: TestClient, name: str, mask: str, seen: str = "", dataset: str = "cats") -> Any:
+    body = {"dataset": dataset, "file": name, "mask": mask}
+    return page.put("/api/library/mask", json=body, headers={"If-Match": f'"{seen}"'} if seen else {})
+
+
+def stamp(card: str) -> str:
+    return re.findall(r'aria-label="Mask of [^>]*data-tag="([^"]*)"', card)[0]
+
+
+def test_the_first_mask_makes_a_dataset_of_masks(page: TestClient, folder: Path) -> None:
+    before = json.loads((folder / "config/multidatabackend.json").read_text())
+    answer = save_mask(page, "0.png", drawn()).json()
+    assert "Of 3 more a white mask was made" in answer["note"]
+    assert "config/multidatabackend.json has a new dataset, cats-masks." in answer["note"]
+    assert "50&nbsp;% is learned" in answer["card"]  # of the crop, which is 32 to 96
+    made = json.loads((folder / "config/multidatabackend.json").read_text())
+    assert made[:-1] == before
+    assert (made[-1]["id"], made[-1]["instance_data_dir"]) == ("cats-masks", "cats_masks")
+    assert {path.name: Image.open(path).getextrema() for path in folder.glob("cats_masks/*")} == {
+        "0.png": (0, 255), **dict.fromkeys(("1.png", "2.png", "3.png"), (255, 255)),
+    }  # fmt: skip
+    html = show(page)
+    assert "no partner" not in html
+    assert html.count("% is learned") == 1
+    again = save_mask(page, "0.png", drawn((64, 0, 80, 64)), stamp(answer["card"])).json()
+    assert again["note"] == "Saved. Training uses it from its next start on."
+    assert "25&nbsp;% is learned" in again["card"]
+    assert json.loads((folder / "config/multidatabackend.json").read_text()) == made
+
+
+def test_masks_that_are_there_are_kept(page: TestClient, folder: Path) -> None:
+    (folder / "cats_masks").mkdir()
+    for name in ("0.png", "1.jpg"):
+        Image.new("L", (128, 64), 128).save(folder / "cats_masks" / name)
+    kept = {path: path.read_bytes() for path in folder.glob("cats_masks/*")}
+    conflict = save_mask(page, "0.png", drawn())
+    assert (conflict.status_code, "0.png has changed" in conflict.text) == (412, True)
+    assert "of another format, which is kept" in save_mask(page, "1.png", drawn()).text
+    assert save_mask(page, "2.png", drawn()).status_code == 200
+    assert kept == {path: path.read_bytes() for path in kept}
+    html = show(page)
+    assert html.count("50.2&nbsp;% is learned") == 2
+    assert 'aria-label="Mask of 1.png"' not in html
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (drawn(None), "The mask is black"),
+        (drawn(size=(64, 64)), "The mask is 64x64 and its file 128x64, another ratio."),
+        ("data:image/png;base64,AAAA", "The mask is not a picture."),
+        ("data:image/png;base64,A", "The mask is not sent as a data URI"),
+    ],
+)
+def test_what_is_no_mask_is_refused(mask: str, message: str, page: TestClient, folder: Path) -> None:
+    answer = save_mask(page, "0.png", mask)
+    assert (answer.status_code, message in answer.text) == (422, True), answer.text
+    assert not (folder / "cats_masks").exists()
+
+
+def test_masks_that_cannot_be_painted(page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "MOST_FILLED", 2)
+    assert "3 files have no mask" in save_mask(page, "0.png", drawn()).text
+    assert not (folder / "cats_masks").exists()
+    mask = {**CATS, "id": "m", "dataset_type": "conditioning", "conditioning_type": "mask", "source_dataset_id": "cats"}
+    write(folder, "", CONFIG, CATS, {**mask, "type": "huggingface", "dataset_name": "me/masks"})
+    assert "The masks come from huggingface" in save_mask(page, "0.png", drawn()).text
+    assert 'class="paint"' not in show(page)
+
+
+@pytest.mark.slow
+def test_a_mask_is_painted_and_planned(browser: Any, folder: Path) -> None:
+    (folder / "cats/3.txt").write_text("a cat number 3\n")
+    with opened(browser, folder, "#dataset/files/cats") as page:
+        page.get_by_role("button", name="Mask of 0.png").click()
+        painter = page.get_by_role("dialog", name="Mask of 0.png")
+        canvas, save = painter.locator("canvas"), painter.get_by_role("button", name="Save")
+        painter.get_by_text("Nothing is painted yet").wait_for()
+        assert save.is_disabled()
+        painter.get_by_label("Size").fill("50")
+        canvas.click(position={"x": canvas.bounding_box()["width"] / 2, "y": 1})
+        # Half a circle of a quarter of the height, pi / 32 of the crop.
+        painter.get_by_text(re.compile(r"^(9|10)\.\d+ % of what is trained is learned\.")).wait_for()
+        canvas.press("ArrowDown")
+        canvas.press(" ")
+        painter.get_by_role("button", name="Undo").click()
+        painter.get_by_role("button", name="Learn all").click()
+        painter.get_by_text("100 % of what is trained is learned.").wait_for()
+        half = base64.b64decode(drawn().partition(",")[2])
+        painter.get_by_label("Choose a file").set_input_files({"name": "m.png", "mimeType": "", "buffer": half})
+        painter.get_by_text("50 % of what is trained is learned.").wait_for()
+        page.keyboard.press("Escape")
+        painter.get_by_text("The mask is not saved.").wait_for()
+        save.click()
+        files = page.get_by_role("dialog", name="cats")
+        files.get_by_text("config/multidatabackend.json has a new dataset").wait_for()
+        assert files.get_by_text("50 % is learned").is_visible()
+        page.keyboard.press("Escape")
+        page.get_by_text("4 of 4 files used, 87.5 % learned").wait_for()
+    assert Image.open(folder / "cats_masks/0.png").getbbox() == (64, 0, 96, 64)

@@ -275,7 +275,7 @@ def test_what_a_client_does_not_read_stays_in_the_file(tmp_path: Path) -> None:
     assert asyncio.run(ids(9_998, 2)) == [9_999, 10_000]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(15)
 @pytest.mark.usefixtures("quick_commands")
 def test_a_run_outlives_its_server_is_stopped_and_continued(page: TestClient, project: Workspace) -> None:
     """The server and its run are started as a user starts them; the run is continued quickly."""

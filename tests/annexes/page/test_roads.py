@@ -56,7 +56,7 @@ def skipped(page: Any) -> list[str]:
     return [str(each) for each in page.locator("#start-skipped li").all_text_contents()]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(6)
 def test_from_an_empty_project_to_the_queue(browser: Any, folder: Path, started: list[list[str]]) -> None:
     refused: list[str] = []
     for name, content in {"0.png": picture(0), "1.png": picture(1), "notes.txt": b"hm", "torn.png": b"?"}.items():
@@ -90,7 +90,7 @@ def test_from_an_empty_project_to_the_queue(browser: Any, folder: Path, started:
     assert (folder / "config/cats/config.json").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(6)
 def test_new_asks_for_no_config_that_is_not_there(browser: Any, project: Workspace, planned: dict[str, Any]) -> None:
     refused: list[str] = []
     project.write_config(validation_negative_prompt="")
@@ -113,7 +113,7 @@ def test_new_asks_for_no_config_that_is_not_there(browser: Any, project: Workspa
         expect(page.locator("#config")).to_have_value("config")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(6)
 def test_the_plan_tells_a_problem_once_and_has_buttons(
     browser: Any, project: Workspace, planned: dict[str, Any]
 ) -> None:
@@ -140,7 +140,7 @@ def test_the_plan_tells_a_problem_once_and_has_buttons(
         expect(page.locator("#f-train_batch_size")).to_have_value("8")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(6)
 def test_a_comparison_grows_with_a_round_of_previews(browser: Any, project: Workspace) -> None:
     output = project.path("output")
     output.mkdir()
@@ -152,7 +152,7 @@ def test_a_comparison_grows_with_a_round_of_previews(browser: Any, project: Work
         expect(compared).to_have_text(["step 0", "step 3"] * 2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(6)
 def test_a_job_that_was_cut_off_goes_on_from_the_queue(
     browser: Any, project: Workspace, started: list[list[str]]
 ) -> None:

@@ -27,7 +27,7 @@ from tests.commands import PACE
 from tests.processes import PATIENCE
 from tests.workspace import Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(6)
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
 expect = sync_api.expect
 

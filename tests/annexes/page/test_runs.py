@@ -152,7 +152,7 @@ def uploaded(folder: Path) -> None:
         (lambda folder: (tell(folder, *STEPS), own(folder, boot="an earlier one")), "interrupted", "at step 3."),
         (lambda folder: (tell(folder, *STEPS), own(folder, pid=2**30, started="")), "interrupted", "at step 3."),
         (lambda folder: (tell(folder, *STEPS), own(folder, host="elsewhere")), "running", "On elsewhere."),
-        (silent_elsewhere, "interrupted", "No sign of life for 1:0"),
+        (silent_elsewhere, "interrupted", "No heartbeat for 1:0"),
         (old_record, "cancelled", "Stopped at step 3."),
         (refused, "error", "seed: is odd.\nepochs: none."),
         (stopped_at_once, "cancelled", "Interrupted."),

@@ -17,7 +17,7 @@ from tests.annexes.page.page import opened
 from tests.annexes.page.test_start_card import files, zipped
 from tests.annexes.web import picture
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(6)
 expect = pytest.importorskip("playwright.sync_api", reason="needs Playwright").expect
 PLAN = {
     "ok": True, "problems": [], "device": {"name": "a GPU with 24 GiB", "usable": 25e9, "memory": 26e9, "note": ""},

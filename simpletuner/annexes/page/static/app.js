@@ -78,7 +78,7 @@ function filter(query) {
 }
 
 // The open config.
-export async function openConfig(name, from = name) {
+export async function openConfig(name, from = name, configs = null) {
   const refused = await open(from || name, !from);
   if (refused) {
     showSaved(`${from} cannot be opened: ${sentences(refused).join("; ")}`);
@@ -93,16 +93,17 @@ export async function openConfig(name, from = name) {
     Object.assign(state, { file: {}, etag: null });
     Object.assign(state.datasets, { file: [], etag: null });
   }
-  await refill();
+  await refill(configs);
   return true;
 }
 
-async function refill() {
+// `configs` are those of the project, if they have just been read.
+async function refill(configs = null) {
   remember("config", state.config);
   page("#look").href = `/dataset?config=${encodeURIComponent(state.config)}`;
   Object.assign(state, { switched: state.opened !== "", opened: state.config });
   document.dispatchEvent(new CustomEvent("config", { detail: state.config }));
-  listConfigs();
+  listConfigs(configs);
   showDatasets();
   await check();
   filter("");
@@ -216,8 +217,8 @@ async function saveNow() {
   }
 }
 
-async function listConfigs() {
-  const found = await allConfigs();
+async function listConfigs(configs = null) {
+  const found = [...(configs ?? (await allConfigs()))];
   if (!found.some(({ name }) => name === state.config)) found.push({ name: state.config });
   page("#config").replaceChildren(...found.map(({ name, problem }) => element("option", {
     value: name, textContent: (name === "config" ? "config/config.json" : name) + (problem ? " (broken)" : ""), title: problem ?? "", selected: name === state.config,
@@ -281,17 +282,17 @@ if (!inRun) openFirst(new URLSearchParams(location.search).get("config"));
 
 // The config of the address, else the first that can be opened, else none.
 async function openFirst(asked) {
-  const found = (await allConfigs()).sort((a, b) => Boolean(a.problem) - Boolean(b.problem)).map(({ name }) => name);
+  const configs = await allConfigs(), found = configs.toSorted((a, b) => Boolean(a.problem) - Boolean(b.problem)).map(({ name }) => name);
   const isThere = found.includes(asked) || asked?.startsWith("examples/"), isGone = asked && asked !== "config" && !isThere;
   let refused = isGone ? `There is no config ${asked}.` : "", isOpen = false;
   for (const name of isThere ? [asked, ...found] : found) {
-    isOpen = await openConfig(name);
+    isOpen = await openConfig(name, name, configs);
     if (isOpen) break;
     refused ||= told;
   }
   if (!isOpen) {
     await open("config", true);
-    await refill();
+    await refill(configs);
   }
   if (refused) showSaved(refused);
   else if (!found.length && !location.hash) location.hash = "start";

@@ -1,10 +1,11 @@
 // The files of a dataset, over the page. The address says which: #dataset/files/ID?words=…&only=…&page=…
-import { api, element, page, sentences, state } from "./form.js";
+import { api, element, isDirty, page, sentences, state } from "./form.js";
+import { openConfig } from "./app.js";
 
 const dialog = page("#library"), CLOSED = "#dataset/training_data";
 const LAST = 6; // lines of a process
 const open = { hash: "", dataset: "" }; // what is shown, while the address may already say something else
-let latest = "", saving, timer;
+let latest = "", news = null, saving, timer;
 const find = (selector) => dialog.querySelector(selector);
 const named = () => ({ config: state.config, dataset: open.dataset });
 const unsaved = () => [...dialog.querySelectorAll("textarea")].filter((area) => area.value !== area.defaultValue);
@@ -23,9 +24,10 @@ function go(changes) {
 export async function show() {
   find("textarea:focus")?.blur(); // saves it
   await saving;
-  // Its card says why it was not saved.
-  if (unsaved().length) return void (location.hash = open.hash);
+  // Its card says why it was not saved, and the painter of masks has a button for it.
+  if (unsaved().length || find("dialog")) return void (location.hash = open.hash);
   const wanted = asked();
+  if (location.hash !== open.hash) news = null;
   if (!wanted) return dialog.close();
   Object.assign(open, { hash: location.hash, dataset: wanted.dataset });
   if (!dialog.open) dialog.showModal();
@@ -50,6 +52,7 @@ async function load(query) {
     dialog.scrollTo(0, 0);
     if (find(".change")) find(".change").open = Boolean(unfolded);
     if (focused) document.getElementById(focused)?.focus();
+    tellNews();
     follow();
   } else {
     const problems = response ? sentences({ ok: false, data: JSON.parse(text) }) : ["The server does not answer."];
@@ -87,6 +90,24 @@ function save(card, area) {
   if (area.value !== area.defaultValue) saving = Promise.all([saving, change(card, "/api/library/caption", { text: area.value }, card.dataset.tag || undefined)]);
 }
 
+// What became of a mask, also when all files are shown anew because of it.
+function tellNews() {
+  const said = news && find(`[data-file="${news[0]}"] .said`);
+  if (said) said.textContent = news[1];
+}
+
+async function paint(card) {
+  const file = decodeURIComponent(card.dataset.file), { paint: start } = await import("./mask.js");
+  await start(card, { ...named(), file }, async ({ card: html, note, others }) => {
+    news = [card.dataset.file, note];
+    fill(card, html);
+    card.replaceWith(card.firstElementChild);
+    if (!others) tellNews();
+    else if (isDirty()) await show();
+    else await openConfig(state.config); // its dataset file has changed; the files are shown anew, too
+  });
+}
+
 const counted = (count) => `${count} ${count === 1 ? "caption" : "captions"}`;
 
 // All files: first a preview, then the change itself.
@@ -109,7 +130,7 @@ async function edit(body) {
   apply.focus();
 }
 
-// The process that writes captions, while it runs.
+// The job that writes captions, while it waits or runs.
 async function follow() {
   clearTimeout(timer);
   const { ok, data } = await api("/api/library/describe"), stop = find("[value=stop]");
@@ -117,7 +138,7 @@ async function follow() {
   if (!data.running) await show(); // what it has written
   find(".change").open = true;
   find(".changes").textContent = data.message.split("\n").slice(-LAST).join("\n") || "Starting.";
-  find("[value=stop]").hidden = !data.running;
+  Object.assign(find("[value=stop]"), { hidden: !data.running, name: data.job });
   if (data.running) timer = setTimeout(follow, 2000);
 }
 
@@ -130,7 +151,7 @@ const ACTS = {
     find("[value=stop]").hidden = !ok;
     if (ok) follow();
   },
-  stop: () => api("/api/library/describe/stop", { method: "POST", body: {} }),
+  stop: () => api("/api/training/queue/remove", { method: "POST", body: { job: find("[value=stop]").name } }),
 };
 
 dialog.addEventListener("change", ({ target }) => {
@@ -142,6 +163,7 @@ dialog.addEventListener("click", ({ target }) => {
   const card = target.closest("figure"), button = target.closest("button");
   if (button?.matches(".close")) location.hash = CLOSED;
   else if (button?.matches(".exclude")) change(card, "/api/library/excluded", { out: !card.classList.contains("excluded") });
+  else if (button?.matches(".paint")) paint(card);
   else if (ACTS[button?.value]) ACTS[button.value]();
 });
 // Ctrl-Enter saves a caption and goes on to the next.

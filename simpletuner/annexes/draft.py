@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.config.load import Layer, resolve, with_family
+from simpletuner.config.load import Layer
 from simpletuner.config.schema import RunConfig, all_options
-from simpletuner.config.sources import DATASET_FILE, launch_layer, read_env_layer, resolve_alias
-from simpletuner.errors import NoEffect, Problem, Problems, result_of
+from simpletuner.config.sources import DATASET_FILE, Arguments, located_at, resolve_alias
+from simpletuner.errors import Problem, result_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
-from simpletuner.plan.build import Settings, find_family, find_flavour, preview_sizes
-from simpletuner.plan.checks import check_total, findings, worth_reporting
-from simpletuner.validation.prompts import collect_prompts
+from simpletuner.plan.build import Plan, make_plan
 
 
 @dataclass(frozen=True)
-class Judgement(Settings):
-    """What training would make of some settings, finished or not.
+class Judgement(Plan):
+    """What training would make of some settings, finished or not, and everything that is wrong with them."""
 
-    Attributes:
-        without_effect: keys that have no effect with these settings, set or not, and why.
-    """
-
-    problems: list[Problem]
-    without_effect: dict[str, str]
+    problems: Sequence[Problem] = ()
 
 
 class Draft:
@@ -99,28 +92,15 @@ class Draft:
         return self._latest[1]
 
     def _judge(self, values: Mapping[str, Any]) -> Judgement:
-        problems = Problems()
-        path = self.file.with_name("config.env")
-        # Its problems are about another file; the plan reports them.
-        beside = [result_of(read_env_layer(path))] if path.is_file() else []
-        # As `locate` orders them; the draft stands for config.json, and may name files of a packaged example.
-        layers = [launch_layer(), *beside, Layer("", [(key, resolve_alias(value)) for key, value in values.items()])]
-        # The draft itself always names a family; an unknown one is judged as the first.
-        spec = problems.take(find_family(layers[-1:])) or next(iter(FAMILIES.values()))
-        config = problems.take(resolve(with_family(layers, spec.defaults, spec.fixed)))
-        flavour = problems.take(find_flavour(config, spec))
-        settings = Settings.of(config, spec, flavour)
-        found = list(findings(settings, "draft"))
-        problems += [*worth_reporting(found, config), *check_total(config, config.schedule.max_train_steps or 0)]
-        problems.take(collect_prompts(config.validation))
+        # It may name files of a packaged example, as config.json may.
+        layer = Layer("", [(key, resolve_alias(value)) for key, value in values.items()])
+        # The problems of a config.env are about another file; the plan reports them.
+        arguments = Arguments(base=result_of(located_at(self.file, layer)))
+        plan, problems = make_plan(arguments, "draft"), arguments.problems
         # Writing the draft would replace its dataset file.
-        if Path(config.run.data_backend_config or "").expanduser() == self.file:
+        if Path(plan.config.run.data_backend_config or "").expanduser() == self.file:
             problems.append(Problem("data_backend_config", "is the file that these settings go to; choose another."))
-        if not config.validation.validation_disable:
-            problems.take(preview_sizes(config, settings.spec))
-        # Reversed, so that the first of several reasons stays, as in `worth_reporting`.
-        without_effect = {each.where: each.message for each in reversed(found) if isinstance(each, NoEffect)}
-        return Judgement(**vars(settings), problems=problems, without_effect=without_effect)
+        return Judgement(**vars(plan), problems=problems)
 
     def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in {**self.values, **changes}.items() if value is not None}

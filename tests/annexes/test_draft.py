@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from simpletuner.annexes.draft import Draft
 from simpletuner.config.schema import all_options, family_groups, options_of
 from simpletuner.errors import Problem
 from simpletuner.models.registry import FAMILIES
-from simpletuner.plan.draft import Draft
 
 JUNK: list[Any] = ["", "x", "~nouser/x", -1, float("nan"), ["a", 3], {"a": [1]}]
 
@@ -30,6 +30,14 @@ def test_problems_stand_under_their_keys(tmp_path: Path) -> None:
     assert all(len(found[key]) == 1 for key in values)
     assert "learning_rate" in found["learning_rte"][0].message
     assert not any("()" in problem.message for problems in found.values() for problem in problems)
+
+
+def test_a_draft_stands_for_its_file(tmp_path: Path) -> None:
+    """What lies beside config.json counts as it will in training, and has problems of its own."""
+    (tmp_path / "config.env").write_text("LORA_RANK=4\nSEED=7\nTRAINER_EXTRA_ARGS=--seed=9\nbroken\n")
+    draft = Draft(tmp_path / "config.json", {"lora_rank": 8})
+    assert (draft.effective("lora_rank"), draft.effective("seed")) == (8, 9)
+    assert not any("config.env" in problem.where for problem in draft.judgement.problems)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
