@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 METADATA = "__metadata__"
 LENGTH_BYTES = 8
@@ -124,5 +124,13 @@ def read_header(path: Path) -> dict[str, Any]:
         ValueError: not a safetensors file.
     """
     with path.open("rb") as file:
-        start = header_end(file.read(LENGTH_BYTES))
-        return _parse(file.read(start - LENGTH_BYTES))
+        return header_in(file)
+
+
+def header_in(file: BinaryIO) -> dict[str, Any]:
+    """The header of an open file, of which the data are read next.
+
+    Raises:
+        ValueError: not a safetensors file.
+    """
+    return _parse(file.read(header_end(file.read(LENGTH_BYTES)) - LENGTH_BYTES))

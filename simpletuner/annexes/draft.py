@@ -10,7 +10,7 @@ from typing import Any
 
 from simpletuner.config.load import Layer
 from simpletuner.config.schema import RunConfig, all_options
-from simpletuner.config.sources import DATASET_FILE, Arguments, Located, launch_layer, read_env_layer, resolve_alias
+from simpletuner.config.sources import DATASET_FILE, Arguments, located_at, resolve_alias
 from simpletuner.errors import Problem, result_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
@@ -92,12 +92,10 @@ class Draft:
         return self._latest[1]
 
     def _judge(self, values: Mapping[str, Any]) -> Judgement:
-        path = self.file.with_name("config.env")
-        # Its problems are about another file; the plan reports them.
-        beside = [result_of(read_env_layer(path))] if path.is_file() else []
-        # As `locate` orders them; the draft stands for config.json, and may name files of a packaged example.
-        layers = [launch_layer(), *beside, Layer("", [(key, resolve_alias(value)) for key, value in values.items()])]
-        arguments = Arguments(base=Located(layers))
+        # It may name files of a packaged example, as config.json may.
+        layer = Layer("", [(key, resolve_alias(value)) for key, value in values.items()])
+        # The problems of a config.env are about another file; the plan reports them.
+        arguments = Arguments(base=result_of(located_at(self.file, layer)))
         plan, problems = make_plan(arguments, "draft"), arguments.problems
         # Writing the draft would replace its dataset file.
         if Path(plan.config.run.data_backend_config or "").expanduser() == self.file:

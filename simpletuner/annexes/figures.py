@@ -13,7 +13,7 @@ from typing import Any
 
 from simpletuner.config.schema import NOISE_LEVELS
 from simpletuner.reporting import events
-from simpletuner.reporting.metrics import COMPUTE, DATA, EVALUATED, WEIGHTS, shares
+from simpletuner.reporting.metrics import COMPUTE, DATA, EVALUATED, TIMESTEPS, WEIGHTS, shares
 from simpletuner.reporting.pace import clock, pace_text
 
 BARS = 20  # of the histogram of timesteps
@@ -247,7 +247,7 @@ class Columns:
                     column.extend(repeat(math.nan, place - len(column)))
                 del column[place:]  # a second row of the step replaces the value of the first
                 column.append(value)
-        drawn = row.get("timesteps")
+        drawn = row.get(TIMESTEPS)
         for each in filter(is_number, drawn if isinstance(drawn, list) else ()):
             # Pure noise, 1000, belongs to the last bar.
             self.timesteps[int(min(each, NOISE_LEVELS - 1)) * BARS // NOISE_LEVELS] += 1

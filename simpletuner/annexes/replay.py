@@ -117,7 +117,7 @@ class Autopsy(Companion):
     def around(self, session: Session, budget: Budget) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # raised again, whatever it is
             world = session.assembly.world
             # Every process sees NaN in the same step, so each raises it itself.
             guilty = world.is_main if isinstance(error, NonFiniteError) else world.first_failure(error) is None

@@ -64,7 +64,7 @@ class SampleRequest:
 
 
 @dataclass(frozen=True)
-class Weights:
+class Sampled:
     """What is sampled.
 
     Attributes:
@@ -88,7 +88,7 @@ class Weights:
         return [] if inner is None else [*reversed(inner.absolute().parents[:3])]
 
 
-def plan_samples(request: SampleRequest) -> tuple[Plan, list[Weights]]:
+def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
     """A plan whose previews are what is asked for, and the weights to render them with, in order.
 
     Raises:
@@ -140,7 +140,7 @@ def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
     return [ValidationPrompt(unique(file_safe(text[:LONGEST_STEM]), taken), text, text) for text in texts]
 
 
-def _check_strengths(strengths: Sequence[float], weights: Sequence[Weights]) -> Iterator[Problem]:
+def _check_strengths(strengths: Sequence[float], weights: Sequence[Sampled]) -> Iterator[Problem]:
     """Weights of a full fine-tune have none; of a DoRA, those between 0 and 1 are no mixture of two models."""
     if weights[0].transformer is not None and list(strengths) != [1.0]:
         message = "is for LoRAs: a full fine-tune has no strength, its weights are the model's own."
@@ -151,13 +151,13 @@ def _check_strengths(strengths: Sequence[float], weights: Sequence[Weights]) -> 
         yield Problem("--strength", f"{message} At 0 the base model is rendered; there, magnitudes stay.", fatal=False)
 
 
-def find_weights(request: SampleRequest) -> Reading[tuple[list[Weights], Checkpoint | None]]:
+def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
     """What a request's source holds, and a checkpoint with the settings of its run, if there is one."""
     if request.source is None:
         if request.sweeps:
             message = "needs the output folder of a run: simpletuner sweep OUTPUT_DIR"
             raise ConfigError([Problem("sweep", message)])
-        return [Weights("base model")], None
+        return [Sampled("base model")], None
     path = home_path(request.source)
     if not path.exists():
         beside = [str(each) for each in path.parent.glob("*")]
@@ -166,16 +166,16 @@ def find_weights(request: SampleRequest) -> Reading[tuple[list[Weights], Checkpo
     return (yield from _weights_in_file(request, path) if path.is_file() else _weights_of_run(request, path))
 
 
-def _weights_in_file(request: SampleRequest, path: Path) -> Reading[tuple[list[Weights], Checkpoint | None]]:
+def _weights_in_file(request: SampleRequest, path: Path) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
     given = {"--checkpoint": request.checkpoints is not None, "--ema": request.ema}
     for key in filter(given.get, given):
         yield Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
     # The file may be in a checkpoint, in its folder ema/, or beside the checkpoints.
     run = next((each for folder in path.parents[:2] for each in _checkpoints(folder)[-1:]), None)
-    return [Weights(path.stem, lora=path, content=hash_file(path))], run
+    return [Sampled(path.stem, lora=path, content=hash_file(path))], run
 
 
-def _weights_of_run(request: SampleRequest, path: Path) -> Reading[tuple[list[Weights], Checkpoint | None]]:
+def _weights_of_run(request: SampleRequest, path: Path) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
     whole = _checkpoints(path)
     run = whole[-1] if whole else None
     is_full = run is not None and run.manifest.identity.model_type == "full"
@@ -201,7 +201,7 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
     return [itself] if itself else find_checkpoints(folder)[0]
 
 
-def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Reading[Weights]:
+def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Reading[Sampled]:
     """The weights in a checkpoint, an output folder or a published pipeline."""
     name = ("transformer_ema" if ema else "transformer") if is_full else f"ema/{LORA_FILE}" if ema else LORA_FILE
     path = folder / name
@@ -209,10 +209,10 @@ def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Readin
         plain = "checkpoints hold its adapter (lora_type) in its own form; only the result is also a plain LoRA."
         yield Problem("source", f"{str(path)!r} does not exist: {'the run had no use_ema.' if ema else plain}")
     if not is_full:
-        return Weights(folder.name, step, lora=path, content=hash_file(path)) if path.exists() else Weights("")
+        return Sampled(folder.name, step, lora=path, content=hash_file(path)) if path.exists() else Sampled("")
     part = Part("transformer", "source", str(folder), name, None, None)
     # Path and time, not a hash: a full transformer has gigabytes.
-    return Weights(folder.name, step, transformer=part, content=f"{path.resolve()} {folder.stat().st_mtime_ns}")
+    return Sampled(folder.name, step, transformer=part, content=f"{path.resolve()} {folder.stat().st_mtime_ns}")
 
 
 def _choose(wanted: Sequence[str] | None, whole: Sequence[Checkpoint], folder: Path) -> Reading[list[Checkpoint]]:
@@ -228,7 +228,7 @@ def _choose(wanted: Sequence[str] | None, whole: Sequence[Checkpoint], folder: P
     return list({known[name].step: known[name] for name in asked if name in known}.values())
 
 
-def _layers(request: SampleRequest, weights: Weights, run: Checkpoint | None) -> Reading[list[Layer]]:
+def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None) -> Reading[list[Layer]]:
     """The settings below those of the command line: a run's, a LoRA's own header, or a configuration file's."""
     selectors, lora = request.arguments.selectors, weights.lora
     # The weakest: a LoRA file or base model without settings counts as a LoRA run.

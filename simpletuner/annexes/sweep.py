@@ -19,7 +19,7 @@ from torch import nn
 
 from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.report.sheet import Sheet, cell
-from simpletuner.annexes.sampling import Weights, plan_evaluation
+from simpletuner.annexes.sampling import Sampled, plan_evaluation
 from simpletuner.atomic import free_path, write_json
 from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.keys import digest
@@ -65,7 +65,7 @@ class StudioShot:
     """
 
     subject: Subject
-    weights: Weights
+    weights: Sampled
     recipe: dict[str, Any]
     number: int
 
@@ -89,7 +89,7 @@ class Studio:
     renderer: Renderer
     adapter: FamilyAdapter
     transformer: nn.Module | None = None
-    loaded: Weights | None = None
+    loaded: Sampled | None = None
 
     @classmethod
     def open(cls, plan: Plan, events: EventStream) -> Studio:
@@ -102,7 +102,7 @@ class Studio:
         subjects = build_subjects(plan, catalogue, reader)
         return cls(plan, device, subjects, Renderer(plan.config, plan.frame_rate), adapter)
 
-    def shots(self, weights: Sequence[Weights], strengths: Sequence[float]) -> list[StudioShot]:
+    def shots(self, weights: Sequence[Sampled], strengths: Sequence[float]) -> list[StudioShot]:
         """Every subject at every size, from the same seeds with all weights and strengths."""
         indices = range(self.plan.config.validation.num_validation_images)
         rows = list(itertools.product(self.subjects, self.plan.sizes, indices))
@@ -127,7 +127,7 @@ class Studio:
         return paths
 
     def measure(
-        self, plan: Plan, weights: Weights, strengths: Sequence[float], events: EventStream
+        self, plan: Plan, weights: Sampled, strengths: Sequence[float], events: EventStream
     ) -> dict[str, float]:
         """The evaluation loss of a LoRA by strength, as its run measures it: the mean over the datasets.
 
@@ -151,7 +151,7 @@ class Studio:
         return losses
 
     @contextmanager
-    def _with(self, weights: Weights, strength: float) -> Iterator[nn.Module]:
+    def _with(self, weights: Sampled, strength: float) -> Iterator[nn.Module]:
         """The transformer with weights, at a strength if they are a LoRA."""
         transformer = self._load(weights)
         # A DoRA's magnitudes have no strength, so at 0 it would not be the base model.
@@ -171,7 +171,7 @@ class Studio:
         phase.advance(1, title)
         return path
 
-    def _load(self, weights: Weights) -> nn.Module:
+    def _load(self, weights: Sampled) -> nn.Module:
         """The transformer for these weights: a full fine-tune has its own, LoRAs share one."""
         if self.transformer is None or (weights.transformer is not None and weights != self.loaded):
             # The old transformer and the pipeline that holds it go first: two would not fit.
@@ -192,7 +192,7 @@ def read_caches(encoding: Encoding) -> tuple[Plan, Catalogue, BatchReader]:
     return filler.plan, filler.catalogue, reader
 
 
-def recipe(plan: Plan, subject: Subject, size: Size, index: int, weights: Weights, strength: float) -> dict[str, Any]:
+def recipe(plan: Plan, subject: Subject, size: Size, index: int, weights: Sampled, strength: float) -> dict[str, Any]:
     """Everything that decides a picture, in words and numbers."""
     validation, values = plan.config.validation, plan.config.flat
     seed = plan.seed if validation.validation_seed is None else validation.validation_seed
@@ -208,7 +208,7 @@ def recipe(plan: Plan, subject: Subject, size: Size, index: int, weights: Weight
     }  # fmt: skip
 
 
-def render_samples(plan: Plan, weights: Weights, strengths: Sequence[float], events: EventStream) -> list[Path]:
+def render_samples(plan: Plan, weights: Sampled, strengths: Sequence[float], events: EventStream) -> list[Path]:
     """Render what a plan asks for into its output folder; returns the new files. Nothing is overwritten."""
     studio = Studio.open(plan, events)
 
@@ -223,7 +223,7 @@ def render_samples(plan: Plan, weights: Weights, strengths: Sequence[float], eve
 
 
 def render_sweep(
-    plan: Plan, weights: Sequence[Weights], strengths: Sequence[float], run: Path, arguments: Arguments,
+    plan: Plan, weights: Sequence[Sampled], strengths: Sequence[float], run: Path, arguments: Arguments,
     events: EventStream,
 ) -> Sheet:  # fmt: skip
     """Render every prompt with all weights at all strengths, and write the contact sheet.

@@ -23,7 +23,7 @@ from simpletuner.plan.build import Plan
 from simpletuner.redaction import redact, redact_settings
 from simpletuner.reporting import events as happened
 from simpletuner.reporting.events import ENDED, Event, EventStream
-from simpletuner.reporting.metrics import MediaRecord
+from simpletuner.reporting.metrics import TIMESTEPS, MediaRecord
 from simpletuner.run.companions import Companion
 
 logger = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ class TrackedRun:
 class Tracker(Protocol):
     """Receives what the main process measures. `step` is the optimizer step."""
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Metrics of a step; may be called several times for one step."""
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Numbers of a step, as in its line of the record; may be called several times for one step."""
 
     def log_timesteps(self, timesteps: Sequence[float], step: int) -> None:
         """The timesteps at which the samples of this step were trained."""
@@ -119,7 +119,8 @@ class GuardedTracker:
     def _pass_on(self, tracker: Tracker, event: Event) -> None:
         match event:
             case happened.StepReport():
-                tracker.log(event.metrics, event.step)
+                numbers = {name: value for name, value in event.row.items() if name != TIMESTEPS}
+                tracker.log(numbers, event.step)
                 tracker.log_timesteps(event.timesteps, event.step)
             case happened.Evaluated():
                 tracker.log(event.losses, event.step)
@@ -182,7 +183,7 @@ class WandbTracker:
         (run.output_dir / RUN_FILE).write_text(json.dumps({"id": self._run.id}), encoding="utf-8")
         logger.info("wandb: %s", self._run.url if wandb_mode() == "online" else f"{wandb_mode()}, {self._run.dir}")
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
         if step >= self._first_step:
             self._run.log(dict(metrics), step=step)
 
@@ -237,7 +238,7 @@ class TensorboardTracker:
         # Indented by four, so that Markdown shows it as code.
         self._writer.add_text("config", "    " + text.replace("\n", "\n    "), run.start_step)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
 

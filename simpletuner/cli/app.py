@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import os
@@ -23,6 +24,8 @@ from simpletuner.redaction import redact
 
 USAGE = 2
 INTERRUPTED = 130
+# Errors of the system that say enough by themselves; the last two are of names that no file can have.
+REPORTED = UNWRITABLE_CODES | DISK_FULL_CODES | {errno.ENAMETOOLONG, errno.ELOOP}
 
 app = typer.Typer(
     name="simpletuner",
@@ -106,7 +109,7 @@ def _report(error: SimpleTunerError) -> int:
 
 def _report_unforeseen(error: Exception) -> int:
     """An error of the system or of the program; only the latter has a traceback."""
-    if isinstance(error, OSError) and error.errno in UNWRITABLE_CODES | DISK_FULL_CODES:
+    if isinstance(error, OSError) and error.errno in REPORTED:
         return _complain(f"error: {error.filename or 'the disk'}: {error.strerror}.", USAGE)
     if is_out_of_memory(error):
         advice = "Free memory, or lift a limit on it (ulimit -v, or the container's)."

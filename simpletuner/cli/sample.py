@@ -14,7 +14,7 @@ from simpletuner.cli.settings import command_settings, logged_events, prepare_ou
 from simpletuner.errors import Problem
 
 if TYPE_CHECKING:
-    from simpletuner.annexes.sampling import SampleRequest, Weights
+    from simpletuner.annexes.sampling import Sampled, SampleRequest
     from simpletuner.plan.build import Plan
     from simpletuner.reporting.events import EventStream
 
@@ -90,7 +90,7 @@ def sweep_folder(run: Path) -> Path:
 @contextmanager
 def _planned(
     tokens: list[str], output: Path | None, key: str, strengths: list[str], **asked: Any
-) -> Iterator[tuple[SampleRequest, Plan, list[Weights], EventStream]]:
+) -> Iterator[tuple[SampleRequest, Plan, list[Sampled], EventStream]]:
     """What the command line asks for, with a display of what happens; see `prepared_samples`."""
     from simpletuner.annexes.sampling import SampleRequest
     from simpletuner.config.values import parse_number, plain_key
@@ -112,7 +112,7 @@ def _planned(
 @contextmanager
 def prepared_samples(
     request: SampleRequest, shown: AbstractContextManager[EventStream]
-) -> Iterator[tuple[Plan, list[Weights], EventStream]]:
+) -> Iterator[tuple[Plan, list[Sampled], EventStream]]:
     """The checked plan of a request, whose memory fits; its output folder exists and torch is loaded.
 
     Raises:

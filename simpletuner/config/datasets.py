@@ -189,7 +189,9 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     conditioning_data: TextList | None = option(None, "Ids of conditioning entries, paired one to one by path.")
     source_dataset_id: Text | None = option(None, "The dataset a conditioning entry belongs to.")
     conditioning: Json | None = option(None, "Generate a conditioning dataset.")
-    allow_private_urls: Flag = option(False, "Allow addresses in private networks.")
+    allow_private_urls: Flag = option(
+        False, "Allow a table's addresses in private networks, and its files outside of the table's folder."
+    )
     huggingface: Json | None = option(None, "The keys of type huggingface inside an object.")
     video: VideoConfig = option(VideoConfig(), "Rules for clips.")  # frozen, so all entries may share it
     sana_motion_score: Number | None = option(
@@ -350,8 +352,9 @@ def _read_entry(entry: Any, file: str, index: int, placeholders: dict[str, str])
     _place({**placeholders, "id": str(keys.get("id", ""))}, keys)
     config = found.take(build_group(DatasetConfig, keys))
     yield from (problem.within(where) for problem in found)
-    yield from _check_id(config.id, number, where)
-    return config if config.id else config.model_copy(update={"id": where})
+    wrong = Problems(_check_id(config.id, number, where))
+    yield from wrong
+    return config if config.id and not wrong else config.model_copy(update={"id": number})
 
 
 def _take_foreign(keys: dict[str, Any]) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from simpletuner.config.option import Group, common, option, when
-from simpletuner.config.values import Flag, Integer, Json, Number, PathText, Text, TextList, parse_json_text
+from simpletuner.config.values import Flag, Integer, Json, Number, PathText, Text, parse_json_text, parse_list
 from simpletuner.errors import Problem
 
 # The kinds of adapter with a rank, and the kinds that must be converted to a published LoRA.
@@ -142,7 +142,7 @@ def parse_runs(value: object) -> object:
 class Adapter(Group):
     """A LoRA of a run; its strength is that of the run unless given."""
 
-    path: Text
+    path: PathText
     strength: Strength | None = None
     adapter_name: Text | None = None
 
@@ -151,8 +151,8 @@ class AdapterEntry(Group):
     """A run: previews with one or several LoRAs."""
 
     label: Text | None = None
-    path: Text | None = None
-    paths: TextList | None = None
+    path: PathText | None = None
+    paths: Annotated[list[PathText], BeforeValidator(parse_list)] | None = None
     adapters: list[Adapter] | None = None
     strength: Strength = 1.0
 
@@ -174,7 +174,7 @@ class AdapterEntry(Group):
 class ValidationAdapterConfig(Group):
     """Validation adapters"""
 
-    validation_adapter_path: Text | None = common(
+    validation_adapter_path: PathText | None = common(
         None, "A LoRA for previews, on top of the model in training: a file, a folder, or `repo[:file]` on the hub."
     )
     validation_adapter_name: Text | None = of_adapter(

@@ -153,7 +153,7 @@ class TechniqueGroup(Group):
         return ()
 
 
-class Words(TypedDict, total=False):
+class OptionWords(TypedDict, total=False):
     """What `option` says of a key besides its default and help.
 
     Attributes:
@@ -183,13 +183,13 @@ class Words(TypedDict, total=False):
     common: bool
 
 
-def option(default: Any = ..., help: str = "", **words: Unpack[Words]) -> Any:
+def option(default: Any = ..., help: str = "", **words: Unpack[OptionWords]) -> Any:
     """Declare one key.
 
     Args:
         default: the global default; `...` makes the key required.
         help: one or two sentences for `--help`, the wizard and the reference page.
-        words: see `Words`.
+        words: see `OptionWords`.
     """
     said: dict[str, Any] = {**words}
     limits = {name: said.pop(name) for name in LIMITS if name in said}

@@ -105,7 +105,7 @@ class ModelConfig(Group):
     pretrained_transformer_model_name_or_path: PathText | None = option(
         None, "Hub id or folder to take the transformer from.", default_note="the model path"
     )
-    pretrained_transformer_subfolder: Text = option("transformer", "Folder of the transformer within that path.")
+    pretrained_transformer_subfolder: PathText = option("transformer", "Folder of the transformer within that path.")
     revision: Text | None = option(None, "Branch, tag or commit of the hub repository.")
     variant: Text | None = option(None, "Weight file variant, such as fp16.")
 
@@ -839,8 +839,9 @@ def main_name(written: str) -> str:
 
 def render_config(values: Mapping[str, Any]) -> str:
     """A config.json in the order of the schema, with an empty line between groups; unknown keys come last."""
-    known = [[name for name in group.model_fields if name in values] for group in GROUPS.values()]
-    others = [name for name in values if name not in option_names()]
+    groups = (*GROUPS.values(), *family_groups())
+    known = [[name for name in group.model_fields if name in values] for group in groups]
+    others = [name for name in values if name not in all_options()]
     blocks = [",\n".join(_json_entry(name, values[name]) for name in names) for names in (*known, others) if names]
     return "{\n" + ",\n\n".join(blocks) + "\n}\n"
 

@@ -193,12 +193,20 @@ def locate(selectors: Mapping[str, str]) -> Reading[Located]:
         path = example_file(name.removeprefix("examples/"))
     else:
         path = _first_file(_candidates(name, selectors), name)
-    # Weakest first.
+    return (yield from located_at(path))
+
+
+def located_at(path: Path, draft: Layer | None = None) -> Reading[Located]:
+    """The configuration in a file, or a draft of it, above the launch variables and the config.env beside it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     layers = [launch_layer()]
     settings = path.with_name("config.env")
     if path.suffix != ".env" and settings.is_file():
         layers.append((yield from read_env_layer(settings)))
-    layers.append((yield from read_config_file(path)))
+    layers.append(draft or (yield from read_config_file(path)))
     # Read again; its problems are in the list already.
     extra = result_of(read_env_file(settings)).get(EXTRA_ARGUMENTS, "") if settings.is_file() else ""
     # train.sh has already read the file and exported the variable; do not apply it twice.

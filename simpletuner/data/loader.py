@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
 from queue import SimpleQueue
@@ -115,19 +115,26 @@ class BatchLoader:
         return read_ahead(range(self.index, len(batches)), make, ahead)
 
 
-class _Reading(threading.local):
-    """The calls that a reading thread leaves to the loop's thread, with their results; None in every other thread."""
+class Errands(SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]):
+    """The calls that a reading thread leaves to the loop's thread, with their results; None: another item is done."""
 
-    errands: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] | None = None
+    are_over = False  # nobody makes them any more
+
+
+class _Reading(threading.local):
+    """What a reading thread leaves to the loop's thread; None in every other thread."""
+
+    errands: Errands | None = None
 
 
 _READING = _Reading()
+ERRAND_SECONDS = 0.1  # after which a reading thread looks whether the loop is over
 
 
 def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int) -> Iterator[Result]:
     """What `make` returns for each item, in order, made by a background thread that stays at most `ahead` in front."""
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    errands: Any = SimpleQueue()  # None: another item is done
+    errands = Errands()
 
     def begin() -> None:
         _READING.errands = errands
@@ -151,10 +158,9 @@ def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int
                 waiting.extend(map(start, islice(rest, 1)))
                 yield made
         finally:
+            # First, and not by a call: a second Ctrl-C may come at the next one, and the thread must end all the same.
+            errands.are_over = True
             reader.shutdown(wait=False, cancel_futures=True)
-            for _ in waiting:  # each is cancelled or done at last, unless an errand keeps it waiting
-                for _, result in iter(errands.get, None):
-                    result.cancel()
 
 
 def _run(call: Callable[[], Any], result: Future[Any]) -> None:
@@ -166,8 +172,11 @@ def _run(call: Callable[[], Any], result: Future[Any]) -> None:
 
 def in_loop(call: Callable[[], Result]) -> Result:
     """The result of a call that the loop's thread makes, wherever it is needed: when it wants the next batch."""
-    if _READING.errands is None:
+    errands, result = _READING.errands, Future[Result]()
+    if errands is None:
         return call()
-    result = Future[Result]()
-    _READING.errands.put((call, result))
-    return result.result()
+    errands.put((call, result))
+    while not errands.are_over:
+        if wait([result], ERRAND_SECONDS).done:
+            return result.result()
+    raise CancelledError

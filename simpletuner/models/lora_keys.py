@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.values import home_path, read_json
@@ -93,8 +93,10 @@ STEP_NOTE = "simpletuner.step"  # metadata of a result: its step
 LORA_FILE = "pytorch_lora_weights.safetensors"  # the name that `load_lora_weights` of diffusers expects
 OFFICIAL_FILE = "lora.safetensors"  # of Kandinsky's own LoRAs; their settings are in `config_lora.json` beside it
 METADATA_KEY = "lora_adapter_metadata"  # the adapter's settings in the header of diffusers' files
-# Prefixes of keys in LoRA files. diffusers silently loads nothing from keys with a prefix it does not expect.
-KNOWN_PREFIXES = ("transformer.", "diffusion_model.", "base_model.model.")
+# What the names in a file begin with. diffusers silently loads nothing from keys with a prefix it does not expect.
+LoraForm = Literal["diffusers", "comfyui"]
+PREFIXES: dict[LoraForm, str] = {"diffusers": "transformer.", "comfyui": "diffusion_model."}
+KNOWN_PREFIXES = (*PREFIXES.values(), "base_model.model.")
 KOHYA_PREFIX = "lora_unet_"
 MAGNITUDE = ".lora_magnitude_vector"
 COMFYUI_MAGNITUDE = ".dora_scale"
@@ -124,6 +126,20 @@ def without_prefix(key: str) -> str:
     for prefix in KNOWN_PREFIXES:
         key = key.removeprefix(prefix)
     return key
+
+
+def file_settings(settings: Mapping[str, Any], form: LoraForm) -> dict[str, str]:
+    """The header entry with the adapter's settings."""
+    prefixed = {PREFIXES[form] + key: value for key, value in settings.items()}
+    return {METADATA_KEY: json.dumps(prefixed, indent=2, sort_keys=True)}
+
+
+def rename(header: Mapping[str, Any], form: LoraForm) -> dict[str, Any]:
+    """The header of a LoRA file of this program in another form: the data that follow are the same in both."""
+    notes: dict[str, str] = header[METADATA]
+    settings = {without_prefix(key): value for key, value in json.loads(notes[METADATA_KEY]).items()}
+    tensors = {PREFIXES[form] + without_prefix(name): each for name, each in header.items() if name != METADATA}
+    return {METADATA: {**notes, **file_settings(settings, form)}, **tensors}
 
 
 def module_of(key: str, modules: Sequence[str]) -> str:

@@ -71,7 +71,7 @@ def _header(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
     return header
 
 
-def find_fault(folder: Path) -> str | None:
+def weights_fault(folder: Path) -> str | None:
     """The fault of a model folder that has a config.json; None if its weights are complete."""
     if read_object(folder / "config.json") is None:
         return "config.json cannot be read"
@@ -314,7 +314,7 @@ def _fault(folder: Path) -> str | None:
     """The fault of a component's folder, as far as its files show; None if there is none."""
     if not any((folder / marker).is_file() for marker in MARKERS):
         return "it is not there"
-    return find_fault(folder) if (folder / MARKERS[0]).is_file() else None
+    return weights_fault(folder) if (folder / MARKERS[0]).is_file() else None
 
 
 def _unreadable(folder: Path) -> str | None:

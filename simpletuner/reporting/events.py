@@ -17,7 +17,7 @@ from typing import Literal
 
 from simpletuner.distributed.requests import Stop
 from simpletuner.redaction import redact
-from simpletuner.reporting.metrics import MediaRecord, Value, shares
+from simpletuner.reporting.metrics import TIMESTEPS, MediaRecord, Value, shares
 
 RunState = Literal["starting", "running", "stopping", "finished", "failed", "interrupted"]
 ENDED: frozenset[RunState] = frozenset({"finished", "failed", "interrupted"})
@@ -117,7 +117,7 @@ class StepReport:
             **{name: round(value, 6) for name, value in timing.items() if value is not None},
             **{name: round(size / 1e9, 3) for name, size in peaks.items() if size is not None},
             **({} if self.density is None else {"attention_density": round(self.density, 4)}),
-            "timesteps": [round(each, 1) for each in self.timesteps],
+            TIMESTEPS: [round(each, 1) for each in self.timesteps],
         }
 
     @property

@@ -28,6 +28,7 @@ MIME = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp
 VIDEO_MIME = {".mp4": "video/mp4", ".webm": "video/webm"}
 
 EVALUATED = "loss/val/"  # prefix of the names of evaluation losses
+TIMESTEPS = "timesteps"  # the only list in a row
 COMPUTE, WEIGHTS, DATA = "compute", "weights", "data"
 
 Value = float | int | bool | str | list[float] | None

@@ -182,10 +182,11 @@ def prepare_machine(plan: Plan) -> None:
     """Set process-wide options of torch."""
     torch.set_num_threads(compute_threads(plan.config.caching.torch_num_threads))
     config = plan.config
-    # The VAE encodes in another thread then, where it must not change the settings of the process.
-    beside = vae_dtype(config.precision, config.caching) == "fp32" and any(
-        latent_storage(plan, each) != "ahead" for each in plan.datasets
-    )
+    ahead = [latent_storage(plan, each) == "ahead" for each in plan.datasets]
+    # To sample from a run, its datasets are not read, and its previews were rendered with the settings of its training.
+    ahead = ahead or [not (config.caching.vae_cache_ondemand or config.caching.vae_cache_disable)]
+    # The VAE encodes in another thread otherwise, where it must not change the settings of the process.
+    beside = vae_dtype(config.precision, config.caching) == "fp32" and not all(ahead)
     # So does the VAE of previews, which computes in the dtype of the transformer.
     background, dtype = config.validation.validation_decode_in_background, transformer_dtype(config.precision)
     beside |= bool(background) and dtype == "fp32"

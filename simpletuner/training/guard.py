@@ -155,10 +155,10 @@ def stop_if_gradients_not_finite(
         return
     gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
     guilty = not_finite(gradients)[::-1]  # the backward pass goes from the last layer to the first
-    raise gradient_error(guilty, files, is_halfway=is_halfway)
+    raise nonfinite_gradient(guilty, files, is_halfway=is_halfway)
 
 
-def gradient_error(guilty: Sequence[str], files: Sequence[Sequence[str]], *, is_halfway: bool) -> NonFiniteError:
+def nonfinite_gradient(guilty: Sequence[str], files: Sequence[Sequence[str]], *, is_halfway: bool) -> NonFiniteError:
     """The error for a gradient that is NaN or infinite.
 
     Args:

@@ -25,7 +25,7 @@ from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import UserError, shorten
 from simpletuner.models.cost import Adapters
-from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE, Targets
+from simpletuner.models.lora_keys import COMFYUI_MAGNITUDE, MAGNITUDE, PREFIXES, LoraForm, Targets, file_settings
 from simpletuner.reporting.pace import size_text
 from simpletuner.training import lora_files
 from simpletuner.training.guard import refuse_not_finite
@@ -51,7 +51,7 @@ class LoraAdapter(AdapterWeights):
     transformer: nn.Module
     settings: PeftLoraConfig
     initial: dict[str, Tensor] = field(default_factory=dict)
-    form: lora_files.LoraForm = "diffusers"
+    form: LoraForm = "diffusers"
 
     @property
     def scale(self) -> float:
@@ -134,7 +134,7 @@ class LoraAdapter(AdapterWeights):
                 module = name.removesuffix(MAGNITUDE)
                 folded = lora_files.comfyui_magnitude(tensor, *self.layer(module, source))
                 name = module + COMFYUI_MAGNITUDE
-            result[lora_files.PREFIXES[self.form] + name] = folded.contiguous()
+            result[PREFIXES[self.form] + name] = folded.contiguous()
         return result
 
     def header(self, note: Mapping[str, str]) -> dict[str, str]:
@@ -146,7 +146,7 @@ class LoraAdapter(AdapterWeights):
             # peft makes a set of them, whose order would change the file's bytes from run to run.
             "target_modules": targets if isinstance(targets, str) else sorted(targets),
         }  # fmt: skip
-        return {**lora_files.file_settings(settings, self.form), **note}
+        return {**file_settings(settings, self.form), **note}
 
     def layer(self, module: str, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The base weight (out, in) of a layer, and the update that weights in the form of `state_dict` add to it."""
@@ -245,7 +245,7 @@ EXACT = 1e-6
 def rounding_error(adapter: LoraAdapter, dtype: torch.dtype) -> float:
     """The relative error of the update B A that a pipeline in a dtype computes, of the module where it is largest."""
     trained, saved = adapter.state_dict(), adapter.file_weights()
-    prefix, worst = lora_files.PREFIXES[adapter.form], 0.0
+    prefix, worst = PREFIXES[adapter.form], 0.0
     # With an initial adapter, the file holds the difference of two products: nothing to compare pair by pair.
     for name in (name for name in trained if ".lora_A." in name and not adapter.initial):
         other = name.replace(".lora_A.", ".lora_B.")

@@ -11,13 +11,12 @@ in training.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from peft import get_peft_model_state_dict
@@ -32,12 +31,10 @@ from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_atomically
 from simpletuner.errors import UserError, shorten
 from simpletuner.headers import with_metadata
 from simpletuner.models import lora_keys
+from simpletuner.models.lora_keys import PREFIXES, LoraForm
 from simpletuner.training.guard import refuse_not_finite
 from simpletuner.training.manifest import LORA_FILE
 
-LoraForm = Literal["diffusers", "comfyui"]
-
-PREFIXES: dict[LoraForm, str] = {"diffusers": "transformer.", "comfyui": "diffusion_model."}
 MAGNITUDES = {"magnitude": lora_keys.MAGNITUDE, "comfyui magnitude": lora_keys.COMFYUI_MAGNITUDE}
 COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", lora_keys.COMFYUI_MAGNITUDE)
 
@@ -46,12 +43,6 @@ def fold_scale(weight: Tensor, scale: float) -> Tensor:
     """The weight times the scale, in its own dtype if that is exact, else in float32."""
     exact = math.frexp(scale)[0] == 0.5  # a power of two changes the exponent alone
     return weight if scale == 1 else weight * scale if exact else weight.float() * scale
-
-
-def file_settings(settings: Mapping[str, Any], form: LoraForm) -> dict[str, str]:
-    """The header entry with the adapter's settings."""
-    prefixed = {PREFIXES[form] + key: value for key, value in settings.items()}
-    return {lora_keys.METADATA_KEY: json.dumps(prefixed, indent=2, sort_keys=True)}
 
 
 def write_weights(name: str, header: Mapping[str, str], folder: Path, weights: Mapping[str, Tensor]) -> Path:

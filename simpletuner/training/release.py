@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from simpletuner.config.schema import SLOTS, OptimizerConfig
 from simpletuner.memory.offload.beside import SideStream
 from simpletuner.memory.offload.image import Span, leaves, rebuild, wraps
-from simpletuner.training.guard import gradient_error, not_finite
+from simpletuner.training.guard import nonfinite_gradient, not_finite
 
 State = Mapping[str, Any]  # of one weight, as an optimizer keeps it
 
@@ -97,7 +97,7 @@ class GradientRelease:
         by_value = self._config.grad_clip_method == "value"
         size = (norms.max() if by_value else norms.norm(2)).item()
         if not math.isfinite(size):
-            raise gradient_error(not_finite(sizes), files, is_halfway=self.is_halfway)
+            raise nonfinite_gradient(not_finite(sizes), files, is_halfway=self.is_halfway)
         return {"grad_absmax" if by_value else "grad_norm": size}
 
     def _release(self, name: str, parameter: nn.Parameter) -> None:

@@ -32,6 +32,14 @@ def test_problems_stand_under_their_keys(tmp_path: Path) -> None:
     assert not any("()" in problem.message for problems in found.values() for problem in problems)
 
 
+def test_a_draft_stands_for_its_file(tmp_path: Path) -> None:
+    """What lies beside config.json counts as it will in training, and has problems of its own."""
+    (tmp_path / "config.env").write_text("LORA_RANK=4\nSEED=7\nTRAINER_EXTRA_ARGS=--seed=9\nbroken\n")
+    draft = Draft(tmp_path / "config.json", {"lora_rank": 8})
+    assert (draft.effective("lora_rank"), draft.effective("seed")) == (8, 9)
+    assert not any("config.env" in problem.where for problem in draft.judgement.problems)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_value_of_any_key_raises(tmp_path: Path, family: str) -> None:
     """Of each key, a family tries its share of the values: all pairs of key, value and family are met. Those of the

@@ -112,6 +112,24 @@ def test_addresses_in_a_column_are_downloaded_and_paths_are_not_read(
     assert details == [nothing, nothing, "is answered with HTTP 404 Not Found"]
 
 
+def test_files_of_a_dataset_are_in_its_folder(context: DataContext, tmp_path: Path) -> None:
+    import datasets
+
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for number, place in enumerate((folder, tmp_path)):
+        (place / "own.png").write_bytes(picture(number))
+    cells = [{"bytes": None, "path": str(place / "own.png")} for place in (folder, tmp_path)]
+    entry = write(
+        folder, cells, {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}, caption=["a", "b"]
+    )
+    (dataset,), _ = build(context, entry)
+    assert captions(dataset) == {"0.png": ("a",)}
+    assert ["lies outside" in file.detail for file in dataset.rejected] == [True]
+    (dataset,), _ = build(context, entry | {"allow_private_urls": True})
+    assert captions(dataset) == {"0.png": ("a",), "1.png": ("b",)}
+
+
 @pytest.mark.parametrize(
     ("change", "where", "words"),
     [

@@ -134,6 +134,26 @@ def test_what_was_refused_as_private_is_tried_again_when_it_is_allowed(
     assert site.asked == {"/1.png": 1, "/gone.png": 1}, "other failures are still left alone"
 
 
+def test_a_shared_table_names_only_files_beside_it(context: DataContext, tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "set", tmp_path / "elsewhere"
+    for place in (folder / "own", elsewhere):
+        place.mkdir(parents=True)
+        for number, name in enumerate(("a.png", "b.png", "c.png")):
+            (place / name).write_bytes(picture(number + 3 * (place == elsewhere)))
+    (folder / "link").symlink_to(elsewhere)
+    inside = ["own/a.png", str(folder / "own/b.png"), "own/../own/c.png", "link/a.png"]
+    outside = ["../elsewhere/b.png", str(elsewhere / "c.png")]
+    entry = table(folder, [(path, "x") for path in (*inside, *outside)], allow_private_urls=False)
+    (dataset,), problems = build(context, entry)
+    assert not fatal(problems)
+    assert sorted(dataset.origins[sample.name] for sample in dataset.samples) == sorted(inside)
+    assert {line.name: line.detail.partition("; --")[0] for line in dataset.rejected} == dict.fromkeys(
+        outside, "lies outside of the folder of its table; allow_private_urls accepts such files"
+    )
+    (dataset,), _ = build(context, entry | {"allow_private_urls": True})
+    assert sorted(dataset.origins[sample.name] for sample in dataset.samples) == sorted(inside + outside)
+
+
 @pytest.mark.parametrize(
     "address",
     ["127.0.0.1", "10.1.2.3", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1", "::1", "fe80::1", "fd00::1",

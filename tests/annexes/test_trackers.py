@@ -126,6 +126,7 @@ def test_tensorboard_event_file(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "logs" / "p" / "r"))
     events.Reload()
     assert [event.step for event in events.Scalars("train_loss")] == [1, 2, 3, 4, 5, 6]
+    assert {*events.Tags()["scalars"]} == {*step_done(1).row} - {"timesteps"}, "the numbers of the record"
     assert events.Tags()["images"] == ["validation/glimmer/0"]
     assert events.Tags()["histograms"] == ["timesteps"]
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from simpletuner import atomic
+from simpletuner.__main__ import run
 from tests import pictures
 from tests.complaints import complaint, complaints, warnings
 from tests.processes import PATIENCE
@@ -304,6 +305,11 @@ def test_variables(
     assert complaint_ in complaint(workspace, capsys)
 
 
+@pytest.mark.parametrize("command", ["sample", "sweep", "start", "publish"])
+def test_a_folder_of_an_impossible_name(workspace: Workspace, capsys: Capture, command: str) -> None:
+    assert "File name too long" in complaint(workspace, capsys, command, "x" * 300)
+
+
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, is_full_for: Callable[[Path], bool]) -> None:
     """From now on, files of some places cannot be given their names."""
     replace = Path.replace
@@ -366,6 +372,19 @@ def test_refusals_of_the_real_command_never_meet_torch(workspace: Workspace) -> 
     assert [line for line in done.stdout.splitlines() if line.endswith("]")] == [f"{each} 2 []" for each in REFUSED]
     assert done.stderr.count("error: ") >= len(REFUSED)
     assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_the_command_is_being_imported(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *places: object) -> None:
+            if name == "simpletuner.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "simpletuner.cli.app")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "Interrupted.\n")
 
 
 def test_the_exit_code_reaches_the_shell(workspace: Workspace) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from simpletuner.config.load import Layer, resolve
-from simpletuner.config.schema import FAMILY_DEFAULT, RunConfig
+from simpletuner.config.schema import FAMILY_DEFAULT, RunConfig, all_options, render_config
 from simpletuner.config.sources import read_json_layer
 from simpletuner.errors import Problems, result_of
 
@@ -142,3 +143,10 @@ def test_a_config_must_be_an_object(tmp_path: Path, text: str, kind: str) -> Non
     problems = Problems()
     assert problems.take(read_json_layer(path)) is None
     assert problems[0].message == f"must hold one JSON object, not {kind}."
+
+
+def test_a_written_config_has_every_key() -> None:
+    values = dict.fromkeys(all_options(), 1) | {"mine": 2, "lora_initialisation_style": "gaussian"}
+    written = render_config(values)
+    assert json.loads(written) == values
+    assert list(json.loads(written))[-2:] == ["mine", "lora_initialisation_style"]

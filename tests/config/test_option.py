@@ -144,15 +144,20 @@ def test_words_that_look_like_numbers_may_be_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "complaint"),
+    ("key", "path", "complaint"),
     [
-        ("~nobody-of-that-name/output", "home folder of an unknown user"),
-        ("a" * 5000, "File name too long"),
-        ("a\0b", "a character that no path can have"),
+        ("output_dir", "~nobody-of-that-name/output", "home folder of an unknown user"),
+        ("output_dir", "a" * 5000, "File name too long"),
+        ("output_dir", "a\0b", "a character that no path can have"),
+        ("pretrained_transformer_subfolder", "a" * 300, "File name too long"),
+        ("validation_adapter_path", "a" * 300, "File name too long"),
+        ("validation_adapter_config", ["a" * 300], "File name too long"),
+        ("validation_adapter_config", [{"paths": ["a" * 300]}], "File name too long"),
+        ("validation_adapter_config", [{"adapters": [{"path": "a" * 300}]}], "File name too long"),
     ],
 )
-def test_a_path_that_cannot_be_one(path: str, complaint: str) -> None:
-    _, (problem,) = read("output_dir", path)
+def test_a_path_that_cannot_be_one(key: str, path: Any, complaint: str) -> None:
+    _, (problem,) = read(key, path)
     assert complaint in problem.message
     assert len(problem.message) < 300, "a long value is cut"
 

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from simpletuner.annexes.processes.joining import connect, first_host, settle_meeting, take_device
+from simpletuner.annexes.processes.launching import refuse_shared_gpus
 from simpletuner.annexes.processes.watch import GONE, Watch
 from simpletuner.distributed.world import World, launched
 from simpletuner.errors import UserError
@@ -64,6 +66,20 @@ def test_two_processes_agree(tmp_path: Path) -> None:
         {**common, "on main": "from 0", "slots": [3, 4, 5], "main": None, "leaders": [1, 2],
          "names": ["step-3-process-1", "[1] "]},
     ]  # fmt: skip
+
+
+class Heard(World):
+    """A process that has heard from the others which GPUs they use."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, "GPU-b", value, ""]
+
+
+def test_two_processes_do_not_share_a_gpu() -> None:
+    with pytest.raises(UserError, match="Processes 0, 2 share GPUs; each needs one of its own"):
+        refuse_shared_gpus(Heard(0, 4), "GPU-a")
+    refuse_shared_gpus(Heard(0, 4), "")  # on the CPU
+    refuse_shared_gpus(Heard(1, 4), "GPU-a")  # the first one says it
 
 
 def die_early(rank: int, folder: Path) -> None:

@@ -19,10 +19,10 @@ from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
 from simpletuner.models.source import (
     ModelSource,
     WeightsError,
-    find_fault,
     looks_like_path,
     pickled_shapes,
     tensor_shapes,
+    weights_fault,
 )
 
 BASE = "pretrained_model_name_or_path"
@@ -162,11 +162,11 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     safetensors(tmp_path / "m-1-of-2.safetensors", {"a": (1,)})
     index = tmp_path / "m.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "m-1-of-2.safetensors", "b": "m-2-of-2.safetensors"}}))
-    assert find_fault(tmp_path) == "it lacks m-2-of-2.safetensors"
+    assert weights_fault(tmp_path) == "it lacks m-2-of-2.safetensors"
     index.write_text("[]")
-    assert find_fault(tmp_path) == "m.safetensors.index.json cannot be read"
+    assert weights_fault(tmp_path) == "m.safetensors.index.json cannot be read"
     index.unlink()
-    assert find_fault(tmp_path) is None
+    assert weights_fault(tmp_path) is None
 
 
 def test_pickled_weights_have_the_shapes_that_safetensors_have(copy: Path) -> None:

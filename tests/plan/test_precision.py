@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,16 +186,17 @@ def test_full_float32_of_a_gpu_is_part_of_the_latents_keys(
     assert ("tf32" in catalogue.encoders.vae.text) is (expected is False)
 
 
+@pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(("ahead", "expected"), [(True, True), (False, False)])
 def test_nothing_changes_torchs_settings_beside_training(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, ahead: bool, expected: bool
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, ahead: bool, expected: bool, trains: bool
 ) -> None:
-    """A float32 VAE that encodes meanwhile would, so TF32 stays off."""
+    """A float32 VAE that encodes meanwhile would, so TF32 stays off; and when samples are compared with previews."""
     places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [each.allow_tf32 for each in places]
     with workspace.inside():
         plan = make_plan(parse_arguments(["vae_dtype=fp32", f"vae_cache_ondemand={not ahead}".lower()]))
-    prepare_machine(plan)
+    prepare_machine(plan if trains else replace(plan, datasets=[]))
     found = [each.allow_tf32 for each in places]
     for each, was in zip(places, before, strict=True):
         each.allow_tf32 = was

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import Dinov2Config, Dinov2Model
 
 from simpletuner.data.loader import in_loop, read_ahead
 from simpletuner.reporting.events import CACHING, EVALUATION, PREVIEWS, EventStream, PhaseStarted, StepReport
+from tests.processes import PATIENCE
 from tests.run.test_encoding_in_training import ENTRIES
 from tests.run.test_resume import RESULT
 from tests.validation.test_eval_loss import EVAL
@@ -86,3 +88,27 @@ def test_what_a_reading_thread_asks_for_is_done_in_the_loops_thread() -> None:
     waiting.close()
     assert not any("batch-reader" in thread.name for thread in threading.enumerate() if thread not in before)
     assert len(threads) == 3
+
+
+def test_a_second_interrupt_leaves_no_thread_that_waits_for_the_loop() -> None:
+    """It comes while the loop waits for an item that is being read, which then has something to ask for."""
+    reading, may_ask = threading.Event(), threading.Event()
+
+    def make(number: int) -> int:
+        if number:
+            reading.set()
+            may_ask.wait(PATIENCE)
+            in_loop(list)
+        return number
+
+    ahead: Any = read_ahead(range(3), make, 1)
+    assert next(ahead) == 0
+    assert reading.wait(PATIENCE)
+    [thread] = [each for each in threading.enumerate() if "batch-reader" in each.name]
+    # To this thread, whose wait it has to end.
+    threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        ahead.close()
+    may_ask.set()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()

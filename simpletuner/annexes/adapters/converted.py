@@ -27,17 +27,11 @@ from torch import Tensor, nn
 from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.models.cost import Adapters
-from simpletuner.models.lora_keys import Targets
+from simpletuner.models.lora_keys import PREFIXES, Targets, file_settings
 from simpletuner.models.spec import FamilySpec
 from simpletuner.reporting.pace import size_text
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
-from simpletuner.training.lora_files import (
-    PREFIXES,
-    LoraHook,
-    file_settings,
-    write_verified,
-    write_weights,
-)
+from simpletuner.training.lora_files import LoraHook, write_verified, write_weights
 from simpletuner.training.manifest import ERRORS, LORA_FILE, describe_errors
 from simpletuner.training.trained import AdapterWeights, Draft, Publication
 

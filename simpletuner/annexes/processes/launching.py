@@ -161,9 +161,32 @@ def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
     with connect(place, start_limit=start_limit, prepare=prepare) as world:
         try:
             with signals_as_interrupt():
+                refuse_shared_gpus(world, own_gpu())
                 yield world
         except BaseException as error:  # whatever it is, the others must learn of it
             raise together(world, error) from error
+
+
+def own_gpu() -> str:
+    """What identifies the GPU of this process; empty if it computes on the CPU."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else ""
+
+
+def refuse_shared_gpus(world: World, gpu: str) -> None:
+    """Each process plans for a whole GPU, and NCCL exchanges nothing between two on one.
+
+    Raises:
+        UserError: several use the same. The main process raises it, which ends the others.
+    """
+    gpus = world.gather(gpu)
+    shared = [str(rank) for rank, each in enumerate(gpus) if each and gpus.count(each) > 1]
+    if world.is_main and shared:
+        raise UserError(
+            f"Processes {', '.join(shared)} share GPUs; each needs one of its own. Start fewer, or let the launcher "
+            "show each of them another one (CUDA_VISIBLE_DEVICES)."
+        )
 
 
 def leave_terminal() -> None:

@@ -13,7 +13,6 @@ from simpletuner.annexes.remote.bucket import list_bucket
 from simpletuner.annexes.remote.hub import list_rows
 from simpletuner.annexes.remote.store import Offer, Store, UnfetchedError
 from simpletuner.annexes.remote.table import list_table
-from simpletuner.annexes.remote.web import PRIVATE
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
 from simpletuner.data.entries import DataContext
@@ -45,7 +44,7 @@ def collect(
             Path(entry.instance_data_dir or ""),
             wanted_suffixes(entry, context),
             retry_failed=context.defaults.retry_failed,
-            forgiven=PRIVATE if entry.allow_private_urls else "",
+            forgiven="allow_private_urls" if entry.allow_private_urls else "",
             fetches=fetches,
         )
         try:

@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -248,7 +248,19 @@ def _chunks(cell: Any, config: DatasetConfig) -> Iterable[bytes]:
     if not isinstance(cell, dict) or not (cell.get("bytes") or cell.get("path")):
         raise DownloadError("holds neither a file nor an http(s) address")
     # A table holds its files, or names files beside it.
-    return [cell["bytes"]] if cell.get("bytes") else copy_file(Path(cell["path"]))
+    return [cell["bytes"]] if cell.get("bytes") else copy_file(Path(cell["path"]), _folders(config))
+
+
+def _folders(config: DatasetConfig) -> Sequence[Path]:
+    """Where the files of a dataset are: in its folder or, from the hub, where the libraries download and unpack."""
+    import datasets
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    if config.allow_private_urls:
+        return ()
+    folder = home_path(config.dataset_name or "")
+    downloads = (config.instance_data_dir or "", HF_HUB_CACHE, datasets.config.HF_DATASETS_CACHE)
+    return (folder,) if folder.is_dir() else tuple(map(Path, downloads))
 
 
 def _cut(data: bytes, cut: CompositeImage) -> bytes:

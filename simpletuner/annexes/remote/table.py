@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -68,7 +69,9 @@ def web_item(address: str, name: str, config: DatasetConfig, base: Path) -> Item
     scheme = SCHEME.match(address)
     if scheme is None:
         path = base / address
-        return Item(address, name, partial(copy_file, path), _version(path))
+        return Item(
+            address, name, partial(copy_file, path, () if config.allow_private_urls else (base,)), _version(path)
+        )
     if scheme[1].lower() not in ("http", "https"):
         # An item all the same, so that the plan lists its row with the reason.
         return Item(address, name, partial(_refuse, scheme[1]))
@@ -84,12 +87,19 @@ def _version(path: Path) -> str:
     return f"{status.st_size}-{status.st_mtime_ns}"
 
 
-def copy_file(path: Path) -> Iterator[bytes]:
+def copy_file(path: Path, folders: Sequence[Path]) -> Iterator[bytes]:
     """The content of a file of this machine in chunks.
 
+    Args:
+        folders: it must be below one of them, since anybody may have written the table; links below them may lead
+            anywhere, since only somebody here made them. Without folders it may be anywhere.
+
     Raises:
-        DownloadError: it cannot be read.
+        DownloadError: it is elsewhere, or cannot be read.
     """
+    named, *roots = (os.path.abspath(each) for each in (path, *folders))  # noqa: PTH100 - links are not resolved
+    if roots and not any(Path(named).is_relative_to(root) for root in roots):
+        raise DownloadError("lies outside of the folder of its table; allow_private_urls accepts such files")
     try:
         check_regular(path, LARGEST_CLIP)
         with path.open("rb") as file:

@@ -27,14 +27,17 @@ from simpletuner.annexes.queue import Queue
 from simpletuner.annexes.report.html import pages_of
 from simpletuner.errors import UserError
 from simpletuner.headers import with_metadata
-from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE
+from simpletuner.models.lora_keys import LORA_FILE, STEP_NOTE, LoraForm
 from simpletuner.reporting.events import StateChanged
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord
 from simpletuner.run.lock import LOCK_FILE
+from simpletuner.training.lora_files import verify_file
 from tests.annexes.page.page import opened, serving
 from tests.annexes.page.test_run_page import preview
 from tests.annexes.page.test_runs import STEPS, own, tell
+from tests.fidelity.family import make_adapter
 from tests.processes import PATIENCE
+from tests.training.assembly import lora_of, make_assembly, write_lora
 from tests.workspace import Workspace
 
 # In place of simpletuner: says what it was asked for, and goes on until the file `go` is in its folder.
@@ -266,9 +269,54 @@ def test_the_lora_is_downloaded_under_the_name_of_its_run(page: TestClient, fini
     assert page.get(f"/download/{run}?step=2").status_code == 404
     shown = page.get(f"/runs/{run}/results").text
     assert f'href="/download/{run}"' in shown
-    assert "names of diffusers" in shown
     (finished / LORA_FILE).write_bytes(b"torn")
     assert "Download" not in page.get(f"/runs/{run}/results").text
+
+
+@pytest.mark.parametrize(("form", "other"), [("diffusers", "comfyui"), ("comfyui", "diffusers")])
+def test_a_lora_is_downloaded_as_the_other_form_would_have_written_it(
+    page: TestClient, finished: Path, tmp_path: Path, t2i_checkpoint: Path, form: LoraForm, other: LoraForm
+) -> None:
+    note = {STEP_NOTE: "3", "modelspec.architecture": "kandinsky5-image/lite-t2i"}
+    lora = lora_of(make_assembly(t2i_checkpoint, lora_rank=4, lora_alpha=6))
+    lora.form = other
+    expected = write_lora(lora, tmp_path, **note).read_bytes()
+    lora.form = form
+    write_lora(lora, finished, **note)
+    run = run_of(page)
+    shown = page.get(f"/runs/{run}/results").text
+    assert f'<a href="/download/{run}?form={other}" download>output-{other}.safetensors</a>' in shown
+    assert "LoraLoaderModelOnly" in shown
+    answer = page.get(f"/download/{run}?form={other}")
+    assert answer.content == expected
+    assert answer.headers["content-length"] == str(len(expected))
+    assert answer.headers["content-disposition"] == f'attachment; filename="output-{other}.safetensors"'
+    if other == "diffusers":
+        (tmp_path / LORA_FILE).write_bytes(answer.content)
+        lora.form = other
+        pipeline = make_adapter(t2i_checkpoint).load_bare_pipeline()
+        verify_file(tmp_path / LORA_FILE, lora.file_weights(), other, pipeline)
+    assert page.get(f"/download/{run}?form={form}").status_code == 404
+    assert page.get(f"/download/{run}?form=kohya").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("family", "use_dora", "why"),
+    [
+        ("kandinsky5-image", True, "For the other file, train with lora_format: comfyui."),
+        ("sanavideo", False, "it has no built-in Sana Video."),
+    ],
+)
+def test_a_lora_that_has_no_other_form_says_why(
+    page: TestClient, finished: Path, t2i_checkpoint: Path, family: str, use_dora: bool, why: str
+) -> None:
+    lora = lora_of(make_assembly(t2i_checkpoint, use_dora=use_dora))
+    write_lora(lora, finished, **{STEP_NOTE: "3", "modelspec.architecture": f"{family}/any"})
+    run = run_of(page)
+    shown = page.get(f"/runs/{run}/results").text
+    assert why in shown
+    assert "?form=" not in shown
+    assert why in page.get(f"/download/{run}?form=comfyui").text
 
 
 def test_the_page_shows_the_program_of_the_report(page: TestClient, finished: Path) -> None:
