@@ -52,9 +52,7 @@ def server(
     root: Annotated[
         list[Path] | None, typer.Option(help="A folder outside the project that the page may read and write.")
     ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with the required token; created if missing.")
-    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the required token; created if missing.")] = None,
     no_auth: Annotated[
         bool, typer.Option("--no-auth", help="Let everybody in who can reach the address, other users included.")
     ] = False,

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 def train(
     context: typer.Context,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "--dry_run", help="Check everything, print the plan, start nothing.")
+        bool, typer.Option("--dry-run", "--dry_run", help="Check all, print the plan, start nothing.")
     ] = False,
     page: Annotated[bool, typer.Option("--page", help="Serve the web page of this run.")] = False,
     page_port: Annotated[
         int | None, typer.Option("--page-port", "--page_port", help="The same, on another port than 8001.", max=65535)
     ] = None,
     no_auth: Annotated[bool, typer.Option("--no-auth", "--no_auth", help="Let all local users use the page.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Train on a CPU even if that takes days.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Train on a CPU even for days.")] = False,
     replay: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Repeat the failed step of FOLDER.")] = None,
     bisect: Annotated[bool, typer.Option("--bisect", help="With --replay: find the sample at fault.")] = False,
 ) -> None:
