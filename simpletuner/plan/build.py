@@ -7,7 +7,6 @@ arguments allow it. Problems are collected and reported together.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,8 +37,6 @@ from simpletuner.techniques.spec import TechniqueSpec, TrainedData, chosen_techn
 from simpletuner.training.manifest import Checkpoint, result_step
 from simpletuner.validation.prompts import ValidationPrompt, adapter_runs, check_adapters, collect_prompts, fit_sizes
 
-# Rounds of previews between start and end, and the fewest steps between two, if the user set no interval.
-MILESTONES, SHORTEST_INTERVAL = 8, 100
 # What a plan is for: a run, pictures from its result, a look at the datasets, or a form that is being filled in.
 Purpose = Literal["train", "sample", "survey", "draft"]
 
@@ -338,7 +335,6 @@ def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, pr
     problems.extend(plan.spec.checks.sizes(config, plan.flavour, plan.sizes, buckets))
     # The length needs the order of samples, and that the buckets.
     plan = replace(plan, same_data=problems.take(has_same_data(plan)), length=plan_length(plan))
-    plan = replace(plan, config=with_milestones(config, plan.length.total_steps))
     problems.extend(check_total(config, plan.length.total_steps))
     problems.extend(_check_last_epoch(plan))
     problems.raise_if_fatal()
@@ -356,17 +352,6 @@ def plan_length(plan: Plan) -> Length:
         return Length(steps, per_epoch, -(-steps * accumulation // max(per_epoch, 1)))
     epochs = config.schedule.num_train_epochs or 1
     return Length(-(-count_batches(sampler, epochs) // accumulation), per_epoch, epochs)
-
-
-def with_milestones(config: RunConfig, total_steps: int) -> RunConfig:
-    """The config with an interval of previews, unless the user set one."""
-    validation = config.validation
-    if validation.validation_step_interval is not None or validation.validation_epoch_interval is not None:
-        return config
-    # In tens, so that file names sort and read well.
-    interval = max(SHORTEST_INTERVAL, math.ceil(total_steps / (MILESTONES + 1) / 10) * 10)
-    validation = validation.model_copy(update={"validation_step_interval": interval})
-    return replace(config, validation=validation)
 
 
 def count_batches(sampler: Sampler, epochs: int) -> int:

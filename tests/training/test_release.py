@@ -201,7 +201,7 @@ def test_a_loss_that_is_not_finite_reaches_no_weight(t2i_checkpoint: Path) -> No
     before = copy_of(assembly)
     batch = make_batch(t2i_checkpoint, ["a star"])
     batch.latents.fill_(math.nan)
-    with pytest.raises(NonFiniteError, match="The weights were not touched"):
+    with pytest.raises(NonFiniteError, match="The weights were not updated"):
         step.optimizer_step(assembly, Batches(batch), 0)
     assert_same(copy_of(assembly), before)
 
