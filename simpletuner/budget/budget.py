@@ -17,7 +17,7 @@ from simpletuner.budget.estimate import AVERAGE, FLOAT32_SHARE, Sent, Step, Step
 from simpletuner.budget.outcomes import UNCORRECTED, Outcome, find_outcome
 from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workload_of
 from simpletuner.config.precision import vae_dtype
-from simpletuner.config.schema import BY_SIZE, RunConfig
+from simpletuner.config.schema import BY_COST, BY_SIZE, RunConfig
 from simpletuner.config.speed import graph_key
 from simpletuner.errors import Problem
 from simpletuner.models.cost import BYTES, TILE, VaeLoad
@@ -41,6 +41,9 @@ MOST_UPSAMPLED = 2**31
 DECODING = "validation_decoding"
 # Faster previews must never be what does not fit: estimates may be off by a tenth.
 BATCHED, PREVIEW_ROOM = "validation_batched_guidance", 0.1
+# If the user set no interval: rounds of previews between start and end at most, the fewest steps between two, and the
+# share of the run that all of them may take.
+MILESTONES, SHORTEST_INTERVAL, PREVIEW_SHARE = 8, 100, 0.1
 # Of a clip's decoding, what cuDNN may take beside it for 3D convolutions: 20 to 40 %, assumed.
 WORKSPACE = 0.3
 
@@ -157,12 +160,23 @@ class Budget:
     @property
     def preview_seconds(self) -> float:
         """Seconds of one prompt's previews at all sizes."""
+        passes = [self._step(self._sampled(preview)).forward_seconds for preview in self.workload.previews]
+        decoding = self.config.validation.num_validation_images * decoding_seconds(self)
+        return self.outcome.previews * (self._forwards * sum(passes) + decoding)
+
+    @property
+    def preview_flops(self) -> float:
+        """FLOPs of sampling them."""
+        loads = (self.parts.load(self._sampled(preview)) for preview in self.workload.previews)
+        return self._forwards * sum(self.model.cost.forward(load, self.model.adapters).total for load in loads)
+
+    @property
+    def _forwards(self) -> int:
+        """Forward passes of one prompt's previews at a size."""
         validation = self.config.validation
         steps = (validation.validation_num_inference_steps or 1) * validation.num_validation_images
         alone = self._is_guided and not self.parts.cost.guided_together and not validation.validation_batched_guidance
-        passes = [self._step(self._sampled(preview)).forward_seconds for preview in self.workload.previews]
-        decoding = validation.num_validation_images * decoding_seconds(self)
-        return self.outcome.previews * (steps * (2 if alone else 1) * sum(passes) + decoding)
+        return steps * (2 if alone else 1)
 
     @property
     def _is_guided(self) -> bool:
@@ -373,8 +387,32 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     listing = list_entries(plan, catalogue) if catalogue else None
     workload = workload_of(plan, listing)
     outcome = find_outcome(plan, workload, device)
-    parts = parts_of(plan, is_gpu=device.is_gpu).with_densities(outcome.densities)
-    return Budget(plan.config, parts, workload, device, listing, outcome=outcome)
+    budget = Budget(plan.config, parts_of(plan, is_gpu=device.is_gpu), workload, device, listing, outcome=outcome)
+    config = with_milestones(plan, budget)
+    return replace(budget, config=config, parts=budget.parts.with_densities(outcome.densities))
+
+
+def with_milestones(plan: Plan, budget: Budget) -> RunConfig:
+    """The settings of a plan with an interval of previews, unless the user set one.
+
+    The first and the last round are always rendered. Between them are as many as `PREVIEW_SHARE` pays for, counted in
+    the model's FLOPs, which do not depend on the machine: all processes of a run, and its resumed sessions, agree.
+
+    Args:
+        budget: as configured, with assumed densities.
+    """
+    config, total = plan.config, plan.length.total_steps
+    intervals = config.validation.validation_step_interval, config.validation.validation_epoch_interval
+    if not plan.prompts or not budget.steps or intervals != (None, None):
+        return config
+    buckets = zip(budget.workload.buckets, budget.steps, strict=True)
+    step = config.schedule.gradient_accumulation_steps * sum(each.cost.model * bucket.share for bucket, each in buckets)
+    affordable = PREVIEW_SHARE / (1 - PREVIEW_SHARE) * total * step / (_previews_alone(plan) * budget.preview_flops)
+    ends = 1 if config.validation.disable_benchmark else 2
+    between = min(MILESTONES, max(0, int(affordable) - ends))
+    # In tens, so that file names sort and read well.
+    interval = max(SHORTEST_INTERVAL, math.ceil(total / (between + 1) / 10) * 10)
+    return config.with_values({"validation_step_interval": interval}, BY_COST)
 
 
 def free_batch(budget: Budget, steps: float) -> int | None:
@@ -440,11 +478,16 @@ def preview_rounds(plan: Plan) -> int:
 
 
 def round_seconds(plan: Plan, budget: Budget) -> float:
-    """Seconds of a round of previews, which processes divide among them unless they share the weights (FSDP2)."""
+    """Seconds of a round of previews."""
+    return _previews_alone(plan) * budget.preview_seconds
+
+
+def _previews_alone(plan: Plan) -> float:
+    """Prompts whose previews a process renders in a round: all divide them, unless they share the weights (FSDP2)."""
     launch = plan.config.launch
     previews, subjects = previews_of_a_round(plan)
     alone = previews if launch.is_sharded else -(-previews // launch.num_processes)
-    return subjects * budget.preview_seconds * alone / max(previews, 1)
+    return subjects * alone / max(previews, 1)
 
 
 def remaining_seconds(plan: Plan, budget: Budget) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Literal
 
+from simpletuner.budget import device
 from simpletuner.budget.estimate import StepModel
 from simpletuner.config.optimizers import OPTIMIZERS, optimizer_name, trained_precision, widens_second_moment
 from simpletuner.config.precision import quantisation, text_encoder_dtype, transformer_dtype, vae_dtype
@@ -314,7 +315,9 @@ def quantised_bytes(precision: str) -> float:
 def kernels_on(config: RunConfig, spec: FamilySpec, *, is_gpu: bool) -> Kernels:
     """What the blocks run in. Compiled blocks are counted where they were measured: fast ones, and on a GPU those of
     Sana Video, which on a CPU fail the check of their gradients."""
-    backend = compile_backend(config.speed, config.launch, "cuda" if is_gpu else "cpu")
+    # A GPU that this machine's torch cannot use is another machine's.
+    elsewhere = is_gpu and not device.torch_uses_gpus()
+    backend = compile_backend(config.speed, config.launch, "cuda" if is_gpu else "cpu", elsewhere=elsewhere)
     measured = plain_math(config.speed) if spec.fast_blocks else is_gpu and config.speed.speed == "auto"
     return Kernels(backend == "inductor" and measured, is_gpu)
 

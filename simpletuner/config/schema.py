@@ -542,7 +542,8 @@ class ValidationConfig(Group):
         "Render when global_step is a multiple.",
         aliases=("validation_steps",),
         ge=1,
-        default_note="eight times between start and end, at most every 100 steps; not with validation_epoch_interval",
+        default_note="up to eight times between start and end, so that previews take a tenth of the run; not with "
+        "validation_epoch_interval",
     )
     validation_epoch_interval: Integer | None = option(None, "Render after every n-th epoch.", ge=1)
     validation_prompt: Text | None = common(None, "The primary prompt; its files are named `validation`.")
@@ -697,9 +698,9 @@ GroupType = TypeVar("GroupType", bound=Group)
 FAMILY_DEFAULT = "family default"
 FAMILY_FIXED = "fixed by the family"
 CHOSEN = "chosen by offload auto"
-BY_SIZE = "chosen by the size of previews"
+BY_SIZE, BY_COST = "chosen by the size of previews", "chosen by the cost of previews"
 # A checkpoint records these origins, so their texts must stay.
-NOT_SET_BY_USER = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN, BY_SIZE)
+NOT_SET_BY_USER = ("default", FAMILY_DEFAULT, FAMILY_FIXED, CHOSEN, BY_SIZE, BY_COST)
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,16 @@ def checkpointed_blocks(blocks: int, interval: int | None, kept: int) -> list[bo
     return [interval is not None and index % interval == 0 and not stays for index, stays in enumerate(staying)]
 
 
-def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str) -> str | None:
-    """The torch.compile backend, or None; by default inductor on CUDA, if a compiler and triton are available."""
+def compile_backend(config: SpeedConfig, launch: LaunchConfig, device: str, *, elsewhere: bool = False) -> str | None:
+    """The torch.compile backend, or None; by default inductor on CUDA, if a compiler and triton are available.
+
+    Args:
+        elsewhere: the device is in another machine, which is assumed to have both.
+    """
     if launch.dynamo_backend is not None:
         return None if launch.dynamo_backend == "no" else launch.dynamo_backend
     # inductor writes its GPU kernels in triton.
-    able = device == "cuda" and has_compiler() and importlib.util.find_spec("triton") is not None
+    able = device == "cuda" and (elsewhere or (has_compiler() and importlib.util.find_spec("triton") is not None))
     return "inductor" if config.speed == "auto" and able else None
 
 

@@ -149,7 +149,8 @@ def renewed(page: str) -> str:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder, mock.patch("simpletuner.budget.device.query_gpu", return_value=None):
+    nowhere = {"query_gpu": mock.Mock(return_value=None), "torch_uses_gpus": mock.Mock(return_value=False)}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.multiple("simpletuner.budget.device", **nowhere):
         write_files(Path(folder))
         with contextlib.chdir(folder):
             for stale in (*SAMPLED, "DISTRIBUTED"):

@@ -18,6 +18,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _cards_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simpletuner.budget.device.torch_uses_gpus", lambda: False)
+
+
 @pytest.mark.parametrize("page", [*SAMPLED, "DISTRIBUTED"])
 def test_plans_are_those_of_today(page: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
@@ -66,8 +71,23 @@ def test_lite_trains_on_13_gb_as_in_its_guide(files: Path, monkeypatch: pytest.M
 
 def test_previews_count_pictures_and_weights(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
-    example = ["example=kandinsky5-video-lite-i2v-lora", "num_eval_images=3", "use_ema=true"]
+    example = ["example=kandinsky5-video-lite-i2v-lora", "validation_step_interval=250", "num_eval_images=3"]
+    example += ["use_ema=true"]
     assert ": validation, 3 clips a round" in printed("plan", *example)[0], "the average alone, unless told otherwise"
     assert ", 6 clips a round" in printed("plan", *example, "ema_validation=comparison")[0]
     rounds = [plan(*example, f"num_eval_images={count}")["seconds"]["previews"] for count in (1, 3)]
     assert rounds[1] == pytest.approx(3 * rounds[0])
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        "kandinsky5-image-lora", "kandinsky5-video-lite-lora", "kandinsky5-video-lite-10s-lora",
+        "kandinsky5-video-pro-lora", "sanavideo-lora",
+    ],
+)  # fmt: skip
+def test_previews_cost_a_tenth_of_a_run(example: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    for card, steps in (("h100", 1000), ("4090", 3000)):
+        found = plan(f"example={example}", "offload=auto", f"max_train_steps={steps}", "--device", card)["seconds"]
+        assert 0.04 < found["previews"] / (found["training"] + found["previews"]) <= 0.1
