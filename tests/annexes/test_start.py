@@ -373,7 +373,7 @@ def test_what_fits_comes_first(monkeypatch: pytest.MonkeyPatch, commands: list[l
 def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     kind: str, commands: list[list[str]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_pictures(Path("pictures"), 6, captions=0)
+    put_pictures(Path("pictures"), 6, captions=0, size=(90, 90))
     Path("clips").mkdir()
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(96, 80))
     model = {"pictures": "demo", "clips": "demo-video"}[kind]
