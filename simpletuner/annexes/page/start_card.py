@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from simpletuner.annexes.captions.editing import BACKUP
+from simpletuner.annexes.guide import about_example
 from simpletuner.annexes.page import files
 from simpletuner.annexes.page.project import Project, Refusal, project_of
 from simpletuner.annexes.start.material import Material
@@ -20,7 +21,6 @@ from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, run_
 from simpletuner.atomic import free_path
 from simpletuner.config.sources import example_names
 from simpletuner.errors import Problem, did_you_mean
-from simpletuner.models.registry import about_example
 
 MOST_SKIPPED = 20  # named
 # Texts of the card by language and English text.
