@@ -106,11 +106,9 @@ def send_lora(request: Request) -> Response:
         raise Refusal(404, obstacle or f"form: {form!r} is not {other}, the form that the file is not in.")
     file = path.open("rb")
     head = join_header(lora_keys.rename(read_head(file)[1], other), b"")
-    headers = {
-        "Content-Length": str(len(head) + os.fstat(file.fileno()).st_size - file.tell()),
-        "Content-Disposition": whole.headers["Content-Disposition"],
-    }
-    return StreamingResponse(_in_parts(head, file), media_type=AS_IT_IS, headers=headers)
+    length = len(head) + os.fstat(file.fileno()).st_size - file.tell()
+    headers = {**whole.headers, "accept-ranges": "none", "content-length": str(length)}
+    return StreamingResponse(_in_parts(head, file), headers=headers)
 
 
 def _in_parts(head: bytes, rest: BinaryIO) -> Iterator[bytes]:
