@@ -3,9 +3,9 @@
     python -m benchmarks.first_gpu
 
 Each section runs in a process of its own with a time limit, so one that fails, hangs or runs out of memory is
-reported with what it found, and the others go on. Those processes are forks of one that has imported torch and never
-touches the device. Results go to benchmarks/results/<device>.json as soon as they are there. The variants of a section
-run one after the other, each with the device for itself, so that their peaks are their own.
+reported with what it found, and the others go on. Results go to benchmarks/results/<device>.json as soon as they are
+there. The variants of a section run one after the other, each with the device for itself, so that their peaks are their
+own.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.timing import write_json
 
@@ -35,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 # Longer than this no session on a rented machine should last.
 MINUTES = 8.9
+IMPORTS = 10.0  # seconds that a process may take to import everything, beside the limit of its section
 SIZES = ("real", "tiny")
 
 
@@ -46,7 +44,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="by default benchmarks/results/<device>.json")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for everything together")
     parser.add_argument("--patience", type=float, default=1.0, metavar="FACTOR", help="multiplies every time limit")
-    sys.exit(run_all(parser.parse_args()))
+    parser.add_argument("--section", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.section:
+        run_section(options)
+    else:
+        sys.exit(run_all(options))
 
 
 def run_all(options: argparse.Namespace) -> int:
@@ -54,7 +57,7 @@ def run_all(options: argparse.Namespace) -> int:
     from benchmarks.gpu_sections import SECTIONS, SUSPECTS
     from simpletuner.annexes.report.environment import describe_device
 
-    device = run_forked(lambda: print(describe_device()), 60)[1].strip() if options.device == "cuda" else "cpu"
+    device = describe_device() if options.device == "cuda" else "cpu"
     if options.device == "cuda" and "CUDA" not in device:
         print(f"There is no CUDA device here ({device}); try --device cpu --size tiny.", file=sys.stderr)
         return 2
@@ -67,8 +70,8 @@ def run_all(options: argparse.Namespace) -> int:
     ends = time.monotonic() + 60 * options.minutes * options.patience
     results: dict[str, Any] = {}
     for name in options.only or SECTIONS:
-        limit = min(SECTIONS[name][1] * options.patience, ends - time.monotonic())
-        results[name] = result_of(partial(run_forked, partial(run_section, name, options)), limit)
+        limit = min((SECTIONS[name][1] + IMPORTS) * options.patience, ends - time.monotonic())
+        results[name] = result_of(partial(run_process, section_words(name, options)), limit)
         if results[name]["state"] == "failed" and name in SUSPECTS:
             results[name]["reason"] += f". Suspect: {SUSPECTS[name]}"
         show_section(name, results[name])
@@ -130,37 +133,19 @@ def run_process(words: Sequence[str], limit: float) -> Ended:
     return process.returncode, out, errors
 
 
-def run_forked(work: Callable[[], None], limit: float) -> Ended:
-    """As `run_process`, for a function: its process has imported what this one has."""
-    with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
-        process = get_context("fork").Process(target=_in_a_session, args=(work, out, errors))
-        process.start()
-        try:
-            process.join(limit)
-            code = process.exitcode
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.ident or 0, signal.SIGKILL)
-            process.kill()
-            process.join()
-        for file in (out, errors):
-            file.seek(0)
-        return code, out.read(), errors.read()
+def section_words(name: str, options: argparse.Namespace) -> list[str]:
+    """The command of a section. No fork of this process: diffusers asks for a GPU when it is imported, and CUDA does
+    not work in forks of a process that has asked.
+    """
+    worker = [sys.executable, "-m", "benchmarks.first_gpu", "--section", name]
+    return [*worker, "--device", options.device, "--size", options.size]
 
 
-def _in_a_session(work: Callable[[], None], out: IO[str], errors: IO[str]) -> None:
-    os.setsid()
-    for file, number in ((out, 1), (errors, 2)):  # what libraries and compilers write goes there, too
-        os.dup2(file.fileno(), number)
-    sys.stdout, sys.stderr = out, errors
-    work()
-
-
-def run_section(name: str, options: argparse.Namespace) -> None:
+def run_section(options: argparse.Namespace) -> None:
     """In the process of a section."""
     from benchmarks.gpu_sections import SECTIONS, Machine
 
-    function, _ = SECTIONS[name]
+    function, _ = SECTIONS[options.section]
     tell(function(Machine(options.device, options.size)))
 
 

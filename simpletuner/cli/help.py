@@ -167,8 +167,8 @@ examples = typer.Typer(help="List the packaged examples, or copy one to start fr
 @examples.command("list")
 def list_examples() -> None:
     """The packaged examples, one line each."""
+    from simpletuner.annexes.guide import about_example
     from simpletuner.config.sources import example_names
-    from simpletuner.models.registry import about_example
 
     names = example_names()
     width = max(map(len, names))

@@ -75,7 +75,7 @@ def configure(
         bool, typer.Option("--defaults", help="Ask nothing: write the file with every default.")
     ] = False,
 ) -> None:
-    """Write config.json by answering questions; ? explains each. The dataset file is never touched."""
+    """Write config.json by answering questions; ? explains each. A dataset file that exists is not changed."""
     from simpletuner.annexes.wizard.session import run_session
     from simpletuner.annexes.wizard.talk import Talk
 

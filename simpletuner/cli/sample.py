@@ -26,7 +26,7 @@ SHORT = {
 }  # fmt: skip
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="What to render; may be given several times.")]
 Images = Annotated[list[str] | None, typer.Option("--image", help="A picture to start from (i2i, i2v).")]
-UseEma = Annotated[bool, typer.Option("--ema", help="Take the moving average of the weights.")]
+UseEma = Annotated[bool, typer.Option("--ema", help="Render with the moving average of the weights.")]
 Output = Annotated[Path | None, typer.Option("--output", help="Folder for what is rendered.")]
 
 

@@ -52,9 +52,7 @@ def server(
     root: Annotated[
         list[Path] | None, typer.Option(help="A folder outside the project that the page may read and write.")
     ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with the token to ask for; made if it does not exist.")
-    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the required token; created if missing.")] = None,
     no_auth: Annotated[
         bool, typer.Option("--no-auth", help="Let everybody in who can reach the address, other users included.")
     ] = False,
@@ -64,7 +62,7 @@ def server(
     ssl_no_verify: Annotated[
         bool, typer.Option("--ssl-no-verify", help="Runs send webhooks to addresses with any certificate.")
     ] = False,
-    reload: Annotated[bool, typer.Option("--reload", help="Start anew when the program's source changes.")] = False,
+    reload: Annotated[bool, typer.Option("--reload", help="Restart when the source changes.")] = False,
 ) -> None:
     """Serve the web page of the project in this folder, on http://localhost:8001."""
     from uvicorn.supervisors import ChangeReload

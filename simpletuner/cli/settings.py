@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Unknown options are settings, which the option schema parses, not click.
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
-Cached = Annotated[bool, typer.Option("--cached", help="Take the files of remote datasets that are here; fetch none.")]
+Cached = Annotated[bool, typer.Option("--cached", help="Use the downloaded files of remote datasets; fetch none.")]
 
 
 def command_settings(tokens: list[str], *, cached: bool = False) -> Arguments:

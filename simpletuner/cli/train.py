@@ -40,8 +40,8 @@ def train(
         int | None, typer.Option("--page-port", "--page_port", help="The same, on another port than 8001.", max=65535)
     ] = None,
     no_auth: Annotated[bool, typer.Option("--no-auth", "--no_auth", help="Let all local users use the page.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Even days on a CPU.")] = False,
-    replay: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Repeat the step that left FOLDER.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Train on a CPU even for days.")] = False,
+    replay: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Repeat the failed step of FOLDER.")] = None,
     bisect: Annotated[bool, typer.Option("--bisect", help="With --replay: find the sample at fault.")] = False,
 ) -> None:
     """Train with config/config.json, or another file.
@@ -74,8 +74,10 @@ def configure_torch() -> None:
 
 
 def _check_flags(replay: Path | None, *, bisect: bool, alone: bool) -> None:
-    if (bisect and replay is None) or (replay is not None and not alone):
-        raise UserError("--bisect needs --replay FOLDER, which goes without --dry-run and --page.")
+    if bisect and replay is None:
+        raise UserError("--bisect needs --replay FOLDER.")
+    if replay is not None and not alone:
+        raise UserError("--replay cannot be combined with --dry-run or --page.")
 
 
 def _start(arguments: Arguments, command: list[str], take_page: TakePage | None, *, yes: bool) -> None:
@@ -132,7 +134,7 @@ def start_limit(arguments: Arguments) -> float:
 
     try:
         layers, _ = result_of(arguments.layers())
-        return result_of(resolve_layers(layers))[0].launch.start_timeout
+        return result_of(resolve_layers(layers, "train"))[0].launch.start_timeout
     except ConfigError:
         return LaunchConfig().start_timeout
 
@@ -248,8 +250,13 @@ def run_checked(plan: Plan, budget: Budget, events: EventStream, world: World, *
 def keep_compiled(folder: Path) -> None:
     """Let inductor and triton keep what they compile where runs find it again, unless the user says where.
 
-    By default inductor keeps it below /tmp, which rented machines lose. Read when torch compiles.
+    By default inductor keeps it below /tmp, which rented machines lose; that is left for a folder without permission.
+    Read when torch compiles.
     """
+    from simpletuner.plan.environment import why_not_writable
+
+    if why_not_writable("cache_dir", folder):
+        return
     for key, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         os.environ.setdefault(key, str((folder / name).absolute()))
 

@@ -223,6 +223,7 @@ class Option:
     required: bool
     annotation: Any
     limits: dict[str, float]
+    of_group: When | None
     parsers: tuple[Callable[..., Any], ...]
     requires: Conditions = ()
     excludes: Conditions = ()
@@ -317,6 +318,7 @@ def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
         help=field.description or "",
         default=None if field.default is PydanticUndefined else field.default,
         required=field.is_required(),
+        of_group=group.requires,
         annotation=field.annotation,
         parsers=tuple(rule.func for rule in _constraints(field) if isinstance(rule, BeforeValidator)),
         **words,

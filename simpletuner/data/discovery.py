@@ -10,7 +10,7 @@ import hashlib
 import os
 import stat
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # it reads folders by this module
     from simpletuner.data.entries import DataContext
 
 CAPTION_SUFFIX = ".txt"
+Reasons = Mapping[str, tuple[str, str]]  # why files are not used, by name: a category, and a text
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Scan:
 
     files: tuple[str, ...] = ()
     captions: Mapping[str, str] = field(default_factory=dict)
-    ignored: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    ignored: Reasons = field(default_factory=dict)
     table: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -365,7 +366,7 @@ def read_folder(
     known = load_index(Path(config.cache_dir_vae or ""), root)
     if listing is None:
         listing = scan(root, wanted_suffixes(config, context)) if is_readable(root) else Scan()
-    left_out = {**listing.ignored, **_not_chosen(config, listing, excluded, known)}
+    left_out = {**listing.ignored, **_not_chosen(config, listing.files, excluded, known)}
     names = [name for name in listing.files if name not in left_out]
     facts = inspect_files(root, names, known, workers=context.caching.max_workers)
     listed = frozenset(listing.files)
@@ -384,16 +385,14 @@ def read_folder(
     return Folder(root, usable | damaged, listing, frozenset(lost.keys() & facts.keys()), rejected, known)
 
 
-def _not_chosen(
-    config: DatasetConfig, listing: Scan, excluded: frozenset[str], known: Mapping[str, FileFacts]
-) -> dict[str, tuple[str, str]]:
+def _not_chosen(config: DatasetConfig, names: Sequence[str], excluded: Set[str], known: Collection[str]) -> Reasons:
     """The files that the user leaves out, by `exclude_files` or by keeping the list of the last run."""
     reason = "not chosen", f"is left out by {config.exclude_files}"
-    left_out = dict.fromkeys(sorted(excluded.intersection(listing.files)), reason)
+    left_out = dict.fromkeys(sorted(excluded & {*names}), reason)
     # Without an index no list has been made that could be kept.
     if known and (config.preserve_data_backend_cache or {"metadata", "aspect"} & {*(config.skip_file_discovery or ())}):
         detail = "was added after the list of files was made, and that list is kept"
-        left_out |= {name: ("not chosen", detail) for name in listing.files if name not in known}
+        left_out |= {name: ("not chosen", detail) for name in names if name not in known}
     return left_out
 
 

@@ -22,22 +22,6 @@ if TYPE_CHECKING:
     from simpletuner.models.source import ModelSource
 
 Task = Literal["t2i", "i2i", "t2v", "i2v"]
-TASKS = {"t2i": "text to image", "i2i": "image editing", "t2v": "text to video", "i2v": "image to video"}
-# What the parts of a flavour's name mean.
-NAME_PARTS = {
-    "sft": "for styles, characters, motions",
-    "pretrain": "for entirely new concepts, on large datasets",
-    "lite": "the small model",
-    "pro": "the large model",
-    "5s": "up to 5 s",
-    "10s": "up to 10 s",
-    "hd": "high resolution",
-    "480p": "480 lines",
-    "720p": "720 lines",
-    "nocfg": "samples without guidance",
-    "distilled": "samples in 16 steps without guidance",
-    "distilled16steps": "samples in 16 steps without guidance",
-}
 
 
 @dataclass(frozen=True)
@@ -63,13 +47,6 @@ class Flavour:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, Any] = field(default_factory=dict)
     distilled: bool = False
-
-    @property
-    def about(self) -> str:
-        """What it is for, and what the user must provide."""
-        task = TASKS[self.task] + (f", or {TASKS[self.dataset_task]}" if self.dataset_task else "")
-        parts = [NAME_PARTS[part] for part in self.name.split("-") if part in NAME_PARTS]
-        return ", ".join([task, *parts, *([f"needs {self.needs}"] if self.needs else [])])
 
 
 @dataclass(frozen=True)

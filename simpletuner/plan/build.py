@@ -41,7 +41,7 @@ from simpletuner.validation.prompts import ValidationPrompt, adapter_runs, check
 Purpose = Literal["train", "sample", "survey", "draft"]
 
 
-def resolve_layers(layers: Sequence[Layer], purpose: Purpose = "train") -> Reading[tuple[RunConfig, FamilySpec | None]]:
+def resolve_layers(layers: Sequence[Layer], purpose: Purpose) -> Reading[tuple[RunConfig, FamilySpec | None]]:
     """The settings with the defaults of the family that they name; None if it is unknown, in a draft the first one."""
     spec = yield from find_family(layers)
     if spec is None and purpose == "draft":
@@ -185,7 +185,14 @@ class Plan:
 
     def sampler(self, world: World | None = None) -> Sampler:
         """The sample order from the beginning, for one process (default: the first)."""
-        return make_sampler(self.trained, self.config, self.seed, world)
+        config = self.config
+        return Sampler(
+            self.trained,
+            seed=self.seed,
+            sampling=config.datasets.data_backend_sampling,
+            accumulation=config.schedule.gradient_accumulation_steps,
+            world=(world or World(size=config.launch.num_processes)).of_groups(config.launch.sequence_parallel_size),
+        )
 
 
 @dataclass(frozen=True)
@@ -235,12 +242,7 @@ def make_plan(arguments: Arguments, purpose: Purpose = "train", rendering: Rende
     if purpose == "sample":
         config = as_rendered(config, rendering.folder)
     elif purpose != "draft":
-        problems.extend(check_environment())
-        config = problems.take(as_launched(config))
-        file = problems.take(dataset_file(config.run.data_backend_config, folder))
-        placeholders = {"model_family": spec.name if spec else "", "output_dir": config.run.output_dir}
-        entries = problems.take(read_datasets(file, placeholders=placeholders))
-        problems.extend(check_cache_folders(entries))
+        config, file, entries = problems.take(_launch(config, spec.name if spec else "", folder))
     # Without a family, only the rules for all families can add to the list.
     if spec is None:
         raise ConfigError([*problems, *check_config(config, purpose)])
@@ -256,6 +258,17 @@ def make_plan(arguments: Arguments, purpose: Purpose = "train", rendering: Rende
         return _survey(plan, entries, context, problems)
     plan = problems.take(_collect_previews(plan, rendering))
     return _plan_run(plan, entries, context, problems) if purpose == "train" else plan
+
+
+def _launch(config: RunConfig, family: str, folder: Path) -> Reading[tuple[RunConfig, Path, list[DatasetConfig]]]:
+    """The settings with the processes that were started, the dataset file, and its entries."""
+    yield from check_environment()
+    config = yield from as_launched(config)
+    file = yield from dataset_file(config.run.data_backend_config, folder)
+    names = {"model_family": family, "output_dir": config.run.output_dir}
+    entries = yield from read_datasets(file, placeholders=names)
+    yield from check_cache_folders(entries)
+    return config, file, entries
 
 
 def _find_model(
@@ -281,17 +294,6 @@ def _survey(plan: Plan, entries: list[DatasetConfig], context: DataContext, prob
     problems.extend(problem for problem in found if problem.where not in ids)
     problems.raise_if_fatal()
     return replace(plan, datasets=datasets, warnings=[replace(each, fatal=False) for each in found])
-
-
-def make_sampler(trained: Sequence[Dataset], config: RunConfig, seed: int, world: World | None = None) -> Sampler:
-    """The sampler of a run for one of its processes (default: the first of `num_processes`)."""
-    return Sampler(
-        trained,
-        seed=seed,
-        sampling=config.datasets.data_backend_sampling,
-        accumulation=config.schedule.gradient_accumulation_steps,
-        world=(world or World(size=config.launch.num_processes)).of_groups(config.launch.sequence_parallel_size),
-    )
 
 
 def _collect_previews(plan: Plan, rendering: Rendering) -> Reading[Plan]:
@@ -332,7 +334,7 @@ def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, pr
     buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}
     problems.extend(plan.spec.checks.sizes(config, plan.flavour, plan.sizes, buckets))
     # The length needs the order of samples, and that the buckets.
-    plan = replace(plan, same_data=problems.take(has_same_data(plan)), length=plan_length(config, plan.sampler()))
+    plan = replace(plan, same_data=problems.take(has_same_data(plan)), length=plan_length(plan))
     problems.extend(check_total(config, plan.length.total_steps))
     problems.extend(_check_last_epoch(plan))
     problems.raise_if_fatal()
@@ -340,10 +342,10 @@ def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, pr
     return replace(plan, warnings=list(dict.fromkeys(problem for problem in problems if not problem.fatal)))
 
 
-def plan_length(config: RunConfig, sampler: Sampler) -> Length:
+def plan_length(plan: Plan) -> Length:
     """Steps and epochs of a run: `max_train_steps`, else `num_train_epochs` (default 1)."""
-    accumulation = config.schedule.gradient_accumulation_steps
-    per_epoch = sampler.batches_per_epoch(1)
+    config, sampler = plan.config, plan.sampler()
+    accumulation, per_epoch = config.schedule.gradient_accumulation_steps, sampler.batches_per_epoch(1)
     steps = config.schedule.max_train_steps or 0
     if steps > 0:
         # The first epoch is empty if all datasets start later.

@@ -40,7 +40,7 @@ from simpletuner.models.adapter import (
 from simpletuner.models.loading import check_shapes
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.source import Part
-from simpletuner.plan.build import Plan, make_sampler, plan_length
+from simpletuner.plan.build import Plan, plan_length
 from simpletuner.plan.checks import check_block_numbers, check_parts
 from simpletuner.plan.entries import Listing, list_entries, make_catalogue
 from simpletuner.reporting.events import CACHING, EventStream, PhaseStarted
@@ -390,5 +390,4 @@ def without_failures(plan: Plan, failures: dict[tuple[str, str], str], world: Wo
         raise UserError("\n".join(str(problem) for problem in problems if problem.fatal))
     world.main_only(lambda: quarantine(reduced.datasets, plan.output_dir))
     # Fewer samples make shorter epochs, so another number of steps if epochs were asked for.
-    sampler = make_sampler(reduced.trained, plan.config, plan.seed)
-    return replace(reduced, length=plan_length(plan.config, sampler))
+    return replace(reduced, length=plan_length(reduced))

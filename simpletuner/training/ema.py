@@ -52,13 +52,11 @@ class Ema:
         self._updates = 0
         weights = (
             weight.clone() for bundle in self._bundles
-            for weight in apart(in_one_row(bundle).to(self.device), map(local, bundle))
+            for weight in apart(in_row(bundle).to(self.device), map(local, bundle))
         )  # fmt: skip
         self._average = {name: like(next(weights), parameter) for name, parameter in parameters.items()}
         leaves = on_cpu and device.type == "cuda"
-        self._following = (
-            Following(device, max(map(len, map(in_one_row, self._bundles)), default=0)) if leaves else None
-        )
+        self._following = Following(device, max(map(len, map(in_row, self._bundles)), default=0)) if leaves else None
 
     @property
     def average(self) -> dict[str, Tensor]:
@@ -82,9 +80,9 @@ class Ema:
         for bundle in self._bundles:
             move = partial(self._move, [*islice(averages, len(bundle))], self.decay_value)
             if self._following is None:
-                move(in_one_row(bundle).to(self.device))
+                move(in_row(bundle).to(self.device))
             else:
-                self._following.copy(in_one_row(bundle), move)
+                self._following.copy(in_row(bundle), move)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -194,13 +192,13 @@ def _work_on(room: Tensor, arrived: torch.cuda.Event | None, work: Callable[[Ten
     work(room)
 
 
-def in_one_row(bundle: Iterable[nn.Parameter]) -> Tensor:
+def in_row(bundle: Iterable[nn.Parameter]) -> Tensor:
     """The weights of a bundle as float32 in one row, a copy."""
     return torch.cat([local(each.detach()).flatten().float() for each in bundle])
 
 
 def apart(flat: Tensor, shaped: Iterable[Tensor]) -> list[Tensor]:
-    """Views of what `in_one_row` gave, in the shapes of other tensors."""
+    """Views of what `in_row` gave, in the shapes of other tensors."""
     shapes = [each.shape for each in shaped]
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -35,7 +35,7 @@ def stop_if_losses_not_finite(losses: Sequence[float], files: Sequence[Sequence[
     guilty = [name for loss, names in zip(losses, files, strict=True) if not math.isfinite(loss) for name in names]
     if guilty:
         raise NonFiniteError(
-            f"The loss is {', '.join(map(str, losses))}. The weights were not touched. Trained on: {', '.join(guilty)}."
+            f"The loss is {', '.join(map(str, losses))}. The weights were not updated. Trained on: {', '.join(guilty)}."
         )
 
 
@@ -167,7 +167,7 @@ def nonfinite_gradient(guilty: Sequence[str], files: Sequence[Sequence[str]], *,
     """
     what = f"of {shorten(guilty)}, in the order of the backward pass," if guilty else "of all tensors together"
     partly = "of this step are partly updated and are not saved: continue from the last checkpoint"
-    left = partly if is_halfway else "were not touched"
+    left = partly if is_halfway else "were not updated"
     return NonFiniteError(
         f"The gradient {what} is NaN or infinite, although the loss is finite. The weights {left}. "
         f"Trained on: {', '.join(name for names in files for name in names)}."

@@ -47,7 +47,7 @@ def train(
         Interrupted: a stop was requested; the current step was finished and `on_train_end` was called.
     """
     assembly.transformer.train()
-    _tell(callbacks, lambda callback: callback.on_train_start(assembly, state))
+    _notify(callbacks, lambda callback: callback.on_train_start(assembly, state))
     # All processes stop before the same step, or those that go on would wait for the rest in its exchange.
     while state.global_step < assembly.settings.total_steps and not assembly.world.any(stop.requested):
         # A replay of a step that fails reads its batches from here.
@@ -59,14 +59,14 @@ def train(
             break
         state.data_before = None
         state.global_step, state.epoch = report.step, report.epoch
-        _tell(callbacks, lambda callback: callback.on_step_end(assembly, state, report))  # noqa: B023 - called at once
+        _notify(callbacks, lambda callback: callback.on_step_end(assembly, state, report))  # noqa: B023 - called at once
         state.epochs_done = report.epochs_done
-    _tell(callbacks, lambda callback: callback.on_train_end(assembly, state))
+    _notify(callbacks, lambda callback: callback.on_train_end(assembly, state))
     if assembly.world.any(stop.requested):  # also waits for what the others still write
         raise Interrupted(f"Stopped at step {state.global_step}; start again to continue from there.")
 
 
-def _tell(callbacks: Sequence[Callback], call: Callable[[Callback], None]) -> None:
+def _notify(callbacks: Sequence[Callback], call: Callable[[Callback], None]) -> None:
     """Call every callback, also after a stop request cut the previews or evaluation of one short."""
     for callback in callbacks:
         with suppress(Interrupted):

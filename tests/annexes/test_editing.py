@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,17 @@ def test_a_replacement_is_seen_before_it_is_made_and_can_be_undone(files: dict[s
     undone, _ = changes_of(files, result_of(restoring(tmp_path / backup)))
     assert apply(undone, tmp_path) != backup
     assert texts(files) == TEXTS
+
+
+def test_only_the_newest_backups_stay(tmp_path: Path) -> None:
+    mine, path = tmp_path / ".captions-of-mine.json", tmp_path / "a.txt"
+    path.write_text("a")
+    mine.touch()
+    made = []
+    for number in range(5):
+        made.append(apply(changes_of({"a.txt": path}, lambda name, text: f"{text}a")[0], tmp_path))
+        os.utime(tmp_path / made[-1], (number, number))
+    assert {each.name for each in tmp_path.glob(".captions-*")} == {mine.name, *made[-3:]}
 
 
 def test_what_training_refuses_comes_back_too(tmp_path: Path) -> None:

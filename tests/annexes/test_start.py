@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zipfile import ZipFile
 
@@ -220,7 +221,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
         (["mixed"], "mixed holds pictures (1) and clips (1); give each a folder of its own"),
         (["half"], "1 of 2 files have no caption (1.png is the first). --caption writes them"),
         (["cat", "--purpose", "styel"], "--purpose 'styel' is not one of: subject, style. Did you mean 'style'?"),
-        (["cat", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image."),
+        (["cat", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image, demo."),
         (["pairs"], "pairs/after holds no pictures."),
         (["cat", "max_train_step=9"], "max_train_step: is not a known key. Did you mean 'max_train_steps'?"),
         (["cat", "learning_rate=fast", "lora_rank=0"], "learning_rate: 'fast'"),
@@ -366,3 +367,27 @@ def test_what_fits_comes_first(monkeypatch: pytest.MonkeyPatch, commands: list[l
     monkeypatch.setattr(Start, "verdict", lambda self: (self.example == "sanavideo-lora", "judged"))
     assert main(["start", "clips", "--yes"]) == 0
     assert written("clips")["model_family"] == "sanavideo"
+
+
+@pytest.mark.parametrize("kind", ["pictures", "clips"])
+def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
+    kind: str, commands: list[list[str]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_pictures(Path("pictures"), 6, captions=0)
+    Path("clips").mkdir()
+    write_clip(Path("clips/a.mp4"), seconds=2.0, size=(96, 80))
+    model = {"pictures": "demo", "clips": "demo-video"}[kind]
+    assert Material.of(Path(kind)).models[-1] == model
+    assert main(["start", kind, "--yes", "--model", model, "--purpose", "subject", "--trigger", "zkt, a cat"]) == 0
+    config, entries = written(kind), written(kind, "multidatabackend.json")
+    assert (config["max_train_steps"], config["preservation_prompt"]) == (300, "a cat")
+    assert "tracker_run_name" not in config
+    assert [each["id"] for each in entries if each["dataset_type"] != "text_embeds"] == [entries[0]["id"]]
+    capsys.readouterr()
+    assert main(["plan", f"env={kind}"]) == 0
+    files = {"pictures": 6, "clips": 1}[kind]
+    assert f"{files} of {files} files are used" in capsys.readouterr().out
+    assert main(["start", kind, "--yes", "--name", "b", "--caption", "--model", model]) == 2
+    assert f"--caption: the text encoder of {model} writes none" in capsys.readouterr().err
+    monkeypatch.setattr("simpletuner.annexes.start.material.find_device", lambda: SimpleNamespace(is_gpu=True))
+    assert model not in Material.of(Path(kind)).models

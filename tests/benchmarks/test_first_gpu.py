@@ -65,34 +65,22 @@ def test_suspects_name_keys_that_exist() -> None:
     assert named <= all_options().keys()
 
 
-def section(name: str) -> dict[str, Any]:
-    """A section in a process of its own."""
-    work = partial(first_gpu.run_section, name, argparse.Namespace(device="cpu", size="tiny"))
-    return first_gpu.result_of(partial(first_gpu.run_forked, work), PATIENCE)
+def ended(*words: str, limit: float = PATIENCE) -> dict[str, Any]:
+    return first_gpu.result_of(partial(first_gpu.run_process, [sys.executable, *words]), limit)
 
 
 def test_a_section_that_cannot_run_here_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    result = section("pcie")
+    _, *words = first_gpu.section_words("pcie", argparse.Namespace(device="cpu", size="tiny"))
+    result = ended(*words)
     assert (result["state"], result["lines"]) == ("skipped", [])
     first_gpu.show_section("pcie", result)
     assert "needs CUDA" in capsys.readouterr().out
 
 
-def hang() -> None:
-    """Starts a process that outlives it."""
-    subprocess.Popen(["sleep", "3600"])
-    print(json.dumps(vars(Line("first", 1.0, "s"))), flush=True)
-    time.sleep(3600)
-
-
-def test_a_section_that_fails_or_hangs_is_told() -> None:
-    broken = section("no such section")
+def test_a_section_that_fails_or_comes_too_late_is_told() -> None:
+    broken = ended("-c", "{}['no such section']")
     assert (broken["state"], broken["reason"]) == ("failed", "KeyError: 'no such section'")
-    slow = first_gpu.result_of(partial(first_gpu.run_forked, hang), 1.0)
-    assert (slow["state"], slow["reason"]) == ("failed", "took longer than 1 s")
-    assert [line["name"] for line in slow["lines"]] == ["first"]
-    late = first_gpu.result_of(partial(first_gpu.run_forked, hang), -1)
-    assert late["state"] == "skipped"
+    assert ended("-c", "", limit=-1)["state"] == "skipped"
 
 
 def test_what_a_section_found_before_its_time_was_up_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

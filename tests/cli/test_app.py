@@ -237,3 +237,7 @@ def test_compiled_code_is_kept_in_the_cache_folder_unless_the_user_says_where(
     keep_compiled(tmp_path)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/theirs"
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    keep_compiled(tmp_path)
+    assert "TRITON_CACHE_DIR" not in os.environ, "torch keeps it elsewhere"

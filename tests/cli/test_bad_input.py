@@ -189,6 +189,18 @@ def test_an_output_folder_that_cannot_be_written(
     assert problem == "output_dir: 'locked' cannot be written to (no permission in '.')."
 
 
+def test_a_cache_folder_that_cannot_be_written(
+    workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what is missing has to be written, and that is known before torch is loaded."""
+    may, locked = os.access, workspace.path("locked")
+    locked.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode, **more: Path(path) != locked and may(path, mode, **more))
+    workspace.write_datasets([{**DATASETS[0], "cache_dir_vae": str(locked / "latents")}, DATASETS[1]])
+    problem = complaint(workspace, capsys, "plan")
+    assert problem == f"latents: '{locked}/latents' cannot be written to (no permission in '{locked}')."
+
+
 def test_an_output_folder_that_cannot_be_created(
     workspace: Workspace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -538,10 +538,14 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn, tmp_path: Path) -
         terminal.expect(prompt)
     terminal.sendline("")
     terminal.expect("Written: config/config.json")
-    terminal.expect("1. Write the dataset file")
+    terminal.expect("Write config/multidatabackend.json, too, for pictures in datasets/my_images")
+    terminal.sendline("")
+    terminal.expect("1. Put your pictures into datasets/my_images")
     terminal.expect(pexpect.EOF)
     terminal.close()
     assert terminal.exitstatus == 0
+    [pictures, _] = json.loads((tmp_path / "config/multidatabackend.json").read_text(encoding="utf-8"))
+    assert pictures["instance_data_dir"] == "datasets/my_images"
     values = written(tmp_path / FILE)
     assert (values["output_dir"], values["model_flavour"]) == ("output/कुत्ता", "t2i-lite-pretrain")
 

@@ -161,13 +161,16 @@ def test_quantised_products_are_those_of_a_cpu(name: str, least: tuple[int, int]
         assert (one - other).norm() < 2**-8 * one.norm()
 
 
-def test_what_is_float32_on_purpose_uses_no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_float32_on_purpose_uses_no_tf32() -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("has no TF32")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     x, weight = (torch.randn(rows, 512, device=GPU) for rows in (64, 256))
-    exact = (x.double() @ weight.double().t()).float()
-    rounded, full = ((product(x, weight, None) - exact).norm() / exact.norm() for product in (linear, full_linear))
+    exact, products = (x.double() @ weight.double().t()).float(), torch.backends.cuda.matmul
+    allowed, products.allow_tf32 = products.allow_tf32, True  # pytest's monkeypatch cannot undo it
+    try:
+        rounded, full = ((product(x, weight, None) - exact).norm() / exact.norm() for product in (linear, full_linear))
+    finally:
+        products.allow_tf32 = allowed
     assert full < 1e-6 < 1e-4 < rounded
 
 

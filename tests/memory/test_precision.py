@@ -235,7 +235,7 @@ def test_an_expression_that_matches_nothing_is_an_error() -> None:
 def gradients(assembly: Assembly, batch: Any) -> dict[str, Tensor]:
     for name, parameter in assembly.parameters.items():
         generator = torch.Generator().manual_seed(len(name))
-        parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.05
+        parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter) * 0.05
     noisy = fixed_noise(batch)
     loss = (assembly.adapter.predict(assembly.transformer, noisy) - noisy.target).square().mean()
     return dict(zip(assembly.parameters, torch.autograd.grad(loss, [*assembly.parameters.values()]), strict=True))

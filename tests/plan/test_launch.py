@@ -11,7 +11,7 @@ from simpletuner.distributed.world import World
 from simpletuner.errors import result_of
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.source import ModelSource
-from simpletuner.plan.build import Plan, make_sampler
+from simpletuner.plan.build import Plan
 from simpletuner.plan.checks import check_config, check_sequence
 from simpletuner.plan.environment import may_shard
 
@@ -117,10 +117,12 @@ def test_processes_divide_heads_and_machines(
 
 def test_processes_that_share_tokens_get_the_same_samples() -> None:
     settled = config(num_processes=4, sequence_parallel_size=2)
-    assert [make_sampler([], settled, 0, World(rank, 4)).world for rank in range(4)] == [
+    family = FAMILIES["kandinsky5-video"]
+    plan = Plan(settled, family, family.flavours[0], ModelSource({}))
+    assert [plan.sampler(World(rank, 4)).world for rank in range(4)] == [
         World(0, 2), World(0, 2), World(1, 2), World(1, 2),
     ]  # fmt: skip
-    assert make_sampler([], settled, 0).world.size == settled.launch.data_processes == 2
+    assert plan.sampler().world.size == settled.launch.data_processes == 2
 
 
 def test_where_fsdp_may_be_used() -> None:

@@ -238,7 +238,7 @@ def test_loss_that_is_not_finite_stops_before_the_update(
         opened[0].append(3, {})
     message = capsys.readouterr().err
     assert "pictures/p" in message
-    assert "weights were not touched" in message
+    assert "weights were not updated" in message
     assert [line["step"] for line in workspace.metrics()] == [1, 2]
     assert "stopped" in workspace.path("output/training_report.html").read_text()
     monkeypatch.undo()

@@ -277,7 +277,7 @@ def test_a_lora_that_shares_no_input_is_told(caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize("backend", ["no", "inductor"])
 def test_a_gpu_packs_weights(t2i_checkpoint: Path, backend: str) -> None:
     """Gradients as far from those of separate products as bf16 rounds: rotation and five products of 2^-9 each."""
-    batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"], side=8)
+    batch = make_batch(t2i_checkpoint, ["a star", "two blue circles"], side=8).to(torch.device("cuda"))
     settings = {"mixed_precision": "bf16", "dynamo_backend": backend}
     plain, fused = (make_assembly(t2i_checkpoint, **settings, speed_fused_lora=each) for each in (False, True))
     assert distance(gradients(fused, batch), gradients(plain, batch)) < 8 * 2**-9

@@ -1,7 +1,7 @@
 """Change captions and leave files out: what the page of the server does to a dataset's folder. Free of torch.
 
-No file is deleted or moved. A caption is replaced only by somebody who has seen what it says now, and before many are
-replaced at once, a hidden file beside them keeps the old ones.
+No file of the user is deleted or moved. A caption is replaced only by somebody who has seen what it says now. Before
+many are replaced at once, a hidden file beside them keeps the old ones; of such backups the newest stay.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from simpletuner.data.files import LARGEST_CAPTION, LeftOutError
 from simpletuner.errors import Problems, Reading, UserError
 
 BACKUP = re.compile(r"\.captions-[\d-]+\.json")
+MOST_BACKUPS = 3  # of a folder: each is listed among the files that are not used
 UNWRITABLE = re.compile("[\0\ud800-\udfff]")  # a NUL is refused by whoever reads it, half a character cannot be stored
 # Between the comparison of a file with what was seen and its replacement, no other request may replace it.
 _writing = threading.Lock()
@@ -176,6 +177,9 @@ def apply(changes: Iterable[CaptionChange], folder: Path) -> str:
         for change in changes:
             _check_unchanged(change.path, tag_of(change.before))
             write_atomically(change.path, change.after)
+        backups = [each for each in folder.glob(".captions-*") if BACKUP.fullmatch(each.name)]
+        for old in sorted(backups, key=lambda path: path.stat().st_mtime_ns)[:-MOST_BACKUPS]:
+            old.unlink(missing_ok=True)
     return backup.name
 
 

@@ -51,6 +51,7 @@ from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.media import PICTURE_SUFFIXES
 from simpletuner.errors import ConfigError, Problem, Problems, result_of
+from simpletuner.plan.environment import why_not_writable
 from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact
 
 SECRET = {"secret": "set"}
@@ -279,13 +280,15 @@ def writable(project: Project, path: Path) -> Path:
     """The file itself, if it may be written.
 
     Raises:
-        Refusal: 403 if it is packaged, outside the project, or another kind of file.
+        Refusal: 403 if it is packaged, outside the project, another kind of file, or in a folder without permission.
     """
     if project.inside(path, packaged=True).is_relative_to(EXAMPLES):
         raise Refusal(403, "This belongs to a packaged example; `simpletuner examples copy` makes one to change.")
     # `data_backend_config` may name any file of the project: none but JSON is overwritten.
     if path.suffix != ".json":
         raise Refusal(403, f"{path.name!r} is not written: configs and dataset files end in .json.")
+    if problem := why_not_writable("", path.parent):
+        raise Refusal(403, [problem])
     return project.inside(path)
 
 

@@ -31,6 +31,7 @@ from simpletuner.data.media import PICTURE_SUFFIXES
 from simpletuner.distributed.world import usable_cores
 from simpletuner.errors import Problem, Problems, UserError, result_of
 from simpletuner.plan.build import settle_task
+from simpletuner.plan.environment import why_not_writable
 
 PAGE = 60
 MASK_SIDE = 1024  # of a picture that is painted on; a latent position averages 8x8 pixels of the training size
@@ -216,6 +217,8 @@ def start_captioning(request: Request, body: dict[str, Any]) -> Response:
     if captioning_state_of(request)["running"]:
         raise Refusal(409, "Captions are being written, or wait for it in the queue.")
     folder = project.inside(library.context.output_dir)
+    if problem := why_not_writable("output_dir", folder):
+        raise Refusal(403, [problem])
     folder.mkdir(parents=True, exist_ok=True)
     options = [f"--{key}={body[key]}" for key in ("dataset", "style", "trigger") if body.get(key)]
     options.append(chosen_by(name, project.config_file(name)))

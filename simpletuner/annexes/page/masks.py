@@ -84,7 +84,10 @@ def write_mask(library: Library, folder: Path, name: str, sent: str, seen: str) 
         ChangedMeanwhileError: the mask is another one by now.
         UserError: it is no mask for this file, or too many files have none.
     """
-    content = _as_png(_received(sent, inspected(library.root, [name])[name].picture_size))
+    own = inspected(library.root, [name])[name]
+    if own.problem is not None:
+        raise UserError(f"{name} {own.problem}.")
+    content = _as_png(_received(sent, own.picture_size))
     with _painting:
         present = scan(folder, PICTURE_SUFFIXES | CLIP_SUFFIXES).files if folder.is_dir() else ()
         masks = {pair_key(each): each for each in reversed(present)}

@@ -14,6 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from simpletuner.annexes.guide import about_flavour
 from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.project import SANDBOX, Refusal, chosen_by, problems_json, project_of, read_object
 from simpletuner.config.schema import all_options
@@ -36,7 +37,7 @@ def validate(request: Request, body: dict[str, Any]) -> Response:
         "effective": redact_settings(effective),
         "family": judgement.spec.name,
         "flavour": judgement.flavour.name,
-        "flavours": {flavour.name: flavour.about for flavour in judgement.spec.flavours},
+        "flavours": {flavour.name: about_flavour(flavour) for flavour in judgement.spec.flavours},
         "greyed": {key: reason for key, reason in judgement.without_effect.items() if key not in wrong},
     }
     return JSONResponse(content)

@@ -11,6 +11,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from simpletuner.annexes.captions.editing import BACKUP
+from simpletuner.annexes.guide import about_example
 from simpletuner.annexes.page import files
 from simpletuner.annexes.page.project import Project, Refusal, project_of
 from simpletuner.annexes.start.material import Material
@@ -19,7 +21,6 @@ from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, run_
 from simpletuner.atomic import free_path
 from simpletuner.config.sources import example_names
 from simpletuner.errors import Problem, did_you_mean
-from simpletuner.models.registry import about_example
 
 MOST_SKIPPED = 20  # named
 # Texts of the card by language and English text.
@@ -55,7 +56,8 @@ def look(request: Request, body: dict[str, Any]) -> Response:
         # The plan of a draft has no files beside its config.
         values = {key: value for key, value in start.config().items() if key not in FILES}
         drafts[model.removesuffix("-lora")] = {"config": start.name, "values": values, "datasets": start.datasets()}
-    ignored = [{"file": file, "reason": reason} for file, (_, reason) in material.files.ignored.items()]
+    others = {file: reason for file, (_, reason) in material.files.ignored.items() if not BACKUP.fullmatch(file)}
+    ignored = [{"file": file, "reason": reason} for file, reason in others.items()]
     content = {
         "folder": files.shown(project, material.folder),
         "name": start.name,
@@ -101,8 +103,8 @@ def answered(project: Project, material: Material, body: dict[str, Any]) -> Star
     Raises:
         Refusal: 422 for a purpose or model that the files cannot have.
     """
-    models = [model.removesuffix("-lora") for model in material.models]
-    purpose, model = one_of(material.purposes, body, "purpose"), one_of(models, body, "model")
+    models = {model.removesuffix("-lora"): model for model in material.models}
+    purpose, model = one_of(material.purposes, body, "purpose"), one_of([*models], body, "model")
     free = free_path(project.folder / "config" / run_name(material.folder)).name
     missing = len(material.uncaptioned)
     return Start(
@@ -110,7 +112,7 @@ def answered(project: Project, material: Material, body: dict[str, Any]) -> Star
         material=material,
         purpose=purpose,
         trigger=str(body.get("trigger") or TRIGGER).strip() if purpose != "edit" else "",
-        example=f"{model}-lora",
+        example=models[model],
         captions=body.get("captions") is True or missing < len(material.files.files),
         root=project.folder,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from simpletuner.budget.device import find_device
 from simpletuner.data.captions import read_caption_file
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, fitting_frames, probe_clip
 from simpletuner.data.discovery import Scan, is_readable, pair_key, scan
@@ -20,6 +21,8 @@ from simpletuner.errors import UserError
 # The example whose settings each model starts from; the one that suits most people comes first.
 PICTURES = ("kandinsky5-image-lora",)
 EDITS = ("kandinsky5-image-edit-lora",)
+# Models that train in minutes on a CPU; they draw nothing but simple shapes, and show what happens.
+DEMOS = {True: "demo-video", False: "demo"}  # of clips, of pictures
 CLIPS = ("kandinsky5-video-lite-lora", "sanavideo-lora", "kandinsky5-video-pro-lora")
 # What can be learned, and the example of the model that usually learns it.
 PURPOSES = {"subject": PICTURES[0], "style": PICTURES[0], "motion": CLIPS[0], "edit": EDITS[0]}
@@ -80,8 +83,11 @@ class Material:
 
     @property
     def models(self) -> Sequence[str]:
-        """Examples of models that can learn from it."""
-        return CLIPS if self.holds_clips else EDITS if self.sources else PICTURES
+        """Examples of models that can learn from it; without a GPU also one to try everything with."""
+        if self.sources:
+            return EDITS
+        demo = [] if find_device().is_gpu else [DEMOS[self.holds_clips]]
+        return [*(CLIPS if self.holds_clips else PICTURES), *demo]
 
     @property
     def purposes(self) -> Sequence[str]:
@@ -133,7 +139,7 @@ class Material:
         edge = edges[len(edges) * SMALL_ONES // 100]
         # A little larger is better than a size that the model was not trained at.
         is_enough = edge * UNSEEN_ENLARGEMENT >= largest
-        return largest if is_enough else max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP)
+        return largest if is_enough else min(largest, max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP))
 
     def frames(self, rate: float, stride: int, longest: int) -> int:
         """How many frames to train, so that few clips are too short."""

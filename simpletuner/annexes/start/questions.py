@@ -90,7 +90,7 @@ def _check_captions(material: Material, *, captions: bool) -> None:
 
 def _with_captioner(starts: Mapping[str, Start], given: str | None) -> dict[str, Start]:
     """Those whose model can write the captions."""
-    able = {model: start for model, start in starts.items() if start.spec.words.captioner}
+    able = {model: start for model, start in starts.items() if start.spec.words.captioner and not start.is_demo}
     if given in starts.keys() - able.keys():
         raise UserError(f"--caption: the text encoder of {given} writes none; choose another model.")
     return able

@@ -17,7 +17,7 @@ from unicodedata import category
 
 from simpletuner.annexes.figures import duration
 from simpletuner.annexes.fitting.ready import weigh_plan
-from simpletuner.annexes.start.material import Material
+from simpletuner.annexes.start.material import DEMOS, Material
 from simpletuner.atomic import write_json
 from simpletuner.budget.device import find_device
 from simpletuner.config.schema import render_config
@@ -31,6 +31,7 @@ TRIGGER = "zkt"  # no word, and a single token in no language
 # measured at eight noise levels and eight times, which takes about as long as twenty steps of training.
 ENOUGH_FILES, HELD_OUT_SHARE, MOST_HELD_OUT = 16, 8, 4  # the default of num_eval_images
 CHECKPOINTS = 8  # to choose from at the end; see docs/CHOOSING.md
+OF_EXAMPLES = ("preservation_", "tracker_run_name")  # begin keys that are about their own files
 FILES = {"data_backend_config": "multidatabackend.json", "user_prompt_library": "user_prompt_library.json"}
 
 
@@ -64,9 +65,9 @@ class Recipe:
         """The length of a run on so many files, in whole hundreds."""
         return min(self.most_steps, max(self.fewest_steps, round(files * self.steps_per_file, -2)))
 
-    def values(self, files: int, trigger: str) -> dict[str, Any]:
-        """Keys of config.json for a run on so many files; without a preview prompt where only the model has one."""
-        steps, prompt = self.steps(files), self.prompt.format(phrase=self.phrase.format(trigger=trigger))
+    def values(self, steps: int, trigger: str) -> dict[str, Any]:
+        """Keys of config.json for so many steps; without a preview prompt where only the model has one."""
+        prompt = self.prompt.format(phrase=self.phrase.format(trigger=trigger))
         return {
             "max_train_steps": steps,
             "checkpoint_step_interval": steps // CHECKPOINTS,
@@ -111,6 +112,11 @@ class Start:
         return FAMILIES[read_example(self.example)["model_family"]]
 
     @property
+    def is_demo(self) -> bool:
+        """Whether its model is a tiny one, which learns all it can in few steps."""
+        return self.example in DEMOS.values()
+
+    @property
     def phrase(self) -> str:
         return self.recipe.phrase.format(trigger=self.trigger)
 
@@ -126,13 +132,20 @@ class Start:
         files, measured = len(self.material.files.files), self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
         return min(files // HELD_OUT_SHARE, measured) if files >= ENOUGH_FILES else 0
 
+    @property
+    def steps(self) -> int:
+        """The length of the run."""
+        steps = self.recipe.steps(len(self.material.files.files) - self.held_out)
+        return min(steps, read_example(self.example)["max_train_steps"]) if self.is_demo else steps
+
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
-        config, steps = read_example(self.example), self.settings.get("max_train_steps")
-        config |= {
+        example, steps = read_example(self.example), self.settings.get("max_train_steps")
+        config: dict[str, Any] = {
+            **{key: value for key, value in example.items() if not key.startswith(OF_EXAMPLES)},
             "output_dir": f"output/{self.name}",
             **{key: (self.folder / file).as_posix() for key, file in FILES.items()},
-            **self.recipe.values(len(self.material.files.files) - self.held_out, self.trigger),
+            **self.recipe.values(self.steps, self.trigger),
         }
         if isinstance(steps, int) and steps > 0:
             config["checkpoint_step_interval"] = max(1, steps // CHECKPOINTS)
@@ -147,7 +160,7 @@ class Start:
             config |= {"eval_steps_interval": config["checkpoint_step_interval"], "eval_timesteps": 8}
         if self.material.holds_clips:
             config["validation_num_video_frames"] = self._frames(config)
-        return config | self.settings
+        return {**config, **self.settings}
 
     def _frames(self, config: Mapping[str, Any]) -> int:
         longest = config["validation_num_video_frames"]
@@ -156,6 +169,7 @@ class Start:
     def datasets(self) -> list[dict[str, Any]]:
         """The content of the dataset file."""
         trained, *others = read_example(self.example, "multidatabackend.json")
+        others = [each for each in others if not each.get("is_regularisation_data")]  # of the demo's own clips
         square = trained["crop_aspect"] == "square"
         trained |= {
             "instance_data_dir": self._written(self.material.folder),
@@ -198,10 +212,14 @@ class Start:
                 self.write(unfinished)
                 unfinished.rename(final)  # fails if a file or a folder with files has the name
         except OSError as error:
-            raise UserError(f"{self.folder} cannot be written: {error.strerror}.") from None
+            is_denied = isinstance(error, PermissionError)
+            advice = f" Make {final.parent} writable, or start in another folder." if is_denied else ""
+            raise UserError(f"{self.folder} cannot be written: {error.strerror}.{advice}") from None
 
     def verdict(self) -> tuple[bool, str]:
         """Whether it fits this machine, and how long it takes, in a few words."""
+        if self.is_demo:
+            return True, "tiny: minutes on a CPU, no download; it draws simple shapes, to try everything with"
         if not find_device().is_gpu:
             return True, "no GPU here"
         problems = Problems()

@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import get_token
 
 from simpletuner.annexes.draft import Draft
+from simpletuner.annexes.guide import about_flavour
 from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.option import Option
 from simpletuner.config.publishing import PACKAGES, why_missing
@@ -123,7 +124,7 @@ QUESTIONS = (
         "model_flavour",
         "Version of the model",
         propose=lambda draft: draft.spec.flavours[0].name,
-        names=lambda draft: {flavour.name: flavour.about for flavour in draft.spec.flavours},
+        names=lambda draft: {flavour.name: about_flavour(flavour) for flavour in draft.spec.flavours},
     ),
     Question("model_type", "What to train", implied=lambda value: {"lora_rank": None} if value == "full" else {}),
     Question("output_dir", "Output folder"),

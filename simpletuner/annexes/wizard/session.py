@@ -150,7 +150,8 @@ def _new_draft(file: Path, talk: Talk) -> Draft:
     if purpose == NO_RECIPE:
         return draft
     example = read_example(PURPOSES[purpose])
-    draft.change({"model_family": example["model_family"], **recipes[purpose].values(USUAL_FILES, TRIGGER)})
+    recipe = recipes[purpose]
+    draft.change({"model_family": example["model_family"], **recipe.values(recipe.steps(USUAL_FILES), TRIGGER)})
     if example["model_flavour"] != draft.spec.flavours[0].name:  # an edit needs a flavour of its own
         draft.change({"model_flavour": example["model_flavour"]})
     return draft
@@ -324,16 +325,22 @@ def backup_of(file: Path) -> Path:
 
 
 def show_next_steps(draft: Draft, talk: Talk) -> None:
-    """Three steps to the first training."""
-    path = Path(draft.dataset_file)
+    """Three steps to the first training; a dataset file that does not exist is written if the user wants it."""
+    path, entries = Path(draft.dataset_file), example_datasets(draft)
+    exists, noun, folder = path.expanduser().is_file(), draft.spec.media_noun, entries[0]["instance_data_dir"]
+    # A script has given all its answers.
+    asks = sys.stdin.isatty() and not exists and not talk.defaults
+    if is_new := asks and talk.confirm(f"Write {path}, too, for {noun} in {folder}?", default=True):
+        save(path.expanduser(), json.dumps(entries, indent=2) + "\n")
     talk.tell()
     talk.tell("Next steps", "bold")
-    if path.expanduser().is_file():
+    if is_new:
+        talk.tell(f"  1. Put your {noun} into {folder}, each with a caption in a .txt file of the same name.")
+    elif exists:
         talk.tell(f"  1. Check your dataset file {path}; the wizard does not change it.")
     else:
-        talk.tell(f"  1. Write the dataset file {path}, which says where your {draft.spec.media_noun} are, such as:")
-        text = json.dumps(example_datasets(draft), indent=2)
-        talk.tell(textwrap.indent(text, " " * 5), "dim")
+        talk.tell(f"  1. Write the dataset file {path}, which says where your {noun} are, such as:")
+        talk.tell(textwrap.indent(json.dumps(entries, indent=2), " " * 5), "dim")
     talk.tell(f"  2. Check:  {train_command(draft.file)} --dry-run")
     talk.tell(f"  3. Train:  {train_command(draft.file)}")
 

@@ -97,14 +97,8 @@ class Talk:
         draft.change(question.changes(value, draft))
 
     def confirm(self, text: str, *, default: bool) -> bool:
-        """Ask yes or no; the default after too many other answers."""
-        for _ in range(PATIENCE):
-            answer = self.read_line(f"  {text} {_bracketed(default)}: ")
-            try:
-                return default if not answer else bool(parse_flag(_word(answer)))
-            except ValueError:
-                self.refuse(f"{answer!r} is neither yes nor no.")
-        return default
+        """Ask yes or no; no after too many other answers."""
+        return self.choose(text, (), default=default) is None
 
     def choose(self, text: str, names: Sequence[str], *, default: bool) -> str | None:
         """Ask for yes (None), no (an empty text) or one of the names; no after too many other answers."""
@@ -116,8 +110,8 @@ class Talk:
                 name = plain_key(answer).lower()
             if name in names:
                 return name
-            guess = nearest(name, names)
-            self.refuse(f"{answer!r} is neither yes, no nor a setting of the list." + (f" {guess}?" if guess else ""))
+            guess, kinds = nearest(name, names), ", no nor a setting of the list" if names else " nor no"
+            self.refuse(f"{answer!r} is neither yes{kinds}." + (f" {guess}?" if guess else ""))
         return ""
 
     def pick(self, text: str, choices: Mapping[str, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import subprocess
 import time
@@ -504,6 +505,8 @@ def test_masks_that_are_there_are_kept(page: TestClient, folder: Path) -> None:
     ],
 )
 def test_what_is_no_mask_is_refused(mask: str, message: str, page: TestClient, folder: Path) -> None:
+    (folder / "cats/broken.png").write_bytes(b"?")
+    assert "broken.png is not a picture." in save_mask(page, "broken.png", drawn()).text
     answer = save_mask(page, "0.png", mask)
     assert (answer.status_code, message in answer.text) == (422, True), answer.text
     assert not (folder / "cats_masks").exists()
@@ -517,6 +520,21 @@ def test_masks_that_cannot_be_painted(page: TestClient, folder: Path, monkeypatc
     write(folder, "", CONFIG, CATS, {**mask, "type": "huggingface", "dataset_name": "me/masks"})
     assert "The masks come from huggingface" in save_mask(page, "0.png", drawn()).text
     assert 'class="paint"' not in show(page)
+
+
+def test_without_permission_nothing_is_half_written(
+    page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode, **more: not mode & os.W_OK and may(path, mode, **more))
+    before = sorted(folder.rglob("*"))
+    for answer in (
+        save_mask(page, "0.png", drawn()),
+        page.post("/api/library/describe", json={"dataset": "cats"}),
+        page.put("/api/configs/config", json={"values": {"lora_rank": 4}}),
+    ):
+        assert (answer.status_code, "cannot be written to (no permission in" in answer.text) == (403, True), answer.text
+    assert sorted(folder.rglob("*")) == before
 
 
 @pytest.mark.slow

@@ -314,6 +314,7 @@ def test_what_was_dropped_is_described_with_a_draft_for_each_model(page: TestCli
         put(page, f"{number}.png", picture(number))
     put(page, "0.txt", b"a cat")
     (cats / "notes.pdf").write_bytes(b"?")
+    (cats / ".captions-20260101-120000.json").write_text("{}")  # our own
     write_clip(cats / "a.mp4", seconds=0.5, size=(64, 48))
     seen = look(page, folder="datasets/my-cats").json()
     assert (seen["name"], seen["files"], seen["uncaptioned"]) == ("my-cats", 3, 2)
@@ -326,7 +327,7 @@ def test_what_was_dropped_is_described_with_a_draft_for_each_model(page: TestCli
     # It can be judged as the form's settings are.
     told = page.post("/api/training/validate", json=draft).json()["problems"]
     assert [each for each in told if each["fatal"]] == []
-    assert list(look(page, folder="datasets/my-cats", purpose="style").json()["drafts"]) == ["kandinsky5-image"]
+    assert list(look(page, folder="datasets/my-cats", purpose="style").json()["drafts"]) == ["kandinsky5-image", "demo"]
 
 
 @pytest.mark.parametrize(
@@ -336,7 +337,7 @@ def test_what_was_dropped_is_described_with_a_draft_for_each_model(page: TestCli
         ({"folder": "config"}, 422, "holds no pictures and no clips"),
         ({"folder": "/etc"}, 403, "outside the project"),
         ({"folder": "datasets/my-cats", "purpose": "motoin"}, 422, "'motoin' is not one of: subject, style"),
-        ({"folder": "datasets/my-cats", "model": "flux"}, 422, "'flux' is not one of: kandinsky5-image."),
+        ({"folder": "datasets/my-cats", "model": "flux"}, 422, "'flux' is not one of: kandinsky5-image, demo."),
         ({"folder": "datasets/my-cats", "name": "../x"}, 422, "cannot name a config"),
         ({"folder": "datasets/my-cats", "name": "old"}, 409, "There is a config 'old' already."),
     ],

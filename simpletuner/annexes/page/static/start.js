@@ -11,6 +11,8 @@ let place = null; // what the server calls the folder of dropped files
 let folder = "", lost = [], seen = null, number = 0; // lost: of the newest drop, what was not saved
 const words = JSON.parse(page("#start-words").textContent); // in the language of the browser, by the English ones
 const say = (text, values = {}) => (words[text] ?? text).replace(/{(\w+)}/g, (_, name) => values[name]);
+const demo = say("A tiny demo model, to see in minutes how everything works: it draws simple shapes only");
+const TITLES = { demo, "demo-video": demo }; // of models
 const tell = (text) => { page("#start-told").textContent = text; };
 const refuse = (answer) => { page("#start-refused").textContent = sentences(answer).join(" "); };
 
@@ -143,7 +145,7 @@ async function look(path, answers = {}) {
   showSkipped([...lost, ...seen.skipped], seen.more_skipped);
   choices(page("#start-purposes"), "purpose", seen.purposes, seen.purpose);
   const models = Object.keys(seen.drafts), model = models.includes(chosen("model")) ? chosen("model") : models[0];
-  choices(page("#start-models"), "model", Object.fromEntries(models.map((each) => [each, each])), model);
+  choices(page("#start-models"), "model", Object.fromEntries(models.map((each) => [each, TITLES[each] ?? each])), model);
   if (isNew) form.elements.name.value = seen.name;
   showCaptions();
   await judge(mine);
