@@ -93,7 +93,7 @@ def _planned(
 ) -> Iterator[tuple[SampleRequest, Plan, list[Sampled], EventStream]]:
     """What the command line asks for, with a display of what happens; see `prepared_samples`."""
     from simpletuner.annexes.sampling import SampleRequest
-    from simpletuner.config.values import parse_number, plain_key
+    from simpletuner.config.values import parse_number, parse_path, plain_key
 
     # The first word is the source unless it is a setting; an existing file may be called `a=b`.
     source = tokens[0] if tokens and (Path(tokens[0]).exists() or not re.match("--|[^=]+=", tokens[0])) else None
@@ -103,8 +103,13 @@ def _planned(
         asked["strengths"] = [parse_number(text) for text in strengths]
     except ValueError as error:
         arguments.problems.append(Problem(key, f"{','.join(strengths)!r} {error}; write numbers such as 0.5 or 1.0."))
-    folder = output or sweep_folder(Path(source or ""))
-    request = SampleRequest(source, str(folder), arguments, **asked)
+    folder = str(output or sweep_folder(Path(source or "")))
+    try:
+        parse_path(folder)
+    except ValueError as error:
+        arguments.problems.append(Problem("--output", f"{folder!r} {error}."))
+        folder = ""
+    request = SampleRequest(source, folder, arguments, **asked)
     with prepared_samples(request, logged_events()) as (plan, weights, events):
         yield request, plan, weights, events
 
