@@ -157,7 +157,7 @@ def test_a_sweep_marks_the_best_and_goes_on_where_it_was(trained: Workspace, cap
         (["nowhere", *PROMPT], ["'nowhere' does not exist."]),
         (["outptu", *PROMPT], ["'outptu' does not exist. Did you mean 'output'?"]),
         (["~nouser/x", *PROMPT, "--image", "~nouser/y.png"], ["'~nouser/x' does not exist", "'~nouser/y.png' cannot"]),
-        (["output", *PROMPT, "--output", "~nouser/x"], ["--output: '~nouser/x' starts with the home folder of an unknown"]),
+        (["output", *PROMPT, "--output", "~nouser/x"], ["--output: '~nouser/x' starts with the home folder"]),
         (["output/cache", *PROMPT], ["holds no result (pytorch_lora_weights.safetensors). It has no checkpoints"]),
         (["bare", *PROMPT], ["Its checkpoints: checkpoint-2; choose one with --checkpoint"]),
         (["output", *PROMPT, "--checkpoint", "3"], ["'3' is not a complete checkpoint", "checkpoint-2, checkpoint-4"]),
