@@ -55,7 +55,7 @@ def put_mask(request: Request, body: dict[str, Any]) -> Response:
     except ChangedMeanwhileError as error:
         return changed_meanwhile(library, name, error)
     forget_listings()
-    notes = [f"Of {filled} more a white mask was made: they are learned whole, as before."] if filled else []
+    notes = [f"Other files got a white mask ({filled}): they are learned whole, as before."] if filled else []
     if library.masks is None:
         add_dataset(saved, entry)
         notes.append(f"{shown(project, saved.datasets)} has a new dataset, {entry['id']}.")

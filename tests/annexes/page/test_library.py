@@ -462,7 +462,7 @@ def stamp(card: str) -> str:
 def test_the_first_mask_makes_a_dataset_of_masks(page: TestClient, folder: Path) -> None:
     before = json.loads((folder / "config/multidatabackend.json").read_text())
     answer = save_mask(page, "0.png", drawn()).json()
-    assert "Of 3 more a white mask was made" in answer["note"]
+    assert "Other files got a white mask (3)" in answer["note"]
     assert "config/multidatabackend.json has a new dataset, cats-masks." in answer["note"]
     assert "50&nbsp;% is learned" in answer["card"]  # of the crop, which is 32 to 96
     made = json.loads((folder / "config/multidatabackend.json").read_text())
