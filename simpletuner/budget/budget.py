@@ -375,10 +375,8 @@ def decoding_seconds(budget: Budget) -> float:
     """Seconds of decoding a preview of each size."""
     parts, device = budget.parts, budget.device
     flops = sum(parts.cost.vae.decode_flops(parts.vae, each.clip) for each in budget.workload.previews)
-    if not device.is_gpu:
-        return flops / (CPU_CONVOLUTIONS * device.rates.matmul)
-    speed = FLOAT32_SHARE if budget.preview_dtype == "fp32" else 1.0
-    return flops / (GPU_CONVOLUTIONS * speed * device.rates.matmul)
+    on_gpu = GPU_CONVOLUTIONS * (FLOAT32_SHARE if budget.preview_dtype == "fp32" else 1.0)
+    return flops / ((on_gpu if device.is_gpu else CPU_CONVOLUTIONS) * device.rates.matmul)
 
 
 def make_budget(plan: Plan, device: Device) -> Budget:

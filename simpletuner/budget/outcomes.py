@@ -37,10 +37,6 @@ class Outcome:
     previews: PositiveFloat = 1.0
     densities: Mapping[int, PositiveFloat] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        # "corrected by the run of 2026-11-20: x1.12"
-        return f"corrected by the run of {self.day}: x{self.step:.2f}"
-
 
 UNCORRECTED = Outcome("")
 

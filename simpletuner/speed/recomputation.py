@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -120,36 +119,24 @@ class Recomputed(torch.autograd.Function):
         return gradients
 
 
-@dataclass(frozen=True)
-class RecomputedView:
-    """A saved tensor that was a view of a result of `Recomputed`."""
-
-    index: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
 class LeftToRecomputation(saved_tensors_hooks):
-    """Hooks that save views of results of `Recomputed` by index, and all other tensors as usual."""
+    """Hooks that save views of results of `Recomputed` as how to make them again, and all other tensors as usual."""
 
     def __init__(self, passed: Sequence[Tensor]) -> None:
         # Kernels save transposed or reshaped views, which share the storage only.
         places = {value.untyped_storage()._cdata: index for index, value in enumerate(passed)}
         node: Any = passed[0].grad_fn
-        again: list[Tensor] = []
 
-        def pack(tensor: Tensor) -> Tensor | RecomputedView:
+        @cache  # a checkpoint returns every tensor only once
+        def again() -> tuple[Tensor, ...]:
+            recomputed: tuple[Tensor, ...] = node.saved_tensors
+            return recomputed
+
+        def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
             index = places.get(tensor.untyped_storage()._cdata)
             if index is None:
                 return tensor
-            return RecomputedView(index, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            view = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            return lambda: torch.as_strided(again()[index], *view)
 
-        def unpack(saved: Tensor | RecomputedView) -> Tensor:
-            if isinstance(saved, Tensor):
-                return saved
-            if not again:  # a checkpoint returns every tensor only once
-                again.extend(node.saved_tensors)
-            return torch.as_strided(again[saved.index], saved.size, saved.stride, saved.offset)
-
-        super().__init__(pack, unpack)
+        super().__init__(pack, lambda saved: saved if isinstance(saved, Tensor) else saved())

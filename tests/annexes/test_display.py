@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from simpletuner import STARTED
 from simpletuner.annexes.display.log import setup_logging
 from simpletuner.annexes.display.progress import PlainDisplay, Start, make_display, shown_events
-from simpletuner.annexes.display.terminal import LiveDisplay, sparkline
+from simpletuner.annexes.display.terminal import LiveDisplay, sparkline, training_panel
 from simpletuner.annexes.figures import Pace, RunningMean
 from simpletuner.reporting.events import (
     CACHING,
@@ -244,6 +245,15 @@ def test_the_line_that_explains_the_speed() -> None:
     # A fast step in between counts for as long as it took: 2 s at .38 and 1 s at .76, the second a bit more.
     pace.note(replace(streamed, step=103, seconds=1.0, mfu=0.76))
     assert pace.mfu == pytest.approx((0.9 * 2 * 0.38 + 0.76) / (0.9 * 2 + 1))
+
+
+def test_the_numbers_of_the_panel_fit_eighty_columns() -> None:
+    pace = Pace(total_steps=2000, start_step=100)
+    pace.note(StepReport(101, 12, {**LOSS, "learning_rate": 1e-4}, 2.0, epochs=31, memory_bytes=23_400_000_000))
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(training_panel(pace))
+    [line] = [line for line in console.export_text().splitlines() if "loss" in line]
+    assert all(name in line for name in ("lr 1.00e-04", "s/step", "epoch 12/31", "memory 23.4 GB"))
 
 
 class DeadTerminal(Terminal):

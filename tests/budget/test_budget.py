@@ -93,7 +93,7 @@ def test_memory_must_be_a_positive_number(workspace: Workspace, capsys: Capture)
 def test_auto_says_what_it_chose_and_the_plan_has_it(workspace: Workspace, capsys: Capture) -> None:
     workspace.run("plan", "offload=auto")
     shown = capsys.readouterr().out
-    assert "  offload auto: gradient_checkpointing false: memory holds all activations" in shown
+    assert "  offload auto: gradient_checkpointing false: all activations fit" in shown
     assert ["gradient_checkpointing", "false", "(chosen", "by", "offload", "auto)"] in map(
         str.split, shown.splitlines()
     )

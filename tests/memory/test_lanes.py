@@ -212,7 +212,7 @@ def test_what_locking_leaves_behind(
     flat, owner = image.whole_pages(5000), nn.Identity()
     image.page_lock(flat, owner)
     assert runtime.locked == ({} if error else {flat.data_ptr(): -(-5000 // image.PAGE) * image.PAGE})
-    assert ("could not be locked" in caplog.text) is bool(error)
+    assert ("could not be pinned" in caplog.text) is bool(error)
     assert "ulimit" not in caplog.text, "the driver does not count pinned pages against it"
     del owner
     gc.collect()

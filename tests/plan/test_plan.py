@@ -46,9 +46,14 @@ def test_it_says_what_will_run(workspace: Workspace, capsys: Capture) -> None:
         (["max_train_steps=1000"], "every 120 steps", "validation_step_interval 240 halves it"),
         (["max_train_steps=300"], "every 100 steps", "4 rounds"),
         (["max_train_steps=1000", "validation_num_inference_steps=50"], "every 340 steps", "4 rounds"),
+        (
+            ["max_train_steps=1000", "validation_num_inference_steps=50"],
+            "every 340 steps",
+            "validation_num_inference_steps 25 halves it",
+        ),
         (["max_train_steps=1000", "num_validation_images=99"], "every 1000 steps", "2 rounds"),
         (["max_train_steps=1000", "validation_steps=25"], "every 25 steps", "validation_step_interval 50 halves it"),
-        (["max_train_steps=48", "validation_epoch_interval=2"], "every 2 epochs", "validation_epoch_interval 4 halves"),
+        (["max_train_steps=96", "validation_epoch_interval=2"], "every 2 epochs", "validation_epoch_interval 4 halves"),
         (["max_train_steps=50"], "every 100 steps", "validation_num_inference_steps 1 halves it"),
     ],
 )
@@ -150,10 +155,11 @@ def test_every_file_is_used_or_has_a_reason(workspace: Workspace, capsys: Captur
     (folder / "p1.png").write_bytes(b"no picture")
     (folder / "notes.doc").write_text("x")
     (folder / "lonely.txt").write_text("x")
+    (folder / "red\x1b[31m\nrow.doc").write_text("x")
     shown = plan(workspace, capsys)
-    for name in ("p0.png", "p1.png", "notes.doc", "lonely.txt"):
+    for name in ("p0.png", "p1.png", "notes.doc", "lonely.txt", r"red\x1b[31m\nrow.doc"):
         assert f"  {name}: not used, " in shown
-    assert "6 of 10 files are used" in shown
+    assert "6 of 11 files are used" in shown
 
 
 def test_it_knows_what_is_cached(filled: Workspace, capsys: Capture) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TextIO
 
 from simpletuner.annexes.display.progress import in_red
@@ -27,11 +27,11 @@ from simpletuner.budget.disk import feature_costs, find_writings
 from simpletuner.budget.outcomes import UNCORRECTED
 from simpletuner.caching.catalogue import Entries
 from simpletuner.config.optimizers import learning_rate, peak_learning_rate
-from simpletuner.config.schema import ValidationConfig, all_options
+from simpletuner.config.schema import all_options
 from simpletuner.config.values import typed
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, visible
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, previews_of_a_round
 from simpletuner.redaction import redact_settings
@@ -39,6 +39,8 @@ from simpletuner.redaction import redact_settings
 logger = logging.getLogger(__name__)
 # Of longer ledgers, only counts and rejected files are shown.
 LONGEST_LEDGER = 60
+PREVIEW_INTERVALS = {"steps": "validation_step_interval", "epochs": "validation_epoch_interval"}
+NEARLY_HALF = 0.6  # of the rounds of previews
 MOST_LEFT_OUT = 200  # files of a dataset that are listed with their reason; the plan in the terminal lists all
 MISSING_GPU = "device"  # `where` of the warning about a missing GPU, which is shown first
 
@@ -132,7 +134,7 @@ def _ledger_lines(dataset: Dataset) -> Iterator[str]:
     # In a long ledger, people look for what is missing.
     shown = dataset.ledger() if total <= LONGEST_LEDGER else dataset.unused()
     for entry in shown[:LONGEST_LEDGER]:
-        yield f"  {entry.name}: {_fate(entry)}"
+        yield visible(f"  {entry.name}: {_fate(entry)}")
     if len(shown) > LONGEST_LEDGER:
         yield f"  and {len(shown) - LONGEST_LEDGER} more"
 
@@ -183,15 +185,11 @@ def _preview_lines(plan: Plan) -> Iterator[str]:
         names = ", ".join(prompt.short_name for prompt in plan.prompts)
         count, subjects = previews_of_a_round(plan)
         more = f", {count} {plan.spec.media_noun} a round" if subjects > len(plan.prompts) else ""
-        yield f"Previews {preview_intervals(plan.config.validation)} at {sizes}: {names}{more}"
+        flat = plan.config.flat
+        often = " and ".join(f"every {flat[key]} {unit}" for unit, key in PREVIEW_INTERVALS.items() if flat[key])
+        yield f"Previews {often} at {sizes}: {names}{more}"
     for hook in plan.config.webhooks.hooks:
         yield f"Events are sent to a {hook}"
-
-
-def preview_intervals(validation: ValidationConfig) -> str:
-    """How often previews are rendered, in words."""
-    intervals = {"steps": validation.validation_step_interval, "epochs": validation.validation_epoch_interval}
-    return " and ".join(f"every {each} {unit}" for unit, each in intervals.items() if each is not None)
 
 
 SHOWN_BUCKETS = 4
@@ -281,20 +279,20 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
         count, share = preview_rounds(plan), previews / (training + previews)
         yield f"  {_count(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
     if budget.outcome != UNCORRECTED:
-        yield f"  {budget.outcome}"
+        yield f"  corrected by the run of {budget.outcome.day}: x{budget.outcome.step:.2f}"
     if batch := free_batch(budget, steps_per_epoch(plan)):
         yield f"  the GPU waits for the host, which launches its kernels: train_batch_size {batch} is as fast a step"
 
 
 def halved_previews(plan: Plan) -> str:
     """The setting that halves the time of previews."""
-    validation = plan.config.validation
-    steps, epochs = validation.validation_step_interval, validation.validation_epoch_interval
-    if steps is not None and steps < plan.length.total_steps:
-        return f"validation_step_interval {2 * steps}"
-    if steps is None and epochs is not None:
-        return f"validation_epoch_interval {2 * epochs}"
-    return f"validation_num_inference_steps {max(1, (validation.validation_num_inference_steps or 1) // 2)}"
+    flat = plan.config.flat
+    intervals = {key: 2 * flat[key] for key in PREVIEW_INTERVALS.values() if flat[key] is not None}
+    # With few rounds, the first and the last are most of them.
+    fewer = preview_rounds(replace(plan, config=plan.config.with_values(intervals, "")))
+    if fewer <= NEARLY_HALF * preview_rounds(plan):
+        return " and ".join(f"{key} {value}" for key, value in intervals.items())
+    return f"validation_num_inference_steps {max(1, (flat['validation_num_inference_steps'] or 1) // 2)}"
 
 
 def _way_lines(budget: Budget) -> Iterator[str]:

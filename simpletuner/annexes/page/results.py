@@ -18,16 +18,9 @@ from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import PreviewGrid, build_grid, pages_of, steps_of
 from simpletuner.annexes.report.sheet import Sheet, samples_in
 from simpletuner.annexes.runs import Run
-from simpletuner.headers import header_in, join_header, read_header
-from simpletuner.models.lora_keys import (
-    COMFYUI_MAGNITUDE,
-    LORA_FILE,
-    MAGNITUDE,
-    PREFIXES,
-    LoraForm,
-    family_in_header,
-    rename,
-)
+from simpletuner.headers import join_header, read_head, read_header
+from simpletuner.models import lora_keys
+from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, LoraForm
 from simpletuner.models.registry import FAMILIES
 from simpletuner.reporting.metrics import MEDIA_FILE, REPORT_FILE, MediaRecord, read_media
 from simpletuner.training.manifest import PIPELINE_FOLDER, find_checkpoints, result_step
@@ -112,12 +105,10 @@ def send_lora(request: Request) -> Response:
     if form != other or obstacle:
         raise Refusal(404, obstacle or f"form: {form!r} is not {other}, the form that the file is not in.")
     file = path.open("rb")
-    head = join_header(rename(header_in(file), other), b"")
-    headers = {
-        "Content-Length": str(len(head) + os.fstat(file.fileno()).st_size - file.tell()),
-        "Content-Disposition": whole.headers["Content-Disposition"],
-    }
-    return StreamingResponse(_in_parts(head, file), media_type=AS_IT_IS, headers=headers)
+    head = join_header(lora_keys.rename(read_head(file)[1], other), b"")
+    length = len(head) + os.fstat(file.fileno()).st_size - file.tell()
+    headers = {**whole.headers, "accept-ranges": "none", "content-length": str(length)}
+    return StreamingResponse(_in_parts(head, file), headers=headers)
 
 
 def _in_parts(head: bytes, rest: BinaryIO) -> Iterator[bytes]:
@@ -129,11 +120,11 @@ def _in_parts(head: bytes, rest: BinaryIO) -> Iterator[bytes]:
 
 def other_form(path: Path) -> tuple[LoraForm, str]:
     """The form that a LoRA of this program is not in, and why it cannot be had in it; empty if it can."""
-    names, spec = read_header(path).keys(), FAMILIES.get(family_in_header(path))
+    names, spec = read_header(path).keys(), FAMILIES.get(lora_keys.family_in_header(path))
     form: LoraForm = "diffusers" if any(name.startswith(PREFIXES["comfyui"]) for name in names) else "comfyui"
     if form == "comfyui" and (spec is None or not spec.in_comfyui):
         return form, f"ComfyUI cannot load it: it has no built-in {spec.title if spec else 'model of this family'}."
-    if any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in names):
+    if any(name.endswith((lora_keys.MAGNITUDE, lora_keys.COMFYUI_MAGNITUDE)) for name in names):
         why = "The magnitudes of a DoRA differ between diffusers and ComfyUI, by norms of the model's weights."
         return form, f"{why} For the other file, train with lora_format: {form}."
     return form, ""

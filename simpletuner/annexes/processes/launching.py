@@ -178,11 +178,11 @@ def refuse_shared_gpus(world: World, gpu: str) -> None:
     """Each process plans for a whole GPU, and NCCL exchanges nothing between two on one.
 
     Raises:
-        UserError: several use the same. The main process raises it, which ends the others.
+        UserError: several use the same; in every process.
     """
     gpus = world.gather(gpu)
     shared = [str(rank) for rank, each in enumerate(gpus) if each and gpus.count(each) > 1]
-    if world.is_main and shared:
+    if shared:
         raise UserError(
             f"Processes {', '.join(shared)} share GPUs; each needs one of its own. Start fewer, or let the launcher "
             "show each of them another one (CUDA_VISIBLE_DEVICES)."
