@@ -25,7 +25,7 @@ from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
 from simpletuner.diffusion.batch import Batch
 from simpletuner.errors import Problems
-from simpletuner.models.adapter import CheckpointSetup, FamilyAdapter
+from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.cost import STOCK, FamilyCost, Kernels, TransformerCost
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource, Part
@@ -291,7 +291,7 @@ def RandomAdapter(config: RunConfig, size: str, device: str) -> FamilyAdapter:
     spec = FAMILIES[SHAPES[size].family]
     flavour = spec.flavour(SHAPES[size].flavour)
     source = ModelSource.from_config(spec, flavour, config)
-    adapter: Any = load_adapter(spec)(CheckpointSetup.of(config, flavour, source))
+    adapter: Any = load_adapter(spec)(config, flavour, source)
     load = adapter.load_transformer
 
     def load_random(dtype: torch.dtype, *, empty: bool = False) -> nn.Module:

@@ -39,7 +39,6 @@ from simpletuner.budget.device import HOST_BASE
 from simpletuner.budget.workload import Parts
 from simpletuner.config.schema import RunConfig
 from simpletuner.diffusion.flow import make_noisy
-from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.cost import BatchShape
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import DIFFUSERS_WEIGHTS, INDEX_SUFFIX, ModelSource
@@ -203,7 +202,7 @@ def assemble_it(config: RunConfig, size: str) -> Any:
     spec = FAMILIES[SHAPES[size].family]
     flavour = spec.flavour(SHAPES[size].flavour)
     source = ModelSource.from_config(spec, flavour, config)
-    adapter = load_adapter(spec)(CheckpointSetup.of(config, flavour, source))
+    adapter = load_adapter(spec)(config, flavour, source)
     intent = TrainingSpec(lora_targets=lora_targets(size), seed=0, total_steps=1, learning_rate=1e-4)
     return assemble(config, intent, adapter, [], make_accelerator("cpu"))
 

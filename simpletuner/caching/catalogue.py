@@ -149,26 +149,6 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Encoders:
-    """The parts of a run's cache keys that identify the encoders.
-
-    Attributes:
-        template: the prompt template around a caption.
-        bare_template: the template of negative prompts and of the empty caption; None if it is the same.
-        clean: cleans a caption before it is encoded.
-        prompt_holds_picture: the prompt contains the source picture (i2i).
-    """
-
-    vae: EncoderIdentity
-    text: EncoderIdentity
-    template: str
-    max_length: int
-    clean: Callable[[str], str]
-    prompt_holds_picture: bool
-    bare_template: str | None = None
-
-
-@dataclass(frozen=True)
 class DatasetCaches:
     """Where the entries of a dataset are, and how they are made.
 
@@ -196,12 +176,23 @@ class Catalogue:
         datasets: the caches of each dataset, by id.
         prompts: text cache of prompts that belong to no dataset.
         compress: whether these are written compressed.
+        vae, text_encoder: which models encode.
+        template: the prompt template around a caption.
+        bare_template: the template of negative prompts and of the empty caption; None if it is the same.
+        clean: cleans a caption before it is encoded.
+        prompt_holds_picture: the prompt contains the source picture (i2i).
     """
 
-    encoders: Encoders
     datasets: Mapping[str, DatasetCaches]
     prompts: Path
     compress: bool
+    vae: EncoderIdentity
+    text_encoder: EncoderIdentity
+    template: str
+    max_length: int
+    clean: Callable[[str], str]
+    prompt_holds_picture: bool
+    bare_template: str | None = None
 
     def latent(self, sample: Sample) -> LatentEntry:
         """The entry of a sample's latents, whether it exists or not."""
@@ -211,7 +202,7 @@ class Catalogue:
             geometry.size,
             geometry.resized,
             geometry.crop,
-            self.encoders.vae,
+            self.vae,
             frames=sample.frames,
             # The first frame is the same at every rate.
             rate=sample.frame_rate if sample.frames > 1 else None,
@@ -243,22 +234,22 @@ class Catalogue:
             source: where the caption comes from, for messages.
             negative: whether it is a negative prompt.
         """
-        encoders, folder, compress = self.encoders, self.prompts, self.compress
+        folder, compress = self.prompts, self.compress
         # Elsewhere samples with one caption share its entry, whatever their pictures.
-        picture = picture if encoders.prompt_holds_picture else None
+        picture = picture if self.prompt_holds_picture else None
         if dataset_id is not None:
             caches = self.datasets[dataset_id]
             folder, compress = caches.texts, caches.compress
             if caches.complete and not negative:
                 caption = caches.complete(caption)
-        cleaned = encoders.clean(caption)
+        cleaned = self.clean(caption)
         if cleaned == caption:
             cleaned = caption  # one text in memory, not two
         # A dropped caption stands for the negative prompt of guidance; an empty validation prompt is an ordinary one.
         bare = negative or (dataset_id is not None and not cleaned)
-        template = (encoders.bare_template if bare else None) or encoders.template
+        template = (self.bare_template if bare else None) or self.template
         fingerprint = None if picture is None else picture_fingerprint(picture)
-        key = TextKey(cleaned, template, encoders.max_length, encoders.text, fingerprint)
+        key = TextKey(cleaned, template, self.max_length, self.text_encoder, fingerprint)
         return TextEntry(key, folder, caption, source or repr(caption[:60]), compress, picture, bare)
 
     def latents_of(self, datasets: Iterable[Dataset]) -> Iterator[LatentEntry]:
@@ -290,7 +281,7 @@ class Catalogue:
                     yield self.text(dataset.id, caption, sample.partner, sample.full_name)
             # With a picture in the prompt, the empty caption differs from sample to sample.
             if with_empty:
-                for sample in dataset.samples if self.encoders.prompt_holds_picture else dataset.samples[:1]:
+                for sample in dataset.samples if self.prompt_holds_picture else dataset.samples[:1]:
                     yield self.text(dataset.id, "", sample.partner, sample.full_name)
 
 

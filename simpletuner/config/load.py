@@ -27,6 +27,7 @@ from simpletuner.redaction import hide_secrets
 # Sections whose values nothing needs before something is sent.
 SENDING = ("Publishing", "Webhooks")
 LONGEST_SHOWN = 120  # characters of a wrong value: a pasted object would bury the message
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 # By pydantic's type of error, whose message would name Python's types.
 EXPECTED = {"list_type": "a list", **dict.fromkeys(("dict_type", "model_type", "dataclass_type"), "an object")}
 
@@ -45,9 +46,7 @@ class Layer:
 
 
 def resolve(
-    layers: Sequence[Layer],
-    defaults: Mapping[str, Any] = MappingProxyType({}),
-    fixed: Mapping[str, Any] = MappingProxyType({}),
+    layers: Sequence[Layer], defaults: Mapping[str, Any] = NOTHING, fixed: Mapping[str, Any] = NOTHING
 ) -> Reading[schema.RunConfig]:
     """Merge the layers, later ones overriding earlier ones, and build the config.
 

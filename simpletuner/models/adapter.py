@@ -17,7 +17,8 @@ from PIL import ImageOps
 from PIL.Image import Image, Resampling
 from torch import Tensor, nn
 
-from simpletuner.config.schema import CachingConfig, FamilyOptions, RunConfig, TextConfig
+from simpletuner.config.schema import RunConfig
+from simpletuner.config.values import Size
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.loading import (
@@ -283,53 +284,38 @@ class PreviewPipeline(ABC):
         return lambda: frames
 
 
-@dataclass(frozen=True)
-class CheckpointSetup:
-    """Which checkpoint an adapter loads, and with which settings.
-
-    Attributes:
-        source: where its components are.
-        text, options, caching: settings of captions, of the family, and of the VAE.
-        solver: value of `validation_noise_scheduler`.
-        use_size: (width, height) at which the result will be sampled; None if unknown.
-    """
-
-    flavour: Flavour
-    source: ModelSource
-    text: TextConfig
-    options: FamilyOptions
-    caching: CachingConfig
-    use_size: tuple[int, int] | None = None
-    solver: str | None = None
-
-    @classmethod
-    def of(
-        cls, config: RunConfig, flavour: Flavour, source: ModelSource, use_size: tuple[int, int] | None = None
-    ) -> CheckpointSetup:
-        """The setup of a run."""
-        solver = config.validation.validation_noise_scheduler
-        return cls(flavour, source, config.text, config.family, config.caching, use_size, solver)
-
-
 class FamilyAdapter(ABC):
     """One checkpoint of one family.
+
+    Args:
+        config: of a run; what is about captions, the VAE and the family is kept.
+        source: where the components are.
+        use_size: (width, height) at which the result will be sampled; None if unknown.
 
     Attributes:
         spec: of the family, with the changes of the flavour.
         transformer_class: of diffusers, as is `pipeline_class`.
         encoder_class: wraps the VAE.
+        options: those of all families.
+        solver: value of `validation_noise_scheduler`.
         dtype: dtype that the transformer was loaded in.
     """
 
     spec: FamilySpec
     transformer_class: Any
-    pipeline_class: Any
     encoder_class: type[LatentEncoder]
 
-    def __init__(self, setup: CheckpointSetup) -> None:
-        self.setup, self.source, self.task = setup, setup.source, setup.flavour.task
-        self.spec = self.spec.for_flavour(setup.flavour.name)
+    def __init__(self, config: RunConfig, flavour: Flavour, source: ModelSource, use_size: Size | None = None) -> None:
+        self.source, self.flavour, self.task, self.use_size = source, flavour, flavour.task, use_size
+        self.text, self.caching, self.options = config.text, config.caching, config.family
+        self.solver = config.validation.validation_noise_scheduler
+        self.spec = self.spec.for_flavour(flavour.name)
         self.dtype = torch.float32
+
+    @property
+    @abstractmethod
+    def pipeline_class(self) -> Any:
+        """The pipeline of diffusers for its task."""
 
     @abstractmethod
     def load_text_encoder(
@@ -339,7 +325,7 @@ class FamilyAdapter(ABC):
 
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
         """Load the VAE onto a device."""
-        return load_vae(self.spec, self.source, self.setup.caching, device, dtype)
+        return load_vae(self.spec, self.source, self.caching, device, dtype)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
         """Load the VAE onto a device, to make latents."""
@@ -385,7 +371,7 @@ class FamilyAdapter(ABC):
         `from_picture` means clips that start from a given frame.
         """
         overrides = {} if shift is None else {"shift": shift}
-        return with_solver(load_scheduler(self.source["scheduler"], **overrides), self.setup.solver)
+        return with_solver(load_scheduler(self.source["scheduler"], **overrides), self.solver)
 
     @abstractmethod
     def load_preview_pipeline(

@@ -306,24 +306,18 @@ def _collect_previews(plan: Plan, rendering: Rendering) -> Reading[Plan]:
     return replace(plan, prompts=prompts, sizes=sizes, pictures=rendering.pictures)
 
 
-def _compare(plan: Plan) -> Reading[Plan]:
-    """What needs no datasets: the layers that are trained, LoRAs of previews, and the checkpoint to continue from."""
+def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, problems: Problems) -> Plan:
+    """The rest of the road for training: its layers, what it continues, its datasets and its length."""
     config, source = plan.config, plan.source
-    targets = yield from trained_layers(config, plan.spec, source)
+    targets = problems.take(trained_layers(config, plan.spec, source))
     # Their layers are compared with those of the checkpoint, so not without one.
     if not source.problems():
-        yield from check_adapters(config, plan.spec.name, source, plan.prompts)
+        problems.extend(check_adapters(config, plan.spec.name, source, plan.prompts))
     lora_bytes = max((run.size for run in adapter_runs(config)), default=0) if plan.prompts else 0
     plan = replace(plan, lora_targets=targets, lora_bytes=lora_bytes)
     # Before the seed, which a continued run takes from its checkpoint.
-    resume = yield from check_resume(plan)
-    return replace(plan, resume=resume, seed=decide_seed(config.run.seed, resume))
-
-
-def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, problems: Problems) -> Plan:
-    """The rest of the road for training: what it continues, its datasets and its length."""
-    plan = problems.take(_compare(plan))
-    config = plan.config
+    resume = problems.take(check_resume(plan))
+    plan = replace(plan, resume=resume, seed=decide_seed(config.run.seed, resume))
     # The datasets, with all their files listed and measured.
     plan = replace(plan, datasets=build_datasets(entries, context, problems) if entries else [])
     if not plan.trained and not problems.are_fatal:

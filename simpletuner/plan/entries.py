@@ -12,7 +12,6 @@ from simpletuner.caching.catalogue import (
     AnyEntry,
     Catalogue,
     DatasetCaches,
-    Encoders,
     Entries,
     FeatureEntry,
     FeatureKind,
@@ -50,7 +49,10 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
     dtype = vae_dtype(config.precision, config.caching)
     text_folders = [present[role] for role in TEXT_ROLES if role in present]
     # By content: the same files under another path have the same keys.
-    encoders = Encoders(
+    return Catalogue(
+        datasets={dataset.id: _caches(plan, dataset) for dataset in plan.datasets},
+        prompts=text_folder(plan),
+        compress=config.caching.compress_disk_cache,
         vae=EncoderIdentity(
             family,
             checkpoint_identity(present["vae"]),
@@ -59,7 +61,7 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
             # On a GPU only: a float32 VAE runs without TF32, and entries from before that do not match.
             tf32=False if dtype == "fp32" and driver() else None,
         ),
-        text=EncoderIdentity(
+        text_encoder=EncoderIdentity(
             family,
             checkpoint_identity(*text_folders),
             text_encoder_dtype(config.precision),
@@ -71,8 +73,6 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
         clean=plan.spec.words.clean,
         prompt_holds_picture=plan.flavour.task in plan.spec.words.hold_picture,
     )
-    caches = {dataset.id: _caches(plan, dataset) for dataset in plan.datasets}
-    return Catalogue(encoders, caches, text_folder(plan), plan.config.caching.compress_disk_cache)
 
 
 def _caches(plan: Plan, dataset: Dataset) -> DatasetCaches:
@@ -191,7 +191,7 @@ def prompt_entries(plan: Plan, catalogue: Catalogue) -> list[TextEntry]:
     if not plan.prompts:
         return []
     pictures: list[Sample | None] = [None]
-    if catalogue.encoders.prompt_holds_picture:
+    if catalogue.prompt_holds_picture:
         sources = [each for each in preview_sources(plan) if each is not None]
         # The text encoder sees the picture, so every size is another embedding.
         pictures = [source.fitted(size) for source in sources for size in plan.sizes]

@@ -30,7 +30,6 @@ from simpletuner.memory.heap import trim_heap
 from simpletuner.memory.offload.attach import LayerQuantiser, Offload
 from simpletuner.memory.precision import DTYPES, quantise
 from simpletuner.models.adapter import (
-    CheckpointSetup,
     Encoder,
     EncoderQuantiser,
     FamilyAdapter,
@@ -288,7 +287,7 @@ def load_encoder(
 def build_adapter(plan: Plan) -> FamilyAdapter:
     """The adapter of the plan's family for its checkpoint."""
     use_size = plan.sizes[0] if plan.sizes else None
-    return load_adapter(plan.spec)(CheckpointSetup.of(plan.config, plan.flavour, plan.source, use_size))
+    return load_adapter(plan.spec)(plan.config, plan.flavour, plan.source, use_size)
 
 
 def fill_caches(plan: Plan, events: EventStream, share: Share) -> None:

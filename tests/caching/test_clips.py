@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from simpletuner.caching import fill
-from simpletuner.caching.catalogue import Catalogue, DatasetCaches, Encoders, LatentEntry, missing
+from simpletuner.caching.catalogue import Catalogue, DatasetCaches, LatentEntry, missing
 from simpletuner.caching.fill import fill_latents, prepared_picture, to_pixels
 from simpletuner.caching.keys import EncoderIdentity
 from simpletuner.caching.read import BatchReader, CacheStore
@@ -59,11 +59,11 @@ class Silent:
 
 @pytest.fixture
 def catalogue(tmp_path: Path) -> Catalogue:
-    encoders = Encoders(
-        vae=ENCODER, text=ENCODER, template="", max_length=8, clean=lambda text: text, prompt_holds_picture=False
-    )
     caches = DatasetCaches(tmp_path / "latents", tmp_path / "texts", True)
-    return Catalogue(encoders, {"films": caches}, tmp_path / "texts", True)
+    return Catalogue(
+        {"films": caches}, tmp_path / "texts", True, ENCODER, ENCODER, template="", max_length=8,
+        clean=lambda text: text, prompt_holds_picture=False,
+    )  # fmt: skip
 
 
 @pytest.fixture

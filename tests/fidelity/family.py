@@ -15,7 +15,6 @@ from PIL import Image
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
 from simpletuner.errors import Problems
-from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.kandinsky5.image import Kandinsky5ImageAdapter
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE
@@ -44,7 +43,7 @@ def make_adapter(checkpoint: Path, task: str = "t2i", **settings: Any) -> Kandin
     config = make_config(checkpoint, task, **settings)
     flavour = KANDINSKY5_IMAGE.flavour(f"{task}-lite-sft")
     source = ModelSource.from_config(KANDINSKY5_IMAGE, flavour, config)
-    return Kandinsky5ImageAdapter(CheckpointSetup.of(config, flavour, source))
+    return Kandinsky5ImageAdapter(config, flavour, source)
 
 
 def stock_pipeline(checkpoint: Path, task: str, size: tuple[int, int], template: Any) -> Any:

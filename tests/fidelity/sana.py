@@ -15,7 +15,6 @@ from PIL.Image import Image
 from simpletuner.config.load import Layer, resolve
 from simpletuner.config.schema import RunConfig
 from simpletuner.errors import Problems
-from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.sanavideo.spec import LTX2, SANA_VIDEO
 from simpletuner.models.sanavideo.video import SanaVideoAdapter
 from simpletuner.models.source import ModelSource
@@ -48,7 +47,7 @@ def make_sana_adapter(checkpoint: Path, **settings: Any) -> SanaVideoAdapter:
     config = make_sana_config(checkpoint, **settings)
     flavour = SANA_VIDEO.flavour(flavour_of(checkpoint))
     source = ModelSource.from_config(SANA_VIDEO, flavour, config)
-    return SanaVideoAdapter(CheckpointSetup.of(config, flavour, source))
+    return SanaVideoAdapter(config, flavour, source)
 
 
 def stock_pipeline(checkpoint: Path, task: str) -> Any:

@@ -18,7 +18,7 @@ from simpletuner.diffusion.batch import Batch
 from simpletuner.diffusion.flow import diffusion_loss, make_noisy, sample_noise, sample_sigmas
 from simpletuner.diffusion.seeds import Place
 from simpletuner.errors import Problems
-from simpletuner.models.adapter import CheckpointSetup, PreviewRequest, TextRequest
+from simpletuner.models.adapter import PreviewRequest, TextRequest
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.options import parse_rope_scale, rope_scale_of_size
@@ -51,7 +51,7 @@ def make_video_adapter(
     config = problems.take(resolve([Layer("test", list(values.items()))]))
     assert config is not None, problems
     source = ModelSource.from_config(KANDINSKY5_VIDEO, flavour, config)
-    return Kandinsky5VideoAdapter(CheckpointSetup.of(config, flavour, source, size))
+    return Kandinsky5VideoAdapter(config, flavour, source, size)
 
 
 def source_for(task: str) -> Image | None:

@@ -97,7 +97,7 @@ class Trained:
         self.keeps_saved = not precision.checkpoints_all
         # Without a checkpoint.
         self.adapter = Kandinsky5ImageAdapter.__new__(Kandinsky5ImageAdapter)
-        self.adapter.dtype, self.adapter.padding, self.adapter.takes_picture = self.dtype, self.padding, False
+        self.adapter.dtype, self.adapter.padding, self.adapter.task = self.dtype, self.padding, "t2i"
         self.layout = self.adapter.block_layout(self.model)
         self.fast = use_fast_blocks(self.model, self.padding) if recomputing else None
         enable_checkpointing(

@@ -181,9 +181,9 @@ def test_full_float32_of_a_gpu_is_part_of_the_latents_keys(
     with workspace.inside():
         catalogue = make_catalogue(make_plan(parse_arguments([f"vae_dtype={dtype}"])))
     assert catalogue is not None
-    assert catalogue.encoders.vae.tf32 is expected
-    assert catalogue.encoders.text.tf32 is None
-    assert ("tf32" in catalogue.encoders.vae.text) is (expected is False)
+    assert catalogue.vae.tf32 is expected
+    assert catalogue.text_encoder.tf32 is None
+    assert ("tf32" in catalogue.vae.text) is (expected is False)
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -14,7 +14,6 @@ from PIL import Image, ImageFilter
 
 from simpletuner.annexes.captions.dataset_page import caption_reader, colour_grid, motion, near_duplicates
 from simpletuner.config.sources import parse_arguments
-from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.registry import load_adapter
 from simpletuner.plan.build import make_plan
 from tests.clips import Clip
@@ -109,8 +108,8 @@ def test_captions_are_cut_where_the_encoder_cuts_them(
     workspace.write_datasets([{**DATASETS[0], "dataset_type": kind}, DATASETS[1]])
     with workspace.inside():
         found = make_plan(parse_arguments([]), "survey")
-        setup = CheckpointSetup.of(found.config, found.flavour, found.source)
-        encoder = load_adapter(found.spec)(setup).load_text_encoder(torch.device("cpu"), torch.float32)
+        adapter = load_adapter(found.spec)(found.config, found.flavour, found.source)
+        encoder = adapter.load_text_encoder(torch.device("cpu"), torch.float32)
         read = caption_reader(found)
         for count in range(1, len(LONG.split()) + 1):
             caption = " ".join(LONG.split()[:count])

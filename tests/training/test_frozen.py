@@ -18,7 +18,6 @@ from simpletuner.memory.heap import LARGE, large_tensors_apart
 from simpletuner.memory.offload.attach import Offload, streamed_blocks
 from simpletuner.memory.offload.image import WeightImage, leaves
 from simpletuner.memory.precision import DTYPES, quantise
-from simpletuner.models.adapter import CheckpointSetup
 from simpletuner.models.loading import DeferredWeights
 from simpletuner.models.registry import FAMILIES, load_adapter
 from simpletuner.models.source import ModelSource
@@ -56,7 +55,7 @@ def parts(checkpoint: Path, name: str = "kandinsky", **settings: Any) -> tuple[A
     config = make_config(checkpoint, model_family=family, model_flavour=flavour, **settings)
     spec = FAMILIES[family]
     source = ModelSource.from_config(spec, spec.flavour(flavour), config)
-    return config, load_adapter(spec)(CheckpointSetup.of(config, spec.flavour(flavour), source))
+    return config, load_adapter(spec)(config, spec.flavour(flavour), source)
 
 
 def read_at_once(adapter: Any, config: Any) -> nn.Module:

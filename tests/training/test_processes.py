@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simpletuner.caching.catalogue import Catalogue, DatasetCaches, Encoders
+from simpletuner.caching.catalogue import Catalogue, DatasetCaches
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.techniques import Route
 from simpletuner.data.sampler import PlannedBatch, Sampler
@@ -68,11 +68,11 @@ def test_samples_captions_and_dropout_are_those_of_one_process(catalogue: Catalo
 
 @pytest.fixture
 def catalogue(tmp_path: Path) -> Catalogue:
-    encoders = Encoders(
-        vae=ENCODER, text=ENCODER, template="", max_length=8, clean=lambda text: text, prompt_holds_picture=False
-    )
     caches = DatasetCaches(tmp_path / "latents", tmp_path / "texts", True)
-    return Catalogue(encoders, {"a": caches, "b": caches}, tmp_path / "texts", True)
+    return Catalogue(
+        {"a": caches, "b": caches}, tmp_path / "texts", True, ENCODER, ENCODER, template="", max_length=8,
+        clean=lambda text: text, prompt_holds_picture=False,
+    )  # fmt: skip
 
 
 def drawn(assembly: Assembly, batch: Batch, tread: Tread, world: World) -> dict[str, Tensor]:

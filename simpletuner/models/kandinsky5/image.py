@@ -22,7 +22,6 @@ from torch.nn.utils.rnn import pad_sequence
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds, upload
 from simpletuner.models.adapter import (
     BlockLayout,
-    CheckpointSetup,
     EncoderQuantiser,
     FamilyAdapter,
     LatentEncoder,
@@ -203,20 +202,25 @@ class Kandinsky5Adapter(FamilyAdapter):
     """One Kandinsky 5 checkpoint.
 
     Attributes:
-        takes_picture: the task starts from a picture (i2i, i2v).
         padding: the text mask of the loaded transformer.
-        rope_scale: divisors of the positions in time, height and width.
     """
 
     transformer_class = Kandinsky5Transformer3DModel
     padding: TextPadding
-    rope_scale: RopeScale = (1.0, 1.0, 1.0)  # of pictures: their pipelines never scale positions
 
-    def __init__(self, setup: CheckpointSetup) -> None:
-        super().__init__(setup)
-        self.options = setup.options.of(KandinskyOptions)
-        self.pipeline_class = getattr(diffusers, pipeline_name(self.task))
-        self.takes_picture = self.task in ("i2i", "i2v")
+    @property
+    def pipeline_class(self) -> Any:
+        return getattr(diffusers, pipeline_name(self.task))
+
+    @property
+    def takes_picture(self) -> bool:
+        """Whether the task starts from a picture."""
+        return self.task in ("i2i", "i2v")
+
+    @property
+    def rope_scale(self) -> RopeScale:
+        """Divisors of the positions in time, height and width. The pipelines of pictures never scale these."""
+        return 1.0, 1.0, 1.0
 
     def load_text_encoder(
         self, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None

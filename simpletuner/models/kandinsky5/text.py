@@ -23,6 +23,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, ProcessorMixin, Qwen2_5_V
 from simpletuner.diffusion.batch import TextEmbeds
 from simpletuner.models.adapter import EncoderQuantiser, TextEncoder, TextRequest
 from simpletuner.models.kandinsky5.loading import load_processor
+from simpletuner.models.kandinsky5.options import KandinskyOptions
 from simpletuner.models.kandinsky5.spec import COMPONENTS, TEMPLATES
 from simpletuner.models.kandinsky5.templates import OFFICIAL, TemplateName, TextTemplate, clean_caption
 from simpletuner.models.loading import load_whole, told_plainly
@@ -70,8 +71,10 @@ class Kandinsky5TextEncoder(TextEncoder):
         self, adapter: Kandinsky5Adapter, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None
     ) -> None:
         source, words, self.device = adapter.source, adapter.spec.words, device
-        self.template = template = select_template(adapter.options.text_template, TEMPLATES[adapter.task])
-        self.max_length = words.length(adapter.setup.text)
+        self.template = template = select_template(
+            adapter.options.of(KandinskyOptions).text_template, TEMPLATES[adapter.task]
+        )
+        self.max_length = words.length(adapter.text)
         with told_plainly(source["tokenizer"]):
             self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
         with told_plainly(source["tokenizer_2"]):

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from simpletuner.diffusion.batch import NoisyBatch
 from simpletuner.diffusion.flow import hold_first_frame
-from simpletuner.models.adapter import BlockLayout, CheckpointSetup
+from simpletuner.models.adapter import BlockLayout
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.kandinsky5.cost import attention_heads
 from simpletuner.models.kandinsky5.image import Kandinsky5Adapter, SampledLatents, channels_last
-from simpletuner.models.kandinsky5.options import is_sparse, rope_scale_of_size
+from simpletuner.models.kandinsky5.options import KandinskyOptions, RopeScale, is_sparse, rope_scale_of_size
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_VIDEO
 from simpletuner.models.loading import attend_by_frame, slice_convolutions
 
@@ -38,18 +38,20 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
 
     spec, encoder_class = KANDINSKY5_VIDEO, HunyuanLatentEncoder
 
-    def __init__(self, setup: CheckpointSetup) -> None:
-        super().__init__(setup)
-        self.rope_scale = self.options.rope_scale or rope_scale_of_size(setup.use_size, setup.flavour.name)
-        self._tiles: nabla.TileAttention | None = None
-        self._settings: dict[str, Any] = {}
-        self._fast: FastBlocks | None = None
+    _settings: dict[str, Any]  # of the loaded transformer
+    _tiles: nabla.TileAttention | None = None
+    _fast: FastBlocks | None = None
+
+    @property
+    def rope_scale(self) -> RopeScale:
+        explicit = self.options.of(KandinskyOptions).rope_scale
+        return explicit or rope_scale_of_size(self.use_size, self.flavour.name)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
         encoder = HunyuanLatentEncoder(self.load_vae(device, dtype), device, dtype)
         # The same values without the stock mask, which has tokens² entries.
         attend_by_frame(encoder.vae)
-        if self.setup.caching.vae_enable_patch_conv:
+        if self.caching.vae_enable_patch_conv:
             encoder.use_less_memory()
         return encoder
 

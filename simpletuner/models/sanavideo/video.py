@@ -70,8 +70,8 @@ class SanaTextEncoder(TextEncoder):
     def __init__(
         self, adapter: SanaVideoAdapter, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None
     ) -> None:
-        source, self.max_length, self.device = adapter.source, adapter.spec.words.length(adapter.setup.text), device
-        options = adapter.setup.options.of(SanaOptions)
+        source, self.max_length, self.device = adapter.source, adapter.spec.words.length(adapter.text), device
+        options = adapter.options.of(SanaOptions)
         self.motion_score, instruction = options.sana_motion_score, options.sana_complex_human_instruction
         self.instruction = "\n".join(pipeline_instruction() if instruction is True else instruction)
         with told_plainly(source["tokenizer"]):
@@ -317,7 +317,7 @@ class SanaVideoAdapter(FamilyAdapter):
 
     def load_sampler(self, shift: float | None, *, from_picture: bool) -> Any:
         if from_picture:
-            return with_solver(FlowMatchEulerDiscreteScheduler(shift=I2V_SHIFT), self.setup.solver)
+            return with_solver(FlowMatchEulerDiscreteScheduler(shift=I2V_SHIFT), self.solver)
         return super().load_sampler(None, from_picture=False)
 
     def load_preview_pipeline(
