@@ -265,7 +265,10 @@ def test_lora_targets_that_match_nothing(workspace: Workspace, capsys: Capture) 
     [
         ("init_lora=nothing.safetensors", "init_lora: 'nothing.safetensors' does not exist."),
         ("validation_adapter_path=/no/such", "validation_adapter_path: '/no/such' does not exist."),
-        ("validation_adapter_path=~nouser/x", "validation_adapter_path: '~nouser/x' starts with the home folder of an unknown user."),
+        (
+            "validation_adapter_path=~nouser/x",
+            "validation_adapter_path: '~nouser/x' starts with the home folder of an unknown user.",
+        ),
         ("webhook_config=~nouser/x", "webhook_config: '~nouser/x' does not exist"),
         (f"webhook_config={'x' * 300}", "does not exist; it is a file, an object or a list of objects"),
         ("user_prompt_library=nothing.json", "user_prompt_library: the file 'nothing.json' does not exist."),
