@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,26 +37,28 @@ EXPONENTS = {
 }
 
 
-def header_end(head: bytes) -> int:
-    """Offset of the tensor data, from the first eight bytes or more.
+def read_header(path: Path) -> dict[str, Any]:
+    """The header of a file, without its data.
 
     Raises:
-        ValueError: the claimed length is impossible.
+        ValueError: not a safetensors file.
     """
-    length = int.from_bytes(head[:LENGTH_BYTES], "little")
-    if length > LONGEST_HEADER:
-        raise ValueError("it has no header (perhaps it is a pointer that git lfs has not replaced)")
-    return LENGTH_BYTES + length
+    with path.open("rb") as file:
+        return read_head(file)[1]
 
 
-def split_header(blob: bytes) -> tuple[int, dict[str, Any]]:
-    """Offset of the tensor data and the parsed header of a file's bytes.
+def read_head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
+    """The bytes before the data of the tensors, and the header in them; the data are read next.
 
     Raises:
         ValueError: there is no readable header.
     """
-    start = header_end(blob)
-    return start, _parse(blob[LENGTH_BYTES:start])
+    length = file.read(LENGTH_BYTES)
+    size = int.from_bytes(length, "little")
+    if size > LONGEST_HEADER:
+        raise ValueError("it has no header (perhaps it is a pointer that git lfs has not replaced)")
+    text = file.read(size)
+    return length + text, _parse(text)
 
 
 def _parse(text: bytes) -> dict[str, Any]:
@@ -112,25 +115,6 @@ def join_header(header: dict[str, Any], data: bytes | memoryview) -> bytes:
 
 def with_metadata(blob: bytes, metadata: dict[str, str]) -> bytes:
     """A safetensors file with its metadata replaced."""
-    start, header = split_header(blob)
+    head, header = read_head(BytesIO(blob))
     header[METADATA] = metadata
-    return join_header(header, memoryview(blob)[start:])
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """The header of a file, without its data.
-
-    Raises:
-        ValueError: not a safetensors file.
-    """
-    with path.open("rb") as file:
-        return header_in(file)
-
-
-def header_in(file: BinaryIO) -> dict[str, Any]:
-    """The header of an open file, of which the data are read next.
-
-    Raises:
-        ValueError: not a safetensors file.
-    """
-    return _parse(file.read(header_end(file.read(LENGTH_BYTES)) - LENGTH_BYTES))
+    return join_header(header, memoryview(blob)[len(head) :])

@@ -11,6 +11,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import zstandard
 from simpletuner.atomic import write_atomically
 from simpletuner.caching.keys import canonical_json
 from simpletuner.errors import SimpleTunerError
-from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, join_header, not_finite, split_header
+from simpletuner.headers import METADATA, join_header, not_finite, read_head
 
 ENTRY_SUFFIX = ".safetensors.zst"
 ENTRY_NAME = re.compile(rf"([0-9a-f]{{64}}){re.escape(ENTRY_SUFFIX)}")
@@ -63,9 +64,9 @@ def store_entry(folder: Path, key: str, blob: bytes, provenance: dict[str, str],
     Raises:
         DiskFullError: no partial entry is left, and an existing one is kept.
     """
-    start, header = split_header(blob)
+    head, header = read_head(BytesIO(blob))
     header[METADATA] = {**provenance, KEY: key}
-    data = memoryview(blob)[start:]
+    data = memoryview(blob)[len(head) :]
     header[METADATA][CHECKSUM] = _checksum(header, data)
     # A frame in both cases, so that readers need not know how an entry was written.
     packer = zstandard.ZstdCompressor(level=ZSTD_LEVEL if compress else STORED_LEVEL)
@@ -84,7 +85,7 @@ def read_entry(folder: Path, key: str) -> bytes:
         if path.stat().st_size > LARGEST_ENTRY:
             raise ValueError("larger than any entry")
         source = zstandard.ZstdDecompressor().stream_reader(path.read_bytes())
-        head, header = _read_head(source)
+        head, header = read_head(source)
         # A frame of a few kilobytes can decompress to any number of gigabytes.
         end = max((entry["data_offsets"][1] for name, entry in header.items() if name != METADATA), default=0)
         if end > LARGEST_ENTRY:
@@ -112,21 +113,10 @@ def read_provenance(path: Path) -> dict[str, str]:
     """
     try:
         with path.open("rb") as file:
-            metadata = _read_head(zstandard.ZstdDecompressor().stream_reader(file))[1][METADATA]
+            metadata = read_head(zstandard.ZstdDecompressor().stream_reader(file))[1][METADATA]
         return {name: text for name, text in metadata.items() if name not in (KEY, CHECKSUM)}
     except UNREADABLE as error:
         raise DamagedEntryError(f"{path}: damaged cache entry ({error})") from error
-
-
-def _read_head(source: zstandard.ZstdDecompressionReader) -> tuple[bytes, dict[str, Any]]:
-    """The bytes before the data of the tensors, and the header in them.
-
-    Raises:
-        ValueError: there is no readable header.
-    """
-    head = source.read(LENGTH_BYTES)
-    head += source.read(header_end(head) - len(head))
-    return head, split_header(head)[1]
 
 
 def _checksum(header: dict[str, Any], data: bytes | memoryview) -> str:

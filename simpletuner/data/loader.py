@@ -9,10 +9,10 @@ the default dtype of the whole process: what another thread creates would end up
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
 from queue import SimpleQueue
@@ -121,13 +121,8 @@ class Errands(SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]):
     are_over = False  # nobody makes them any more
 
 
-class _Reading(threading.local):
-    """What a reading thread leaves to the loop's thread; None in every other thread."""
-
-    errands: Errands | None = None
-
-
-_READING = _Reading()
+# Of this thread; None unless it reads ahead.
+_ERRANDS: ContextVar[Errands | None] = ContextVar("errands", default=None)
 ERRAND_SECONDS = 0.1  # after which a reading thread looks whether the loop is over
 
 
@@ -137,7 +132,7 @@ def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int
     errands = Errands()
 
     def begin() -> None:
-        _READING.errands = errands
+        _ERRANDS.set(errands)
         if gpu is not None:  # a thread starts with the first, where locking pages would take memory
             torch.cuda.set_device(gpu)
 
@@ -172,7 +167,7 @@ def _run(call: Callable[[], Any], result: Future[Any]) -> None:
 
 def in_loop(call: Callable[[], Result]) -> Result:
     """The result of a call that the loop's thread makes, wherever it is needed: when it wants the next batch."""
-    errands, result = _READING.errands, Future[Result]()
+    errands, result = _ERRANDS.get(), Future[Result]()
     if errands is None:
         return call()
     errands.put((call, result))

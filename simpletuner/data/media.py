@@ -172,17 +172,9 @@ PICTURE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", 
 
 # What Pillow's readers raise on damaged data. Not MemoryError, which is not the file's fault.
 DAMAGE = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    LookupError,
-    EOFError,
-    ArithmeticError,
-    struct.error,
-    zlib.error,
+    OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, ArithmeticError, struct.error, zlib.error,
     NotImplementedError,
-)
+)  # fmt: skip
 
 SIDEWAYS = frozenset({5, 6, 7, 8})
 # By the EXIF orientation.

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.values import home_path, read_json
 from simpletuner.errors import Problem, Reading, UserError, did_you_mean, shorten
-from simpletuner.headers import EXPONENTS, LENGTH_BYTES, METADATA, header_end, not_finite, read_header
+from simpletuner.headers import EXPONENTS, METADATA, not_finite, read_head, read_header
 from simpletuner.models.source import HUB_ID, WeightsError, tensor_shapes, weights_header
 from simpletuner.models.spec import FamilySpec
 
@@ -244,8 +244,8 @@ def _fault(path: Path, size: int, mtime_ns: int) -> str:
     except WeightsError as error:
         return str(error)
     with path.open("rb") as file:
-        start, data = header_end(file.read(LENGTH_BYTES)), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if guilty := not_finite(header, memoryview(data)[start:]):
+        (head, _), data = read_head(file), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if guilty := not_finite(header, memoryview(data)[len(head) :]):
         return f"holds NaN or infinite values in {shorten(guilty, 3)}"
     return ""
 

@@ -20,7 +20,7 @@ from typing import Any
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.values import home_path
 from simpletuner.errors import Problem, UserError, shorten
-from simpletuner.headers import LENGTH_BYTES, METADATA, header_end, read_header
+from simpletuner.headers import METADATA, read_head
 from simpletuner.models.spec import FamilySpec, Flavour
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -62,10 +62,9 @@ def weights_header(path: Path) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def _header(path: Path, size: int, mtime_ns: int) -> dict[str, Any]:
     """Cached by size and modification time: several parts of a plan read the same header."""
-    header = read_header(path)
     with path.open("rb") as file:
-        start = header_end(file.read(LENGTH_BYTES))
-    end = start + max((entry["data_offsets"][1] for name, entry in header.items() if name != METADATA), default=0)
+        head, header = read_head(file)
+    end = len(head) + max((entry["data_offsets"][1] for name, entry in header.items() if name != METADATA), default=0)
     if size < end:
         raise WeightsError(f"is truncated: {size} of {end} bytes are there")
     return header

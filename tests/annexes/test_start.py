@@ -219,7 +219,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
         (["empty"], "empty holds no pictures and no clips."),
         (["run"], "It has a config: simpletuner train --config run/config.json."),
         (["mixed"], "mixed holds pictures (1) and clips (1); give each a folder of its own"),
-        (["half"], "1 of 2 files have no caption (1.png is the first). --caption writes them"),
+        (["half"], "1 of 3 files have no caption (1.png is the first). --caption writes them"),
         (["cat", "--purpose", "styel"], "--purpose 'styel' is not one of: subject, style. Did you mean 'style'?"),
         (["cat", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image, demo."),
         (["pairs"], "pairs/after holds no pictures."),
@@ -238,6 +238,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
 def test_what_cannot_be_started(arguments: list[str], told: str, commands: list[list[str]], capsys: Capture) -> None:
     put_pictures(Path("cat"), 1)
     put_pictures(Path("half"), 2, captions=1)
+    Path("half/0-link.png").symlink_to("nowhere.png")  # the plan lists it; it needs no caption
     put_pictures(Path("mixed"), 1)
     write_clip(Path("mixed/a.mp4"), seconds=0.5, size=(64, 48))
     for folder in ("empty", "run", "config/old", "pairs/before", "pairs/after"):
@@ -373,7 +374,7 @@ def test_what_fits_comes_first(monkeypatch: pytest.MonkeyPatch, commands: list[l
 def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     kind: str, commands: list[list[str]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_pictures(Path("pictures"), 6, captions=0)
+    put_pictures(Path("pictures"), 6, captions=0, size=(90, 90))
     Path("clips").mkdir()
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(96, 80))
     model = {"pictures": "demo", "clips": "demo-video"}[kind]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 
 from simpletuner.caching import keys
 from simpletuner.caching.keys import hash_text
-from simpletuner.headers import read_header
+from simpletuner.headers import read_head
 from simpletuner.models import source
 from tests.workspace import DATASETS, Workspace
 
@@ -50,9 +49,9 @@ def test_a_start_digests_every_key_once_and_reads_every_header_once(
     settings = "eval_steps_interval=2", "validation_disable=true"
     assert workspace.run("cache", "fill", *settings) == 0
     hashed: list[str] = []
-    headers: list[Path] = []
+    headers: list[str] = []
     monkeypatch.setattr(keys, "hash_text", lambda text: hashed.append(text) or hash_text(text))
-    monkeypatch.setattr(source, "read_header", lambda path: headers.append(path) or read_header(path))
+    monkeypatch.setattr(source, "read_head", lambda file: headers.append(file.name) or read_head(file))
     source._header.cache_clear()
     assert workspace.run("cache", "fill", *settings) == 0
     pictures = 8

@@ -155,10 +155,11 @@ def test_every_file_is_used_or_has_a_reason(workspace: Workspace, capsys: Captur
     (folder / "p1.png").write_bytes(b"no picture")
     (folder / "notes.doc").write_text("x")
     (folder / "lonely.txt").write_text("x")
+    (folder / "red\x1b[31m\nrow.doc").write_text("x")
     shown = plan(workspace, capsys)
-    for name in ("p0.png", "p1.png", "notes.doc", "lonely.txt"):
+    for name in ("p0.png", "p1.png", "notes.doc", "lonely.txt", r"red\x1b[31m\nrow.doc"):
         assert f"  {name}: not used, " in shown
-    assert "6 of 10 files are used" in shown
+    assert "6 of 11 files are used" in shown
 
 
 def test_it_knows_what_is_cached(filled: Workspace, capsys: Capture) -> None:

@@ -59,11 +59,6 @@ class Mask:
             return None
         return cls(masks.root / own, stamp_of(masks.facts[own]), dataset.white.get(own))
 
-    @property
-    def can_be_painted(self) -> bool:
-        """The page writes no other format, and clips keep their frames."""
-        return self.path.suffix.lower() == ".png"
-
 
 @dataclass(frozen=True)
 class Shown:

@@ -31,7 +31,7 @@ from simpletuner.config.schema import all_options
 from simpletuner.config.values import typed
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, visible
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, previews_of_a_round
 from simpletuner.redaction import redact_settings
@@ -134,7 +134,7 @@ def _ledger_lines(dataset: Dataset) -> Iterator[str]:
     # In a long ledger, people look for what is missing.
     shown = dataset.ledger() if total <= LONGEST_LEDGER else dataset.unused()
     for entry in shown[:LONGEST_LEDGER]:
-        yield f"  {entry.name}: {_fate(entry)}"
+        yield visible(f"  {entry.name}: {_fate(entry)}")
     if len(shown) > LONGEST_LEDGER:
         yield f"  and {len(shown) - LONGEST_LEDGER} more"
 

@@ -131,16 +131,8 @@ class Runs:
             raise Refusal(404, f"There is no config {config!r}.")
         return file
 
-    def resume(self, run: Run, settings: Mapping[str, Any]) -> Run:
-        """Start a run again as it was started before, with further settings, wherever its config writes to by now.
-
-        Raises:
-            Refusal: as `start`, and 400 if its config is not known.
-        """
-        return self.start(run.config, self.settings_of(run, settings))
-
     def settings_of(self, run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
-        """What a run is started with besides its config, when it is started again.
+        """What a run is started with besides its config, when it is started again, wherever that writes to by now.
 
         Raises:
             Refusal: 400 if its config is not known, 404 if that is gone.

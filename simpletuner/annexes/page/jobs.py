@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from simpletuner.annexes.page.control import Runs, ask, send
-from simpletuner.annexes.page.live import runs_of
+from simpletuner.annexes.page.live import asked_for, runs_of
 from simpletuner.annexes.page.project import Refusal, project_of, wanted
 from simpletuner.annexes.queue import RUNNING, Job, Queue
 from simpletuner.annexes.report import html
@@ -88,13 +88,8 @@ def queue_of(request: Request) -> Queue:
 
 def add(request: Request, body: dict[str, Any]) -> Response:
     """Let a training wait: `{"run": ID, "settings": {...}}` or `{"config": NAME, "settings": {...}}`."""
-    runs, settings = runs_of(request), wanted({"settings": {}, **body}, "settings", dict)
-    if "run" in body:
-        run = runs.find(str(body["run"]))
-        config, settings = run.config, runs.settings_of(run, settings)
-    else:
-        config = str(body.get("config", "config"))
-    run = runs.started_by(config, settings)
+    config, settings = asked_for(request, body)
+    run = runs_of(request).started_by(config, settings)
     job = queue_of(request).add("train", str(run.folder), config=config, settings=settings)
     return JSONResponse({"job": job.id, "run": run.id}, 202)
 

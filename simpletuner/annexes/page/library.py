@@ -18,7 +18,7 @@ from simpletuner.annexes.page.files import Configuration
 from simpletuner.annexes.page.jobs import log_of, queue_of
 from simpletuner.annexes.page.live import runs_of
 from simpletuner.annexes.page.project import Project, Refusal, chosen_by, problems_json, project_of
-from simpletuner.annexes.queue import RUNNING, WAITING
+from simpletuner.annexes.queue import RUNNING, WAITING, Job
 from simpletuner.annexes.report.html import THUMBNAIL_SIDE, render, webp
 from simpletuner.annexes.runs import ACTIVE, PROMPT, Run, printed
 from simpletuner.config.datasets import DatasetConfig, read_datasets
@@ -34,7 +34,7 @@ from simpletuner.plan.build import settle_task
 from simpletuner.plan.environment import why_not_writable
 
 PAGE = 60
-MASK_SIDE = 1024  # of a picture that is painted on; a latent position averages 8x8 pixels of the training size
+PAINTED_SIDE = 1024  # of a picture whose mask is painted; a latent position averages 8x8 pixels of it
 FIRST = 5  # changes in a preview
 FOR_EVER = {"Cache-Control": "private, max-age=31536000, immutable"}  # the address changes with the file
 _decoding = threading.Semaphore(usable_cores())  # a picture may take hundreds of megabytes while it is decoded
@@ -214,7 +214,7 @@ def edit_in(library: Library, body: Mapping[str, Any]) -> editing.Edit:
 def start_captioning(request: Request, body: dict[str, Any]) -> Response:
     """Let a job wait that captions the files without one: `{"config", "dataset", "style", "trigger"}`."""
     library, project, name = editable(request, body), project_of(request), str(body.get("config") or "config")
-    if captioning_state_of(request)["running"]:
+    if (job := captioning_job(request)) and job.state in (WAITING, RUNNING):
         raise Refusal(409, "Captions are being written, or wait for it in the queue.")
     folder = project.inside(library.context.output_dir)
     if problem := why_not_writable("output_dir", folder):
@@ -228,19 +228,19 @@ def start_captioning(request: Request, body: dict[str, Any]) -> Response:
 
 def captioning_state(request: Request) -> Response:
     """Whether captions are being written, for which dataset, by which job, and what it prints."""
-    return JSONResponse(captioning_state_of(request))
-
-
-def captioning_state_of(request: Request) -> dict[str, Any]:
-    """The newest job that writes captions."""
-    job = next((job for job in reversed(queue_of(request).read()) if job.command == "caption"), None)
-    if job is None:
-        return {"job": "", "dataset": "", "running": False, "message": ""}
+    if (job := captioning_job(request)) is None:
+        return JSONResponse({"running": False})
     forget_listings()
     said = printed(log_of(job)).rpartition(PROMPT)[2].partition("\n")[2].strip()
     message = job.message or "Waits for its turn in the queue on the tab Run." if job.state == WAITING else said
     dataset = job.options[0].removeprefix("--dataset=")
-    return {"job": job.id, "dataset": dataset, "running": job.state in (WAITING, RUNNING), "message": message}
+    is_running = job.state in (WAITING, RUNNING)
+    return JSONResponse({"job": job.id, "dataset": dataset, "running": is_running, "message": message})
+
+
+def captioning_job(request: Request) -> Job | None:
+    """The newest job that writes captions."""
+    return next((job for job in reversed(queue_of(request).read()) if job.command == "caption"), None)
 
 
 def media_file(project: Project, path: str) -> Path:
@@ -256,16 +256,13 @@ def media_file(project: Project, path: str) -> Path:
 
 
 def send_thumbnail(request: Request) -> Response:
-    """A small picture of a file, of a clip its first frame: `?path=FILE&stamp=TEXT`; a larger one with `&large=1`, and
-    with `&behind=black` what is transparent is black, as in masks."""
-    asked = request.query_params
-    file = media_file(project_of(request), asked.get("path", ""))
-    side = MASK_SIDE if "large" in asked else THUMBNAIL_SIDE
-    background = "black" if asked.get("behind") == "black" else "white"
+    """A small picture of a file, of a clip its first frame: `?path=FILE&stamp=TEXT`; a larger one with `&large=1`."""
+    file = media_file(project_of(request), request.query_params.get("path", ""))
+    side = PAINTED_SIDE if "large" in request.query_params else THUMBNAIL_SIDE
     try:
         with _decoding:
-            frames = frames_of(file, 1, 1.0, probe_clip(file) if is_clip(file) else None, background)
-            return Response(webp(next(frames), side), media_type="image/webp", headers=FOR_EVER)
+            frame = next(iter(frames_of(file, 1, 1.0, probe_clip(file) if is_clip(file) else None)))
+            return Response(webp(frame, side), media_type="image/webp", headers=FOR_EVER)
     except MediaError as error:
         raise Refusal(422, f"{file.name} {error}.") from None
 

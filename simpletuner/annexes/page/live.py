@@ -72,12 +72,17 @@ def summaries(request: Request) -> Response:
 
 def start(request: Request, body: dict[str, Any]) -> Response:
     """Start a config, or a run again: `{"config": NAME, "settings": {...}}` or `{"run": ID, "settings": {...}}`."""
-    runs, settings = runs_of(request), wanted({"settings": {}, **body}, "settings", dict)
-    if "run" in body:
-        run = runs.resume(runs.find(str(body["run"])), settings)
-    else:
-        run = runs.start(str(body.get("config", "config")), settings)
+    run = runs_of(request).start(*asked_for(request, body))
     return JSONResponse({"run": run.id}, 202)
+
+
+def asked_for(request: Request, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The config and the settings besides it that a request wants to train with: of a run, as it was started before."""
+    runs, settings = runs_of(request), wanted({"settings": {}, **body}, "settings", dict)
+    if "run" not in body:
+        return str(body.get("config", "config")), settings
+    run = runs.find(str(body["run"]))
+    return run.config, runs.settings_of(run, settings)
 
 
 def renew(request: Request, body: dict[str, Any]) -> Response:

@@ -10,7 +10,6 @@ import base64
 import binascii
 import io
 import threading
-from itertools import chain, count
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,7 +20,7 @@ from starlette.responses import Response
 from simpletuner.annexes.captions.editing import ChangedMeanwhileError
 from simpletuner.annexes.captions.library import Library, forget_listings, inspected, stamp_of
 from simpletuner.annexes.page.files import Configuration, add_dataset, shown, writable
-from simpletuner.annexes.page.library import MASK_SIDE, after_change, changed_meanwhile, name_in, opened
+from simpletuner.annexes.page.library import after_change, changed_meanwhile, name_in, opened
 from simpletuner.annexes.page.project import Project, Refusal, project_of
 from simpletuner.atomic import write_atomically
 from simpletuner.config.values import Size
@@ -33,7 +32,7 @@ from simpletuner.data.media import PICTURE_SUFFIXES, decode
 from simpletuner.errors import UserError
 
 DATA_URI = "data:image/png;base64,"
-SHORTEST_SIDE = 128  # pixels that keep the ratio of a very long file
+WHITE_SIDE = 128  # pixels of the shorter side of a white mask, which keep the ratio of its file
 MOST_FILLED = 5000
 # Between the look at a mask and its replacement, no other request may replace it.
 _painting = threading.Lock()
@@ -47,9 +46,9 @@ def put_mask(request: Request, body: dict[str, Any]) -> Response:
         raise Refusal(403, library.unpaintable)
     name, seen = name_in(library, body), request.headers.get("if-match", "").strip('"')
     saved = Configuration.saved(project, str(body.get("config") or "config"))
-    known = library.masks
-    entry = known.model_dump(include={"id", "instance_data_dir"}) if known else entry_of_masks(project, library)
-    datasets = shown(project, saved.datasets if known else writable(project, saved.datasets))
+    if library.masks is None:
+        writable(project, saved.datasets)  # or it raises, before there is a mask that nobody reads
+    entry = library.masks.model_dump() if library.masks else entry_of_masks(project, library)
     try:
         folder = project.inside(entry["instance_data_dir"])
         filled = write_mask(library, folder, name, str(body.get("mask", "")), seen)
@@ -57,19 +56,20 @@ def put_mask(request: Request, body: dict[str, Any]) -> Response:
         return changed_meanwhile(library, name, error)
     forget_listings()
     notes = [f"Of {filled} more a white mask was made: they are learned whole, as before."] if filled else []
-    if not known:
+    if library.masks is None:
         add_dataset(saved, entry)
-        notes.append(f"{datasets} has a new dataset, {entry['id']}.")
+        notes.append(f"{shown(project, saved.datasets)} has a new dataset, {entry['id']}.")
     return after_change(request, body, *notes, is_mask=True)
 
 
 def entry_of_masks(project: Project, library: Library) -> dict[str, Any]:
     """A dataset of masks for one that has none."""
     ids, name = {each.id for each in library.entries}, f"{library.entry.id}-masks"
-    name = next(each for each in chain([name], (f"{name}-{number}" for number in count(2))) if each not in ids)
-    folder = project.inside(library.root.with_name(f"{library.root.name}_masks"))
-    linked = {"source_dataset_id": library.entry.id, "instance_data_dir": shown(project, folder)}
-    return {"id": name, "type": "local", "dataset_type": "conditioning", "conditioning_type": "mask", **linked}
+    while name in ids:
+        name += "-2"
+    folder = shown(project, project.inside(library.root.with_name(f"{library.root.name}_masks")))
+    kind = {"type": "local", "dataset_type": "conditioning", "conditioning_type": "mask"}
+    return {"id": name, **kind, "source_dataset_id": library.entry.id, "instance_data_dir": folder}
 
 
 def write_mask(library: Library, folder: Path, name: str, sent: str, seen: str) -> int:
@@ -106,7 +106,8 @@ def write_mask(library: Library, folder: Path, name: str, sent: str, seen: str) 
         facts = inspected(library.root, list(bare.values()))
         sizes = {each: fact.picture_size for each, fact in facts.items() if fact.problem is None}
         for each, size in sizes.items():
-            white = Image.new("L", _painted_size(size), 255)
+            factor = max(1, min(size) // WHITE_SIDE)
+            white = Image.new("L", (size[0] // factor, size[1] // factor), 255)
             write_atomically(folder / PurePosixPath(each).with_suffix(".png"), _as_png(white), durable=False)
         return len(sizes)
 
@@ -124,17 +125,11 @@ def _received(sent: str, size: Size) -> Image.Image:
     except MediaError as error:
         raise UserError(f"The mask {error}.") from None
     if is_stretched(size, mask.size):
-        message = f"The mask is {mask.width}x{mask.height} and its file {size[0]}x{size[1]}, another ratio."
-        raise UserError(message)
+        given, own = ("x".join(map(str, each)) for each in (mask.size, size))
+        raise UserError(f"The mask is {given} and its file {own}, another ratio.")
     if mask.getbbox() is None:
         raise UserError("The mask is black: nothing would be learned from the file. Leave the file out instead.")
     return mask
-
-
-def _painted_size(size: Size) -> Size:
-    """The size of a mask for a file, as `mask.js` has it."""
-    scale = min(1, max(MASK_SIDE / max(size), SHORTEST_SIDE / min(size)))
-    return round(size[0] * scale), round(size[1] * scale)
 
 
 def _as_png(mask: Image.Image) -> bytes:

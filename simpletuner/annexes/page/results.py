@@ -18,7 +18,7 @@ from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import PreviewGrid, build_grid, pages_of, steps_of
 from simpletuner.annexes.report.sheet import Sheet, samples_in
 from simpletuner.annexes.runs import Run
-from simpletuner.headers import header_in, join_header, read_header
+from simpletuner.headers import join_header, read_head, read_header
 from simpletuner.models import lora_keys
 from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, LoraForm
 from simpletuner.models.registry import FAMILIES
@@ -105,12 +105,10 @@ def send_lora(request: Request) -> Response:
     if form != other or obstacle:
         raise Refusal(404, obstacle or f"form: {form!r} is not {other}, the form that the file is not in.")
     file = path.open("rb")
-    head = join_header(lora_keys.rename(header_in(file), other), b"")
-    headers = {
-        "Content-Length": str(len(head) + os.fstat(file.fileno()).st_size - file.tell()),
-        "Content-Disposition": whole.headers["Content-Disposition"],
-    }
-    return StreamingResponse(_in_parts(head, file), media_type=AS_IT_IS, headers=headers)
+    head = join_header(lora_keys.rename(read_head(file)[1], other), b"")
+    length = len(head) + os.fstat(file.fileno()).st_size - file.tell()
+    headers = {**whole.headers, "accept-ranges": "none", "content-length": str(length)}
+    return StreamingResponse(_in_parts(head, file), headers=headers)
 
 
 def _in_parts(head: bytes, rest: BinaryIO) -> Iterator[bytes]:

@@ -98,7 +98,8 @@ class Material:
 
     @cached_property
     def uncaptioned(self) -> list[str]:
-        return [name for name in self.files.files if pair_key(name) not in self.files.captions]
+        names = (name for name in self.files.files if pair_key(name) not in self.files.captions)
+        return [name for name in names if (self.folder / name).is_file()]  # no link to nowhere
 
     def mentions(self, words: str) -> bool:
         """Whether most captions contain these words."""

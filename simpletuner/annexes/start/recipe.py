@@ -170,6 +170,9 @@ class Start:
         """The content of the dataset file."""
         trained, *others = read_example(self.example, "multidatabackend.json")
         others = [each for each in others if not each.get("is_regularisation_data")]  # of the demo's own clips
+        if self.is_demo:  # its entry is about its own files
+            del trained["minimum_image_size"]
+            trained["id"] = f"my-{self.material.noun}"
         square = trained["crop_aspect"] == "square"
         trained |= {
             "instance_data_dir": self._written(self.material.folder),
