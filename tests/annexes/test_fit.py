@@ -228,6 +228,17 @@ def test_compiled_blocks_count_where_they_were_measured(
     assert kernels_on(chosen, FAMILIES[family], is_gpu=is_gpu) == Kernels(compiled, is_gpu)
 
 
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_card_that_this_torch_cannot_use_is_taken_to_compile(
+    elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simpletuner.budget.device.torch_uses_gpus", lambda: not elsewhere)
+    monkeypatch.setattr("simpletuner.config.speed.has_compiler", lambda: False)
+    lite = config("kandinsky5-video", speed="auto"), FAMILIES["kandinsky5-video"]
+    assert kernels_on(*lite, is_gpu=True).compiled is elsewhere
+    assert not kernels_on(*lite, is_gpu=False).compiled
+
+
 def test_all_compiled_blocks_of_sana_are_kept_on_80_gb() -> None:
     """Of diffusers' code, compiled, there was room for half of them."""
     before, mine = budget(gpu(80), SANA, "2b-480p", speed="auto"), parts("sanavideo", "2b-480p")
