@@ -19,7 +19,7 @@ from simpletuner.models.cost import BYTES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import Listing, text_folder
-from simpletuner.plan.environment import existing, why_not_writable
+from simpletuner.plan.environment import existing
 
 COMPRESSED = 0.8  # size of a latent compressed with zstd, relative to uncompressed
 USUAL_CAPTION = 0.25  # tokens of a usual caption, relative to the longest allowed
@@ -85,12 +85,9 @@ def latent_bytes(spec: FamilySpec, sample: Sample) -> float:
 
 
 def check_disk(plan: Plan, writings: Iterable[Writing]) -> Iterator[Problem]:
-    """Problems of folders without permission and of small disks: fatal if `at_once` does not fit, a warning if `total`
-    may not."""
+    """Problems of small disks: fatal if `at_once` does not fit, a warning if `total` may not."""
     by_disk: dict[int, list[Writing]] = {}
     for writing in writings:
-        if problem := why_not_writable(writing.what, writing.folder):
-            yield problem
         # Folders on one disk compete for its space.
         by_disk.setdefault(existing(writing.folder).stat().st_dev, []).append(writing)
     for group in by_disk.values():

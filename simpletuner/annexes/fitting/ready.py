@@ -31,7 +31,7 @@ from simpletuner.config.values import check_unset
 from simpletuner.distributed.world import launched
 from simpletuner.errors import ConfigError, Problem, Problems, Reading, result_of
 from simpletuner.plan.build import Plan, make_plan
-from simpletuner.plan.environment import existing
+from simpletuner.plan.environment import existing, why_not_writable
 
 FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
 FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
@@ -116,7 +116,9 @@ def weigh(plan: Plan) -> Reading[tuple[Plan, Budget]]:
     budget = with_faster_previews(budget)
     plan = replace(plan, config=budget.config)
     judged = [*check_decoding(budget), *check_fit(budget), *check_ways(budget)]
-    judged += check_disk(plan, find_writings(plan, budget))
+    writings = [*find_writings(plan, budget)]
+    judged += filter(None, (why_not_writable(each.what, each.folder) for each in writings))
+    judged += check_disk(plan, writings)
     # Of another machine's GPU it is unknown which products it has.
     if multiplied(plan.config.precision) and not offload.plans_elsewhere:
         judged += check_capability(plan.config.precision, devices.compute_capability())
