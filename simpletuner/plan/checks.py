@@ -56,12 +56,16 @@ def conflicts(config: RunConfig) -> Iterator[Problem]:
             yield from option.conflicts(settings)
 
 
-def findings(plan: Plan, purpose: Purpose) -> Iterator[Problem]:
+def findings(plan: Plan, purpose: Purpose) -> list[Problem]:
     """Everything that shows in the settings and their checkpoint, keys without effect included, set or not.
 
     A survey looks at datasets alone. Samples are made with the settings of a run that gave its warnings, so they need
     only what makes rendering fail. A draft is judged after each answer, so no file of the checkpoint is looked for.
     """
+    return [*_findings(plan, purpose)]
+
+
+def _findings(plan: Plan, purpose: Purpose) -> Iterator[Problem]:
     config, spec, flavour, source = plan.config, plan.spec, plan.flavour, plan.source
     for rule in SAMPLE_RULES if purpose == "sample" else RULES:
         yield from rule(config)
