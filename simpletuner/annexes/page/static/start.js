@@ -111,11 +111,13 @@ drop.addEventListener("drop", async (event) => {
   await take(await dropped([...event.dataTransfer.items].map((item) => item.webkitGetAsEntry() ?? item.getAsFile()).filter(Boolean)));
 });
 for (const input of drop.querySelectorAll("input")) {
-  input.addEventListener("change", () => {
+  const choose = () => {
     const found = [...input.files].map((file) => ({ name: file.webkitRelativePath || file.name, file }));
     input.value = ""; // so that the same files can be chosen again
     take(found);
-  });
+  };
+  input.addEventListener("change", choose);
+  choose(); // what was chosen before this script had been loaded
 }
 page("#drop-here").addEventListener("click", async () => {
   const chosen = await chooseFolder(folder);
