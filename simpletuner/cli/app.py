@@ -73,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TyperException as error:
         # Without a command the help has been printed already. pydantic's type of error says nothing to a user.
         text = error.format_message().replace("Value error, ", "")
+        # Errors of usage know their command; typer does not publish their class.
         if (context := vars(error).get("ctx")) is not None and "Did you mean" not in text:
             text += f" See `{context.command_path} -h`."
         return _complain(f"error: {text}", USAGE) if str(error) else USAGE

@@ -108,7 +108,7 @@ def _planned(
         parse_path(folder)
     except ValueError as error:
         arguments.problems.append(Problem("--output", f"{folder!r} {error}."))
-        folder = ""
+        folder = ""  # the working folder, so that all else is judged, too
     request = SampleRequest(source, folder, arguments, **asked)
     with prepared_samples(request, logged_events()) as (plan, weights, events):
         yield request, plan, weights, events

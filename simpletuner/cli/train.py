@@ -105,25 +105,24 @@ def _start(arguments: Arguments, command: list[str], take_page: TakePage | None,
 
 
 def agreed(plan: Plan, budget: Budget, *, yes: bool) -> Plan:
-    """The plan, if it needs no consent to train on a CPU or has it, which it then no longer asks for. Torch may know a
-    GPU that the plan did not find.
+    """The plan, if it needs no consent to train on a CPU or has it. Torch may know a GPU that the plan did not find.
 
     Raises:
         ConfigError: it needs consent.
     """
-    from simpletuner.annexes.fitting.ready import CONSENT, check_gpu, needs_consent
+    from simpletuner.annexes.fitting.ready import check_gpu, needs_consent
 
     if slow := list(check_gpu(plan, budget)):
+        others = [each for each in plan.warnings if each not in slow]
         with uncollected():
             import torch
 
         # An Apple or AMD GPU, of which nvidia-smi knows nothing.
         if torch.accelerator.is_available():
-            return replace(plan, warnings=[each for each in plan.warnings if each not in slow])
+            return replace(plan, warnings=others)
         if needs_consent(plan, budget) and not yes:
             raise ConfigError(replace(each, fatal=True) for each in slow)
-        given = [replace(each, message=each.message.removesuffix(CONSENT)) for each in plan.warnings]
-        return replace(plan, warnings=given)
+        return replace(plan, warnings=[*others, *check_gpu(plan, budget, yes=yes)])
     return plan
 
 

@@ -353,7 +353,7 @@ def check_names(config: TrackingConfig) -> Iterator[Problem]:
     folders = {"tracker_project_name": config.tracker_project_name, "tracker_run_name": config.tracker_run_name}
     for key, name in folders.items():
         if name.startswith("/") or ".." in name.split("/"):
-            yield Problem(key, f"{name!r}points outside logging_dir; it is a name, with no '..' and no '/' in front.")
+            yield Problem(key, f"{name!r} points outside logging_dir; it is a name, with no '..' and no '/' in front.")
 
 
 def why_missing(name: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def test_what_excludes_what(settings: dict[str, Any], where: str) -> None:
     errors, _ = problems(**settings)
     (error,) = errors
     assert error.startswith(f"{where}: ")
+    assert not re.search(r"\w'[a-z]{2}", error), "a quoted value is followed by a space"
 
 
 def test_both_kinds_of_offload_are_told_in_one_sentence() -> None:

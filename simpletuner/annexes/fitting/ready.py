@@ -36,7 +36,6 @@ from simpletuner.plan.environment import existing, why_not_writable
 FEATURE_SHARE = 0.2  # of the free space, at most, for features of techniques
 FULL_SIZE = 1e9  # parameters: published transformers have 2e9 and more, those of demos and tests far fewer
 DAY = 86400.0
-CONSENT = " To train on the CPU, run train --yes or set i_know_what_i_am_doing."
 # What only frozen weights allow, and its value in full fine-tunes, which save memory in another way.
 FOR_LORA = {"enable_group_offload": False, "base_model_precision": "no_change"}
 AUTO = {"offload": "auto"}
@@ -151,8 +150,12 @@ def _chosen(plan: Plan, budget: Budget) -> tuple[Plan, Budget]:
     return chosen, budget
 
 
-def check_gpu(plan: Plan, budget: Budget) -> Iterator[Problem]:
-    """A warning about a published model without a GPU; `train` refuses it if consent is needed."""
+def check_gpu(plan: Plan, budget: Budget, *, yes: bool = False) -> Iterator[Problem]:
+    """A warning about a published model without a GPU; `train` refuses it if consent is needed and not given.
+
+    Args:
+        yes: it was given on the command line, so it is not asked for.
+    """
     device, seconds = budget.device, sum(remaining_seconds(plan, budget))
     if device.is_gpu or not seconds or budget.parts.transformer.parameters < FULL_SIZE:
         return
@@ -162,8 +165,8 @@ def check_gpu(plan: Plan, budget: Budget) -> Iterator[Problem]:
         if not devices.torch_uses_gpus():
             why += ", since its CPU build is installed"
             advice = " Run pip uninstall torch, then pip install torch."
-    if needs_consent(plan, budget):
-        advice += CONSENT
+    if needs_consent(plan, budget) and not yes:
+        advice += " To train on the CPU, run train --yes or set i_know_what_i_am_doing."
     time = f"about {duration(seconds)} on the CPU, {duration(budget.step_seconds)} a step"
     yield Problem(MISSING_GPU, f"{why}: {time}.{advice}", fatal=False)
 
