@@ -65,10 +65,7 @@ class LaunchConfig(Group):
     fsdp_hybrid: Flag = option(
         False,
         "Shard within each machine, replicate across: less traffic between them, num_machines times the memory.",
-        requires=(
-            when("fsdp_enable"),
-            unless(num_machines=1, because="on one machine, all processes share the weights already"),
-        ),
+        requires=(when("fsdp_enable"), unless(num_machines=1, because="one machine shares the weights already")),
     )
     fsdp_whole_gradients: Flag = option(
         False,

@@ -56,7 +56,7 @@ CaptionStrategy = Literal[
 Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidator(parse_text)]
 
 MODELS = Path(__file__).parents[1] / "models"
-DEFAULT_LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
+LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
 # Pixels of an edge: far beyond any model, so more is a typo.
 LARGEST_SIZE = 100_000
 MOST_SHOTS = 1000  # of a prompt, in a round of previews
