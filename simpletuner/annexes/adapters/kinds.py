@@ -313,7 +313,7 @@ KINDS = {
     "lokr": by_peft(lokr, takes_any_rank=True),
     "loha": by_peft(loha),
     "lycoris": AdapterKind(
-        "simpletuner.annexes.adapters.lycoris:add_lycoris",
+        "simpletuner.annexes.adapters.converted:add_lycoris",
         lycoris,
         lycoris_layers,
         settings_file=KEY,

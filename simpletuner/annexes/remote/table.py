@@ -1,22 +1,37 @@
-"""type csv: a table of addresses, or of paths beside it, with a caption each."""
+"""type csv: a table of addresses, or of paths beside it, with a caption each.
+
+type huggingface: rows of a dataset of the hub, or of a folder of the same layout. The package `datasets` downloads and
+reads the tables; media stay as they are, undecoded.
+"""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 import io
+import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from simpletuner.annexes.remote.store import CHUNK, DownloadError, Item, Offer, Store
+from pydantic import TypeAdapter, ValidationError
+
+from simpletuner.annexes.remote.store import CHUNK, DownloadError, Item, Offer, Store, UnfetchedError
 from simpletuner.annexes.remote.web import read_url
+from simpletuner.atomic import write_json
 from simpletuner.config.datasets import DatasetConfig
-from simpletuner.data.captions import check_columns
+from simpletuner.config.option import Package, check_installed
+from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter
+from simpletuner.config.values import home_path
+from simpletuner.data.captions import check_columns, first_texts, texts_in
 from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read
-from simpletuner.errors import Problem, Reading, shorten
+from simpletuner.data.media import decode
+from simpletuner.errors import Problem, Reading, UserError, shorten
 
 WEB_PICTURE, WEB_CLIP = 10 << 20, 200 << 20  # bytes of one download
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # of two letters or more: C:\ is a path
@@ -111,3 +126,249 @@ def copy_file(path: Path, folders: Sequence[Path]) -> Iterator[bytes]:
 
 def _refuse(scheme: str) -> Iterator[bytes]:
     raise DownloadError(f"is an address of {scheme}; http and https are downloaded")
+
+
+DATASETS = Package("datasets", "datasets>=4,<6")
+SAVED = "rows.json"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was learned from the columns besides the media.
+
+    Attributes:
+        identity: of the dataset and the keys that chose its rows.
+        captions: of the rows in use, by number.
+        left_out: why each other row is not used, by number.
+    """
+
+    identity: str
+    captions: Mapping[int, tuple[str, ...]]
+    left_out: Mapping[int, str]
+
+
+_ROWS = TypeAdapter(Rows)
+
+
+def list_rows(config: DatasetConfig, store: Store) -> Reading[Offer]:
+    """The rows that pass `filter_func`; the dataset is loaded only if something of it is missing here.
+
+    Raises:
+        UserError: there is no such dataset, or it may not be read.
+        UnfetchedError: it is not here, and the hub may not be asked.
+    """
+    if missing := list(check_installed(DATASETS, f"{config.id}.type", "huggingface")):
+        yield from missing
+        return Offer([])
+    commit = _commit(config, asks=store.fetches)
+    identity = _digest(commit, config.model_dump(include=set(HubKeys.model_fields), mode="json"))
+    with suppress(OSError, ValidationError):
+        rows = _ROWS.validate_json((store.root / SAVED).read_bytes())
+        # Without the table no media can be read, and none need to be if all are here.
+        offer = _offer(rows, config, commit, None)
+        if rows.identity == identity and not (store.fetches and store.missing(offer.items)):
+            return offer
+    if not store.fetches:
+        raise UnfetchedError("its rows are")
+    table = _load(config, commit, store.root)
+    facts = _facts(table, config)
+    if absent := list(_check_table(table, facts, config)):
+        yield from absent
+        return Offer([])
+    # A table without columns has no rows either.
+    rows = _choose(facts if _needed(config) else ({} for _ in range(len(table))), config, identity)
+    write_json(store.root / SAVED, asdict(rows))
+    return _offer(rows, config, commit, table)
+
+
+def _digest(*values: object) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def _commit(config: DatasetConfig, *, asks: bool) -> str:
+    """The commit that the revision stands for now or, without asking the hub, stood for last; of a folder its state.
+
+    Raises:
+        UserError: it is gated, private or missing, or the hub cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    name = config.dataset_name or ""
+    folder = home_path(name)
+    if folder.is_dir():
+        files = [(str(path), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+        return _digest([(path, status.st_size, status.st_mtime_ns) for path, status in files])
+    try:
+        # One small file resolves a revision to its commit, from the cache as well.
+        snapshot = snapshot_download(
+            name, repo_type="dataset", revision=config.revision, allow_patterns="README.md", local_files_only=not asks
+        )
+        return Path(snapshot).name
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise (UserError(_refusal(name, error)) if asks else UnfetchedError("its rows are")) from error
+
+
+def _refusal(name: str, error: Exception) -> str:
+    """The hub tells nobody whether a private dataset exists."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    # `datasets` wraps the hub's errors, so the text is looked at too.
+    if isinstance(error, GatedRepoError | RepositoryNotFoundError) or "gated" in str(error).lower():
+        return (
+            f"the hub has no dataset {name!r}, or it is private or gated: log in with `hf auth login`, and accept its "
+            f"terms on https://huggingface.co/datasets/{name}."
+        )
+    if "scripts are no longer supported" in str(error):
+        return f"{name!r} is loaded by a script, which is not run; a copy with parquet files can be used."
+    return f"{name!r} cannot be loaded: {' '.join(str(error).split())}"
+
+
+def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:
+    """The table, media undecoded.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    name, processes = str(config.dataset_name), min(config.num_proc, os.cpu_count() or 1)
+    folder = home_path(name)
+    # The commit, as the branch may have moved since it was looked up.
+    place = {"path": str(folder)} if folder.is_dir() else {"path": name, "revision": commit}
+    try:
+        table = datasets.load_dataset(
+            **place,
+            split=config.split,
+            cache_dir=str(cache / "datasets"),
+            num_proc=processes if processes > 1 else None,
+        )
+    except (DatasetsError, OSError, RuntimeError, ValueError) as error:
+        raise UserError(_refusal(name, error)) from error
+    for column, feature in table.features.items():
+        if isinstance(feature, datasets.Image | datasets.Video):
+            # Files stay as they were published; decoding would lose EXIF data, and of clips needs torchcodec.
+            table = table.cast_column(column, type(feature)(decode=False))
+    return table
+
+
+def _media(config: DatasetConfig) -> tuple[str, str]:
+    """The key that names the column of media, and the column."""
+    return ("video_column", config.video_column) if config.holds_clips else ("image_column", config.image_column)
+
+
+def _facts(table: Any, config: DatasetConfig) -> Any:
+    """The columns besides the media: going through rows would read every picture."""
+    named = {path.partition(".")[0] for path in _needed(config).values()}
+    # A struct becomes columns such as `quality.aesthetic`.
+    return table.select_columns(sorted(named & {*table.column_names})).flatten()
+
+
+def _check_table(table: Any, facts: Any, config: DatasetConfig) -> Iterator[Problem]:
+    """The columns that keys name but the table lacks."""
+    columns = [*table.column_names, *(name for name in facts.column_names if "." in name)]
+    for key, column in [*_needed(config).items(), _media(config)]:
+        yield from check_columns({key.partition(" ")[0]: column}, columns, config.id, "dataset")
+
+
+def _choose(rows: Iterable[dict[str, Any]], config: DatasetConfig, identity: str) -> Rows:
+    """Captions and filters, without touching the media."""
+    captions, left_out = {}, {}
+    for number, row in enumerate(rows):
+        why = _why_not(row, config, config.filter_func) if config.filter_func else None
+        if why is None:
+            captions[number] = _captions(row, config)
+        else:
+            left_out[number] = why
+    return Rows(identity, captions, left_out)
+
+
+def _needed(config: DatasetConfig) -> dict[str, str]:
+    """Columns besides the media by the key that names them; a number tells several of one key apart."""
+    fixed = ("fallback_caption_column", "description_column", "num_frames_column", "fps_column")
+    needed = {key: value for key in fixed if (value := getattr(config, key))}
+    if config.caption_strategy == "huggingface" and not config.only_instance_prompt:
+        needed |= {f"caption_column {number}": each for number, each in enumerate(config.caption_column)}
+    rule = config.filter_func or RowFilter()
+    needed |= {"filter_func": "collection"} if rule.collection else {}
+    needed |= {"width_column": config.width_column} if rule.min_width else {}
+    needed |= {"height_column": config.height_column} if rule.min_height else {}
+    metrics = enumerate(rule.quality_thresholds or ())
+    return needed | {f"filter_func {number}": f"{rule.quality_column}.{metric}" for number, metric in metrics}
+
+
+def _why_not(row: Mapping[str, Any], config: DatasetConfig, rule: RowFilter) -> str | None:
+    """Which rule of `filter_func` leaves a row out, or None."""
+    if rule.collection and row["collection"] not in rule.collection:
+        return f"collection is {row['collection']!r}"
+    least: dict[str, float | None] = {config.width_column: rule.min_width, config.height_column: rule.min_height}
+    least |= {f"{rule.quality_column}.{metric}": bound for metric, bound in (rule.quality_thresholds or {}).items()}
+    for column, bound in least.items():
+        # An unknown value passes no limit.
+        if bound and (row[column] is None or row[column] < bound):
+            return f"{column} is {row[column]}, below {bound:g}"
+    return None
+
+
+def _captions(row: Mapping[str, Any], config: DatasetConfig) -> tuple[str, ...]:
+    """Those of all caption columns, else of the first other column that has any."""
+    captions = tuple(text for column in config.caption_column for text in texts_in(row.get(column)))
+    return captions or first_texts(row, *filter(None, (config.fallback_caption_column, config.description_column)))
+
+
+def _offer(rows: Rows, config: DatasetConfig, commit: str, table: Any) -> Offer:
+    _, column = _media(config)
+    cut = config.composite_image_config
+    # What determines a row's file; with other captions or filters it is not fetched again.
+    version = _digest(commit, column, cut.model_dump() if cut else None)
+    source = f"{config.dataset_name}@{commit}, split {config.split}, row"
+    read = partial(_read, table, column, config)
+    items = [Item(f"{source} {number}", str(number), partial(read, number), version) for number in rows.captions]
+    captions = {f"{source} {number}": captions for number, captions in rows.captions.items()}
+    detail = "is left out by filter_func"
+    ignored = {f"{source} {number}": ("not chosen", f"{detail}: {why}") for number, why in rows.left_out.items()}
+    return Offer(items, captions, ignored)
+
+
+def _read(table: Any, column: str, config: DatasetConfig, number: int) -> Iterable[bytes]:
+    """The media of one row: bytes, a file of the dataset, or an address."""
+    chunks = _chunks(table[number][column], config)
+    cut = config.composite_image_config
+    return [_cut(b"".join(chunks), cut)] if cut is not None and cut.enabled else chunks
+
+
+def _chunks(cell: Any, config: DatasetConfig) -> Iterable[bytes]:
+    if isinstance(cell, str) and SCHEME.match(cell):
+        return web_item(cell, "", config, Path()).read()
+    if isinstance(cell, bytes):
+        return [cell]
+    if not isinstance(cell, dict) or not (cell.get("bytes") or cell.get("path")):
+        raise DownloadError("holds neither a file nor an http(s) address")
+    # A table holds its files, or names files beside it.
+    return [cell["bytes"]] if cell.get("bytes") else copy_file(Path(cell["path"]), _folders(config))
+
+
+def _folders(config: DatasetConfig) -> Sequence[Path]:
+    """Where the files of a dataset are: in its folder or, from the hub, where the libraries download and unpack."""
+    import datasets
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    if config.allow_private_urls:
+        return ()
+    folder = home_path(config.dataset_name or "")
+    downloads = (config.instance_data_dir or "", HF_HUB_CACHE, datasets.config.HF_DATASETS_CACHE)
+    return (folder,) if folder.is_dir() else tuple(map(Path, downloads))
+
+
+def _cut(data: bytes, cut: CompositeImage) -> bytes:
+    """One of the pictures that stand side by side, as PNG."""
+    try:
+        picture = decode(data)
+    except MediaError as error:
+        raise DownloadError(str(error)) from error
+    # The right edge of a part is the left edge of the next, whatever the remainder.
+    left, right = (picture.width * number // cut.image_count for number in (cut.select_index, cut.select_index + 1))
+    file = io.BytesIO()
+    picture.crop((left, 0, right, picture.height)).save(file, "PNG")
+    return file.getvalue()

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.annexes.draft import Draft
-from simpletuner.annexes.start.material import Material
-from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, run_name
+from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name
 from simpletuner.annexes.wizard.talk import HELP, Talk
 from simpletuner.errors import Problems, UserError, did_you_mean
 

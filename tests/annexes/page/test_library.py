@@ -18,7 +18,6 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from simpletuner.annexes.captions import library
-from simpletuner.annexes.page import masks
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
@@ -513,7 +512,7 @@ def test_what_is_no_mask_is_refused(mask: str, message: str, page: TestClient, f
 
 
 def test_masks_that_cannot_be_painted(page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "MOST_FILLED", 2)
+    monkeypatch.setattr("simpletuner.annexes.page.library.MOST_FILLED", 2)
     assert "3 files have no mask" in save_mask(page, "0.png", drawn()).text
     assert not (folder / "cats_masks").exists()
     mask = {**CATS, "id": "m", "dataset_type": "conditioning", "conditioning_type": "mask", "source_dataset_id": "cats"}
