@@ -22,7 +22,7 @@ from simpletuner.config.values import read_json
 from simpletuner.data.captions import control_token, read_caption_text
 from simpletuner.data.discovery import read_excluded
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError
-from simpletuner.errors import Problems, Reading, UserError
+from simpletuner.errors import Problems, Reading, UserError, required
 
 BACKUP = re.compile(r"\.captions-[\d-]+\.json")
 MOST_BACKUPS = 3  # of a folder: each is listed among the files that are not used
@@ -193,7 +193,5 @@ def exclude(config: DatasetConfig, names: AbstractSet[str], path: Path, *, out: 
         ConfigError: the list cannot be read; it is kept as it is.
     """
     with _writing:
-        problems = Problems()
-        excluded = problems.take(read_excluded(config))
-        problems.raise_if_fatal()
+        excluded = required(read_excluded(config))
         write_json(path, sorted(excluded | names if out else excluded - names))

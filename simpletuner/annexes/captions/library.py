@@ -12,20 +12,10 @@ from pathlib import Path, PurePosixPath
 from simpletuner.annexes.captions.dataset_page import FileCard, Words, card_of, placed
 from simpletuner.annexes.captions.editing import read_caption, tag_of
 from simpletuner.config.datasets import MASKS, DatasetConfig
+from simpletuner.data import discovery
 from simpletuner.data.build import build_datasets
 from simpletuner.data.dataset import Dataset
-from simpletuner.data.discovery import (
-    CAPTION_SUFFIX,
-    FileFacts,
-    Folder,
-    Scan,
-    inspect_files,
-    is_readable,
-    pair_key,
-    read_excluded,
-    scan,
-    wanted_suffixes,
-)
+from simpletuner.data.discovery import CAPTION_SUFFIX, FileFacts, Folder, Scan, pair_key
 from simpletuner.data.entries import FIXED_PROMPTS, DataContext, link_partners
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.sample import LedgerEntry, Rejected
@@ -128,7 +118,7 @@ class Library:
     @cached_property
     def excluded(self) -> frozenset[str]:
         """The files that were left out by hand."""
-        return result_of(read_excluded(self.entry))
+        return result_of(discovery.read_excluded(self.entry))
 
     @property
     def fixed(self) -> str:
@@ -242,10 +232,10 @@ class Library:
 
 def list_files(entry: DatasetConfig, context: DataContext) -> Scan:
     """The files of an entry, listed again whenever that takes a small part of the time."""
-    place = Path(entry.instance_data_dir or ""), wanted_suffixes(entry, context)
+    place = Path(entry.instance_data_dir or ""), discovery.wanted_suffixes(entry, context)
     until, listing = _listings.get(place, (0.0, Scan()))
     if (start := time.monotonic()) >= until:
-        listing = scan(*place) if is_readable(place[0]) else Scan()
+        listing = discovery.scan(*place) if discovery.is_readable(place[0]) else Scan()
         _listings[place] = time.monotonic() + AGE * (time.monotonic() - start), listing
         while len(_listings) > MOST_LISTINGS:
             _listings.pop(next(iter(_listings)), None)
@@ -259,7 +249,7 @@ def forget_listings() -> None:
 
 def inspected(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:
     """Facts of some files, each read once unless it changes."""
-    facts = inspect_files(root, names, _facts[root])
+    facts = discovery.inspect_files(root, names, _facts[root])
     _facts[root] |= facts
     return facts
 

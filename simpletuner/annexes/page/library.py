@@ -42,7 +42,7 @@ from simpletuner.data.entries import DataContext
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import PICTURE_SUFFIXES, decode
 from simpletuner.distributed.world import usable_cores
-from simpletuner.errors import Problem, Problems, UserError, result_of
+from simpletuner.errors import Problem, UserError, required, result_of
 from simpletuner.plan.build import settle_task
 from simpletuner.plan.environment import why_not_writable
 
@@ -218,10 +218,7 @@ def edit_in(library: Library, body: Mapping[str, Any]) -> editing.Edit:
         return editing.prefixing(trigger, whole=library.entry.disable_multiline_split)
     if not editing.BACKUP.fullmatch(undo):
         raise Refusal(422, "Enter a text to find, or a trigger word.")
-    problems = Problems()
-    restored = problems.take(editing.restoring(library.root / undo))
-    problems.raise_if_fatal()
-    return restored
+    return required(editing.restoring(library.root / undo))
 
 
 def start_captioning(request: Request, body: dict[str, Any]) -> Response:
