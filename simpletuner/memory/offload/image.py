@@ -67,8 +67,9 @@ def _unlock(address: int, gpu: int) -> None:
     Args:
         gpu: the one that locked it; the thread that collects garbage may have another, or the first without knowing it.
     """
-    with torch.cuda.device(gpu):
-        with suppress(torch.AcceleratorError):  # on a device that has failed, nothing runs any more
+    failed = suppress(torch.AcceleratorError)  # on a device that has failed, nothing runs any more
+    with failed, torch.cuda.device(gpu):
+        with failed:
             torch.cuda.synchronize()
         torch.cuda.cudart().cudaHostUnregister(address)
 
