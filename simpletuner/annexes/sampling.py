@@ -277,9 +277,7 @@ def _layer_of(run: Checkpoint, without: Sequence[str] = (*CACHES, "output_dir"))
 
 def _check_pictures(flavour: Flavour, *, given: bool) -> Iterator[Problem]:
     if (flavour.task in ("i2i", "i2v")) != given:
-        why = (
-            "has no effect: {} starts from noise, not from a picture." if given else "is required: {} starts from one."
-        )
+        why = "has no effect: {} starts from noise." if given else "is required: {} starts from a picture."
         yield Problem("--image", why.format(flavour.name))
 
 

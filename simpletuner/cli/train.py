@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 def train(
     context: typer.Context,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", "--dry_run", help="Check all, print the plan, start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "--dry_run", help="Print the plan, start nothing.")] = False,
     page: Annotated[bool, typer.Option("--page", help="Serve the web page of this run.")] = False,
     page_port: Annotated[
         int | None, typer.Option("--page-port", "--page_port", help="The same, on another port than 8001.", max=65535)

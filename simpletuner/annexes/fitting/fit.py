@@ -345,9 +345,8 @@ def _best_level(budget: Budget, selected: Sequence[Change], hopeless: frozenset[
     def fits(level: Sequence[Change], *, on_host: bool = False) -> bool:
         after = _after(budget, level)
         device = after.device if on_host else replace(after.device, host_memory=None)
-        return all(
-            phase.name in hopeless or phase.shortage(device, headroom=HEADROOM) is None for phase in after.phases
-        )
+        phases = (phase for phase in after.phases if phase.name not in hopeless)
+        return all(phase.shortage(device, headroom=HEADROOM) is None for phase in phases)
 
     levels = _levels(budget, {key for change in selected for key in change.values})
     # Every level takes more of the device than the one before, so the levels that fit come first.
@@ -419,9 +418,8 @@ def check_ways(budget: Budget) -> Iterator[Problem]:
         return
     for name, way in find_ways(budget).items():
         if isinstance(way, Budget) and way is not budget and way.fits:
-            message = (
-                f"{name} fits too, and each process sends {gigabytes(way.sent.total)} a step instead of "
-                f"{gigabytes(budget.sent.total)}: FSDP2 gathers the whole model again and again to train a LoRA."
-            )
+            sent = f"{gigabytes(way.sent.total)} a step instead of {gigabytes(budget.sent.total)}"
+            why = "FSDP2 gathers the whole model again and again to train a LoRA"
+            message = f"{name} fits too, and each process sends {sent}: {why}."
             yield Problem("fsdp_enable", message, fatal=False, remedy=WAYS[name])
             return

@@ -81,10 +81,8 @@ def _check_captions(material: Material, *, captions: bool) -> None:
     missing, files = len(material.uncaptioned), len(material.files.files)
     if captions or not missing or (missing == files and not material.sources):
         return
-    raise UserError(
-        f"{missing} of {files} files have no caption ({material.uncaptioned[0]} is the first). --caption writes them "
-        "with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each."
-    )
+    advice = "--caption writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each"
+    raise UserError(f"{missing} of {files} files have no caption ({material.uncaptioned[0]} is the first). {advice}.")
 
 
 def _with_captioner(starts: Mapping[str, Start], given: str | None) -> dict[str, Start]:
