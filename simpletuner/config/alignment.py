@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 
 from simpletuner.config.option import TechniqueGroup, beyond_last, common, option, when
 from simpletuner.config.values import Flag, Integer, Number, Text, parse_text
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, warning
 
 if TYPE_CHECKING:
     from simpletuner.config.schema import RunConfig
@@ -123,7 +123,7 @@ class CrepaConfig(TechniqueGroup):
         yield from _check_source(self, config.is_explicit)
         if self.crepa_scheduler != "constant" and 0 < self.crepa_decay_steps <= self.crepa_warmup_steps:
             message = f"{self.crepa_decay_steps} is not after crepa_warmup_steps {self.crepa_warmup_steps}, where the"
-            yield Problem("crepa_decay_steps", f"{message} decay begins: the weight drops in one step.", fatal=False)
+            yield warning("crepa_decay_steps", f"{message} decay begins: the weight drops in one step.")
         side = self.crepa_encoder_image_size
         if side % PATCH:
             below = side // PATCH * PATCH
@@ -178,7 +178,7 @@ def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Ite
         yield Problem("crepa_teacher_block_index", f"{unset}: a block cannot be its own teacher; name a later one.")
     elif student is not None and teacher < student:
         message = f"{teacher} comes before crepa_block_index {student}; a teacher is a later block."
-        yield Problem("crepa_teacher_block_index", message, fatal=False)
+        yield warning("crepa_teacher_block_index", message)
 
 
 # The authors' weights: for training from scratch, and in their LoRA for Wan, both in github.com/vita-epfl/LayerSync.
@@ -222,7 +222,7 @@ class LayerSyncConfig(TechniqueGroup):
             message = (
                 f"{given[BLOCKS[1]]} comes before {BLOCKS[0]} {given[BLOCKS[0]]}; LayerSync aligns with a deeper one."
             )
-            yield Problem(BLOCKS[1], message, fatal=False)
+            yield warning(BLOCKS[1], message)
         # One route drops the same tokens in both blocks, and a block without a route has them all.
         touched = [route for route in routes if blocks is not None and route.among(blocks).holds(*given.values())]
         if len(touched) > 1:

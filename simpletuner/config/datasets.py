@@ -34,7 +34,7 @@ from simpletuner.config.values import (
     plain_key,
     read_json,
 )
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean, within
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean, warning, within
 
 # An epoch plans every pass of every sample in memory; longer runs use more epochs.
 MOST_REPEATS = 10_000
@@ -294,7 +294,7 @@ def _check_condition(dataset: DatasetConfig) -> Iterator[Problem]:
         yield Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
     elif dataset.conditioning_data:
         message = "has no effect: this dataset itself conditions others."
-        yield Problem(f"{dataset.id}.conditioning_data", message, fatal=False)
+        yield warning(f"{dataset.id}.conditioning_data", message)
 
 
 def _check_names(dataset: DatasetConfig, key: str, known: Sequence[str]) -> Iterator[Problem]:
@@ -311,7 +311,7 @@ def _check_accepted(entry: DatasetConfig) -> Reading[None]:
     """Keys that are set and never have an effect."""
     for key, declared in options_of(DatasetConfig).items():
         for condition in declared.requires if getattr(entry, declared.name) != declared.default else ():
-            yield Problem(key, condition.lacking, fatal=False)
+            yield warning(key, condition.lacking)
 
 
 def _read_entry(entry: Any, file: str, index: int, placeholders: dict[str, str]) -> Reading[DatasetConfig | None]:
