@@ -149,11 +149,9 @@ class Pace:
             if self.is_complete:
                 return f"No step was needed: step {self.start_step} of {self.total_steps} was reached before."
             return f"No step was completed; the run stands at step {self.start_step} of {self.total_steps}."
-        mean = self._spent / max(1, self.steps_done)
-        return (
-            f"Trained {amount(self.steps_done, 'steps')} in {clock(self._spent)} ({pace_text(mean)}), "
-            f"step {self.step} of {self.total_steps}, smoothed loss {self.loss:.4f}."
-        )
+        time = f"{clock(self._spent)} ({pace_text(self._spent / max(1, self.steps_done))})"
+        stand = f"step {self.step} of {self.total_steps}, smoothed loss {self.loss:.4f}"
+        return f"Trained {amount(self.steps_done, 'steps')} in {time}, {stand}."
 
 
 def duration(seconds: float) -> str:

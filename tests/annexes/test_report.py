@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from simpletuner.annexes.figures import Columns
-from simpletuner.annexes.publishing.card import Result, public_settings
+from simpletuner.annexes.publishing.card import public_settings
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.environment import describe_environment
 from simpletuner.annexes.report.html import (
@@ -151,7 +151,7 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
             ledger=[LedgerEntry(NASTY, NASTY, NASTY, geometry=Geometry(NASTY, (8, 8), (8, 8), (0, 0)))],
             samples=[TrainingSample(NASTY, thumbnail(Image.new("RGB", (8, 8))), [NASTY])],
             environment={NASTY: NASTY},
-            result=Result(NASTY, 1, NASTY),
+            result={"path": NASTY, "size": "1 B", "snippet": NASTY, "errors": NASTY},
         )
     )
     assert page.tags.count("script") == 4
@@ -259,10 +259,11 @@ def test_training_pictures_are_shown_with_their_captions(tmp_path: Path) -> None
 
 
 def test_the_result_names_file_size_and_use(tmp_path: Path) -> None:
-    page = render(data_of(tmp_path, state="finished", result=Result("lora.safetensors", 12_300_000, "import torch")))
+    result = {"path": "lora.safetensors", "size": "12.3 MB", "snippet": "import torch", "errors": ""}
+    page = render(data_of(tmp_path, state="finished", result=result))
     for words in ("lora.safetensors", "12.3 MB", "import torch"):
         assert words in page.text
-    comfyui = render(data_of(tmp_path, result=Result("lora.safetensors", 1, "")))
+    comfyui = render(data_of(tmp_path, result={**result, "snippet": ""}))
     assert "ComfyUI" in comfyui.text
 
 

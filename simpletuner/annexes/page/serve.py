@@ -30,7 +30,7 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from simpletuner.annexes.page import docs, files, form, jobs, library, live, masks, plans, results, start_card, uploads
+from simpletuner.annexes.page import docs, files, form, jobs, library, live, plans, start_card
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.guard import OWN_USER, Access, End, Guard, is_own_user
 from simpletuner.annexes.page.project import UPLOADS, Project, Refusal, read_object
@@ -45,7 +45,7 @@ Mode = Literal["unified", "trainer", "callback"]
 HEAD_SECONDS = 10.0
 MOST_CONNECTIONS = 400
 END_SECONDS = 1
-UNCOMPRESSED = (*DEFAULT_EXCLUDED_CONTENT_TYPES, results.AS_IT_IS)
+UNCOMPRESSED = (*DEFAULT_EXCLUDED_CONTENT_TYPES, live.AS_IT_IS)
 COMPRESSION = 6  # of 9: the form takes 4 % more bytes, in a third of the time
 
 
@@ -91,15 +91,15 @@ PAGE = [
     Route("/api/plan", plans.plan_unsaved, methods=["POST"]),
     taking("/api/start/look", start_card.look),
     taking("/api/start/write", start_card.write),
-    taking("/api/uploads", uploads.new_folder),
-    Route(f"{UPLOADS}{{name}}/{{file:path}}", uploads.put_file, methods=["PUT"]),
+    taking("/api/uploads", start_card.new_folder),
+    Route(f"{UPLOADS}{{name}}/{{file:path}}", start_card.put_file, methods=["PUT"]),
     Route("/dataset", plans.show_datasets),
     Route("/library", library.show_files),
     Route("/library/thumbnail", library.send_thumbnail),
     Route("/library/media", library.send_original),
     taking("/api/library/caption", library.put_caption, "PUT"),
     taking("/api/library/excluded", library.put_excluded, "PUT"),
-    taking("/api/library/mask", masks.put_mask, "PUT"),
+    taking("/api/library/mask", library.put_mask, "PUT"),
     taking("/api/library/edit", library.edit),
     Route("/api/library/describe", library.captioning_state),
     taking("/api/library/describe", library.start_captioning),
@@ -121,8 +121,8 @@ PAGE = [
     Route("/report/{run}", live.report),
     Route("/docs/{path:path}", docs.show),
     Route("/runs", live.listing),
-    *(Route(f"/runs/{{run}}/{name}", act) for name, act in results.PARTS.items()),
-    Route("/download/{run}", results.send_lora),
+    *(Route(f"/runs/{{run}}/{name}", act) for name, act in live.VIEWS.items()),
+    Route("/download/{run}", live.send_lora),
     Route("/runs/{run}/{part}", live.view),
     *map(shared, ("page.css", "curves.js", "viewer.js")),
     Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
