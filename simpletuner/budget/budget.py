@@ -19,7 +19,7 @@ from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workl
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import BY_COST, BY_SIZE, RunConfig
 from simpletuner.config.speed import graph_key
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, warning
 from simpletuner.models.cost import BYTES, TILE, VaeLoad
 from simpletuner.plan.build import Plan
 from simpletuner.plan.checks import BACKGROUND_KEYS
@@ -341,7 +341,7 @@ def check_decoding(budget: Budget) -> Iterator[Problem]:
     numbers = {each.label: budget.parts.cost.vae.upsampled(budget.parts.vae, each.clip) for each in sizes}
     if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
         message = f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch get wrong;"
-        yield Problem(DECODING, f"{message} strips and tiles do not.", fatal=False)
+        yield warning(DECODING, f"{message} strips and tiles do not.")
 
 
 def with_faster_previews(budget: Budget) -> Budget:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from simpletuner.config.load import Layer
 from simpletuner.config.schema import option_names
 from simpletuner.config.values import home_path, plain_key, read_json, read_text
-from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, result_of
+from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, not_one_of, result_of, warning
 
 if TYPE_CHECKING:
     from simpletuner.data.entries import Collect
@@ -279,8 +279,7 @@ def read_env_file(path: Path) -> Reading[dict[str, str]]:
             continue
         name = key.rstrip("+")
         if not equals or not ENV_NAME.fullmatch(name):
-            message = f"line {number}, {line.strip()!r:.80}, is not KEY=VALUE and is ignored."
-            yield Problem(str(path), message, fatal=False)
+            yield warning(str(path), f"line {number}, {line.strip()!r:.80}, is not KEY=VALUE and is ignored.")
             continue
         try:
             text = expand_shell(value, {**os.environ, **values})
@@ -329,7 +328,7 @@ def dataset_file(configured: str | None, folder: Path) -> Reading[Path]:
     if configured is not None:
         return Path(resolve_alias(configured)).expanduser()
     path = folder / DATASET_FILE
-    yield Problem("data_backend_config", f"is not set; {path} is used.", fatal=False)
+    yield warning("data_backend_config", f"is not set; {path} is used.")
     return path
 
 
@@ -364,8 +363,7 @@ def _backends(selectors: Mapping[str, str]) -> Sequence[str]:
     """The kinds of files to look for."""
     wanted = selectors.get("config_backend") or os.environ.get("CONFIG_BACKEND") or os.environ.get("CONFIG_TYPE")
     if wanted and wanted not in BACKENDS:
-        message = f"{wanted!r} is not one of: {', '.join(BACKENDS)}.{did_you_mean(wanted, BACKENDS)}"
-        raise ConfigError([Problem("CONFIG_BACKEND", message)])
+        raise ConfigError([Problem("CONFIG_BACKEND", not_one_of(wanted, BACKENDS))])
     return (wanted,) if wanted else BACKENDS
 
 

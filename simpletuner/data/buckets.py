@@ -22,7 +22,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.values import FALSE_WORDS, Size
 from simpletuner.data.chance import fraction
 from simpletuner.data.files import LeftOutError
-from simpletuner.errors import Problem, Reading
+from simpletuner.errors import Problem, Reading, warning
 from simpletuner.models.spec import FamilySpec
 
 ResolutionType = Literal["pixel", "area", "pixel_area"]
@@ -307,8 +307,7 @@ def _check_limits(config: DatasetConfig, grid: PixelGrid) -> Iterator[Problem]:
         yield Problem(where, message)
     low, high = config.minimum_aspect_ratio, config.maximum_aspect_ratio
     if low is not None and high is not None and low > high:
-        message = f"{low:g} is above maximum_aspect_ratio {high:g}: no picture fits."
-        yield Problem("minimum_aspect_ratio", message)
+        yield Problem("minimum_aspect_ratio", f"{low:g} is above maximum_aspect_ratio {high:g}: no picture fits.")
 
 
 def _check_crop(config: DatasetConfig, aspects: Sequence[Aspect], spec: FamilySpec) -> Iterator[Problem]:
@@ -317,7 +316,7 @@ def _check_crop(config: DatasetConfig, aspects: Sequence[Aspect], spec: FamilySp
         message = "'face' needs a face detector, which simpletuner does not include; use center, random or corner."
         yield Problem("crop_style", message)
     if not config.crop and kind != "square":
-        yield Problem("crop_aspect", f"{kind!r} has no effect while crop is false.", fatal=False)
+        yield warning("crop_aspect", f"{kind!r} has no effect while crop is false.")
     if config.crop and kind in CHOSEN and not aspects and config.crop_aspect_buckets is None:
         yield Problem(where, f"crop_aspect {kind!r} needs a list of ratios here.")
     for aspect in aspects:

@@ -21,7 +21,7 @@ from simpletuner.data.entries import DataContext, check_dataset_file, latent_dir
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.sample import Rejected, Sample
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean, shorten, within
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean, shorten, warning, within
 
 T = TypeVar("T")
 MOST_COMPARED = 1000  # names of files, for the nearest spelling
@@ -274,7 +274,7 @@ def _check_excluded(entry: DatasetConfig, excluded: frozenset[str], folder: Fold
     if missing := sorted(excluded.difference(folder.listing.files)):
         message = f"{entry.exclude_files} names {len(missing)} files that are not in the folder: {shorten(missing)}."
         hint = did_you_mean(missing[0], folder.listing.files[:MOST_COMPARED])
-        yield Problem(f"{entry.id}.exclude_files", message + hint, fatal=False)
+        yield warning(f"{entry.id}.exclude_files", message + hint)
 
 
 def _hint_at_caption_files(written: DatasetConfig, entry: DatasetConfig, folder: Folder) -> Iterator[Problem]:
@@ -286,7 +286,7 @@ def _hint_at_caption_files(written: DatasetConfig, entry: DatasetConfig, folder:
             f"captions come from the file names, and {count} caption files beside them are not used. "
             "To use them, set caption_strategy to textfile."
         )
-        yield Problem(f"{entry.id}.caption_strategy", message, fatal=False)
+        yield warning(f"{entry.id}.caption_strategy", message)
 
 
 def _unused_captions(entry: DatasetConfig, captions: CaptionSource) -> list[Rejected]:
@@ -318,7 +318,7 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
             f"{count} pictures of {partners.id} have another ratio than their partners and are stretched "
             "to the same size; crop them alike, or use conditioning_type reference_loose."
         )
-        yield Problem(dataset.id, message, fatal=False)
+        yield warning(dataset.id, message)
 
 
 def _check_speed(dataset: Dataset, model_rate: float | None) -> Iterator[Problem]:
@@ -345,7 +345,7 @@ def _check_speed(dataset: Dataset, model_rate: float | None) -> Iterator[Problem
             f"({slowest} has {slow[slowest]:.4g}): frames are seen up to {rules.rate / slow[slowest]:.2f} times"
         )
     if reasons:
-        yield Problem(f"{dataset.id}.video.frame_rate", f"{'; '.join(reasons)}.", fatal=False)
+        yield warning(f"{dataset.id}.video.frame_rate", f"{'; '.join(reasons)}.")
 
 
 def _in_use(partners: Dataset, names: Sequence[str], used: Sequence[Sample]) -> Dataset:

@@ -369,5 +369,4 @@ def _check_last_epoch(plan: Plan) -> Iterator[Problem]:
         return
     batches, needed = count_batches(plan.sampler(), last), steps * schedule.gradient_accumulation_steps
     if batches < needed:
-        message = f"{last} is the last epoch of any dataset: {batches} batches, and {steps} steps need {needed}."
-        yield Problem("end_epoch", message)
+        yield Problem("end_epoch", f"{last} is the last with data: {batches} batches, and {steps} steps need {needed}.")

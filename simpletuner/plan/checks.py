@@ -16,7 +16,7 @@ from simpletuner.config.sources import COMMAND_LINE
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.values import check_unset
 from simpletuner.data.captions import control_token
-from simpletuner.errors import NoEffect, Problem, shorten
+from simpletuner.errors import NoEffect, Problem, shorten, warning
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault, vae_fault
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import check_folders, check_launch, check_offload, why_not_writable
@@ -124,12 +124,11 @@ def check_schedule(config: RunConfig) -> Iterator[Problem]:
     schedule = config.schedule
     steps, epochs = schedule.max_train_steps or 0, schedule.num_train_epochs
     if steps > 0 and (epochs or 0) > 0:
-        message = f"is {epochs} and max_train_steps is {steps}; set one of them to 0 or leave it out."
-        yield Problem("num_train_epochs", message)
+        yield Problem("num_train_epochs", f"is {epochs} and max_train_steps is {steps}; set one to 0 or leave it out.")
     if steps == 0 and epochs == 0:
         yield Problem("num_train_epochs", "and max_train_steps are both 0; there is nothing to train.")
     if schedule.strict_epoch_limit is not None and schedule.ignore_final_epochs is not None:
-        yield Problem("ignore_final_epochs", "and strict_epoch_limit are both given; strict wins.", fatal=False)
+        yield warning("ignore_final_epochs", "and strict_epoch_limit are both given; strict wins.")
 
 
 def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
@@ -143,7 +142,7 @@ def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
     # Such as 1e4 for 1e-4.
     if rate > HIGHEST_USUAL_RATE and optimizer.optimizer not in RATE_IS_A_FACTOR:
         message = f"{rate:g} is far above what these models are trained with (about 1e-4); weights will diverge."
-        yield Problem("learning_rate", message, fatal=False)
+        yield warning("learning_rate", message)
 
 
 def check_flow(config: RunConfig) -> Iterator[Problem]:
@@ -172,7 +171,7 @@ def check_evaluation(config: RunConfig) -> Iterator[Problem]:
     """Intervals of the evaluation loss."""
     evaluation = config.evaluation
     if evaluation.eval_steps_interval is not None and evaluation.eval_epoch_interval is not None:
-        yield Problem("eval_epoch_interval", "and eval_steps_interval are both given; both are used.", fatal=False)
+        yield warning("eval_epoch_interval", "and eval_steps_interval are both given; both are used.")
 
 
 def check_rest(config: RunConfig) -> Iterator[Problem]:
@@ -198,11 +197,10 @@ def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     """Limits that the family sets, and every key that has no effect on it, set or not."""
     length = config.text.tokenizer_max_length
     if length is not None and length > spec.words.longest:
-        message = f"{length} is more than {spec.title} takes; {spec.words.longest} is used."
-        yield Problem("tokenizer_max_length", message, fatal=False)
+        yield warning("tokenizer_max_length", f"{length} is too long for {spec.title}; {spec.words.longest} is used.")
     if config.validation.validation_decoding == "strips" and not spec.decodes_in_strips:
         message = f"'strips' has no effect: the VAE of {spec.title} takes few frames at a time; tiles take less memory."
-        yield Problem("validation_decoding", message, fatal=False)
+        yield warning("validation_decoding", message)
     if config.caching.vae_enable_temporal_roll and spec.slices_convolutions:
         message = f"diffusers encodes a clip of {spec.title} as a whole and cannot carry convolutions between frames;"
         yield Problem("vae_enable_temporal_roll", f"{message} vae_enable_patch_conv lowers the VAE's memory.")
@@ -212,8 +210,7 @@ def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
         message = f"{frames} is not {stride}k+1; the nearest are {below} and {below + stride}."
         yield Problem("validation_num_video_frames", message, remedy={"validation_num_video_frames": below + stride})
     if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
-        message = f"'comfyui': ComfyUI has no built-in {spec.title} that could load it; use diffusers."
-        yield Problem("lora_format", message)
+        yield Problem("lora_format", f"'comfyui': ComfyUI has no built-in {spec.title} to load it; use diffusers.")
     yield from _unused_keys(spec)
     second = config.precision.text_encoder_2_precision
     if spec.text_encoders > 1 and second in ("bf16", "fp32") and second != text_encoder_dtype(config.precision):
@@ -222,7 +219,7 @@ def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     vae, base = config.model.pretrained_vae_model_name_or_path, config.model.pretrained_model_name_or_path
     if None not in (vae, base) and vae != base:
         message = f"{vae!r} is not the same model as pretrained_model_name_or_path {base!r}."
-        yield Problem("pretrained_vae_model_name_or_path", message, fatal=False)
+        yield warning("pretrained_vae_model_name_or_path", message)
 
 
 def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
@@ -250,10 +247,9 @@ def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iter
         message = (
             f"{flavour.name} is distilled; a plain flow loss undoes that, so guidance or more steps may be needed."
         )
-        yield Problem("model_flavour", message, fatal=False)
+        yield warning("model_flavour", message)
     if config.validation.validation_using_datasets and flavour.task in ("t2i", "t2v"):
-        message = f"has no effect: {flavour.name} starts from noise, not from a picture."
-        yield Problem("validation_using_datasets", message, fatal=False)
+        yield warning("validation_using_datasets", f"has no effect: {flavour.name} starts from noise, not a picture.")
 
 
 def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
@@ -368,8 +364,7 @@ def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
     steps = config.flat
     for key, (is_on, consequence) in consequences.items():
         if is_on and steps[key] >= total_steps > 0:  # 0 in a draft whose epochs decide
-            message = f"{steps[key]} is not below the {total_steps} steps of the run: {consequence}."
-            yield Problem(key, message, fatal=False)
+            yield warning(key, f"{steps[key]} is not below the {total_steps} steps of the run: {consequence}.")
 
 
 # `unmet` first: of several reasons why a key has no effect, `worth_reporting` keeps the first.

@@ -14,7 +14,7 @@ from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig, all_options
 from simpletuner.config.speed import graph_key
 from simpletuner.config.values import TRUE_WORDS, parse_flag
 from simpletuner.distributed.world import launched
-from simpletuner.errors import Problem, Reading, UserError, did_you_mean
+from simpletuner.errors import Problem, Reading, UserError, did_you_mean, warning
 
 LEVELS = {logging.getLevelName(level): level for level in range(logging.DEBUG, logging.CRITICAL + 1, 10)}
 ALLOW_OTHER_BATCH_SIZE = "SIMPLETUNER_ALLOW_MODIFYING_BSZ"
@@ -178,4 +178,4 @@ def check_offload(config: RunConfig) -> Iterator[Problem]:
             "every training step reads the offloaded weights twice from this disk unless the system keeps them in "
             "spare memory; a step waits whenever reading takes longer than computing."
         )
-        yield Problem(disk, message, fatal=False)
+        yield warning(disk, message)

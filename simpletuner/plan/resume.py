@@ -26,7 +26,7 @@ from simpletuner.config.precision import (
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.values import read_json
 from simpletuner.data.dataset import Dataset
-from simpletuner.errors import Problem, Reading, result_of
+from simpletuner.errors import Problem, Reading, result_of, warning
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
@@ -259,7 +259,7 @@ def _check_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
     new = config.precision.base_model_precision
     if quantisation(old) != quantisation(new):
         message = f"{new!r}: {checkpoint.path.name} was trained with {old!r}, so the base weights differ slightly."
-        yield Problem("base_model_precision", message, fatal=False)
+        yield warning("base_model_precision", message)
 
 
 def fingerprint(datasets: Sequence[Dataset]) -> str:
@@ -277,11 +277,10 @@ def has_same_data(plan: Plan) -> Reading[bool]:
     yield from _check_settings(dataset_mathematics(plan.trained), plan.resume)
     # First what can be named by key; the fingerprint only shows that something differs.
     if changes := list(_changes(identity.order, sample_order(plan))):
-        yield from (Problem(key, f"{name} {change}; its epoch starts over.", fatal=False) for key, change in changes)
+        yield from (warning(key, f"{name} {change}; its epoch starts over.") for key, change in changes)
         return False
     if fingerprint(plan.trained) != identity.datasets:
         if not plan.config.datasets.override_dataset_config:
-            message = f"the datasets are not those that {name} was trained on; its epoch starts over."
-            yield Problem("data_backend_config", message, fatal=False)
+            yield warning("data_backend_config", f"the datasets are not those of {name}; its epoch starts over.")
         return False
     return not any(_check_batch(plan.config, plan.resume))
