@@ -128,6 +128,18 @@ def result_of(reading: Reading[T]) -> T:
     return Problems().take(reading)
 
 
+def required(reading: Reading[T]) -> T:
+    """The result of a reading that must find no error.
+
+    Raises:
+        ConfigError: with all that it found.
+    """
+    problems = Problems()
+    result = problems.take(reading)
+    problems.raise_if_fatal()
+    return result
+
+
 def within(place: str, reading: Reading[T]) -> Reading[T]:
     """A reading of a part, see `Problem.within`."""
     problems = Problems()

@@ -246,13 +246,13 @@ def read_json_layer(path: Path) -> Reading[Layer | None]:
 
 
 def _read_toml_layer(path: Path) -> Reading[Layer | None]:
+    if (text := (yield from read_text(path))) is None:
+        return None
     try:
-        return Layer(str(path), list(tomllib.loads(path.read_text(encoding="utf-8-sig")).items()))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Layer(str(path), list(tomllib.loads(text).items()))
+    except (ValueError, RecursionError) as error:
         yield Problem(str(path), f"is not valid TOML: {error}.")
-    except (OSError, ValueError) as error:
-        yield Problem(str(path), f"cannot be read: {error}.")
-    return None
+        return None
 
 
 def read_env_layer(path: Path) -> Reading[Layer]:

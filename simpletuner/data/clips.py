@@ -36,8 +36,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CLIP_SUFFIXES = frozenset(
-    {".mp4", ".mov", ".avi", ".mkv", ".webm", ".flv", ".wmv", ".m4v", ".mpeg", ".mpg", ".3gp", ".ogv"}
-)
+    {
+        ".mp4", ".mov", ".avi", ".mkv", ".webm", ".flv", ".wmv", ".m4v", ".mpeg", ".mpg", ".3gp", ".ogv", ".gif",
+        ".ts", ".mts", ".m2ts",
+    }
+)  # fmt: skip
 
 # First bytes of a file, and the extension for it.
 CLIP_MAGIC = (

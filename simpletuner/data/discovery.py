@@ -123,6 +123,8 @@ def classify(names: Iterable[tuple[str, tuple[str, str] | None]], wanted: frozen
 def _foreign(name: str, wanted: frozenset[str]) -> tuple[str, str]:
     if wanted >= PICTURE_SUFFIXES:
         return "not a picture", "does not have the extension of a picture"
+    if _suffix(name) == ".webp":
+        return "not a clip", "is a WebP file, and those are pictures; convert an animation to .mp4 or .gif"
     if _suffix(name) in PICTURE_SUFFIXES:
         return "not a clip", "is a picture; pictures need a separate dataset (dataset_type image)"
     return "not a clip", "does not have the extension of a clip"

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from simpletuner.config.values import unfit_to_read
 from simpletuner.errors import UserError
 
 # Limits in bytes against sparse files and mistakes, far above anything that is trained on.
@@ -83,10 +83,8 @@ def check_regular(path: Path, most: int) -> tuple[int, int]:
         UnreadableError, DeviceError: as in `read`.
     """
     status = with_retries(path, path.stat)
-    if not stat.S_ISREG(status.st_mode):
-        raise UnreadableError("is not a regular file but a folder, a pipe, a socket or a device")
-    if status.st_size > most:
-        raise UnreadableError(f"has {status.st_size:,} bytes; the limit is {most:,}")
+    if fault := unfit_to_read(status, most):
+        raise UnreadableError(fault)
     return status.st_size, status.st_mtime_ns
 
 

@@ -252,13 +252,15 @@ def test_everything_in_a_folder_is_used_or_listed(context: DataContext, tmp_path
     for name, write in BROKEN.items():
         write(root / name)
     pictures.photograph(root / "still.png", (96, 64))
+    pictures.photograph(root / "moving.webp", (96, 64))
     (root / "notes.md").write_text("x")
     (root / "lost.txt").write_text("x")
     dataset, problems = build(context, root, {"num_frames": 17})
     uses = {entry.name: entry.use for entry in dataset.ledger()}
     assert sorted(uses) == sorted(path.name for path in root.iterdir())
-    assert dataset.counts() == {"damaged": len(BROKEN), "not a clip": 2, "caption without a file": 1}
+    assert dataset.counts() == {"damaged": len(BROKEN), "not a clip": 3, "caption without a file": 1}
     assert "separate dataset" in uses["still.png"]
+    assert "convert an animation to .mp4 or .gif" in uses["moving.webp"]
     assert not [problem for problem in problems if problem.fatal]
 
 
