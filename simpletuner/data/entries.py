@@ -247,7 +247,8 @@ def _check_folders(configs: Sequence[DatasetConfig], context: DataContext) -> It
     missing = [f"{config.id}: {str(folder)!r}" for config, folder in named if _is_missing(config, folder, context)]
     if missing:
         hint = "paths are relative to the working directory"
-        yield Problem("instance_data_dir", f"folders do not exist or cannot be listed ({hint}): {'; '.join(missing)}.")
+        message = f"these folders do not exist or cannot be listed ({hint}): {'; '.join(missing)}."
+        yield Problem("instance_data_dir", message)
     for config, folder in named:
         # Either path may go through a link.
         if context.output_dir.resolve().is_relative_to(folder.resolve()):
