@@ -158,8 +158,7 @@ class ValidationAdapterConfig(Group):
     validation_adapter_strength: Number = of_adapter(1.0, "Its strength.", gt=0)
     validation_adapter_mode: Literal["adapter_only", "comparison", "none"] = option(
         "comparison",
-        "comparison also renders without further LoRAs; adapter_only does not, unless validation_adapter_config lists "
-        "runs; none ignores all of them.",
+        "comparison: also without further LoRAs; adapter_only: so if validation_adapter_config is set; none: only so.",
     )
     validation_adapter_config: Annotated[list[AdapterEntry], BeforeValidator(parse_runs)] | None = option(
         None, "More runs: paths, or objects with `path`, `paths` or `adapters`, `strength` and `label`.", form="JSON"
