@@ -147,8 +147,7 @@ class Uploads(Companion):
         folder, step = (regular[-1].path, regular[-1].step) if step is None else (self.output_dir, step)
         if repository:
             move_card(self.output_dir, repository)
-        checkpoints = self._pushed(regular)
-        self._add(lambda: self._send(folder, step, 0, checkpoints, self.destinations))
+        self._add(lambda: self._send(folder, step, 0, self._pushed(regular), self.destinations))
         self.join()
 
     def join(self) -> None:
