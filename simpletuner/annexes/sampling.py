@@ -158,7 +158,7 @@ def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpo
         return [Sampled("base model")], None
     path = home_path(request.source)
     if not path.exists():
-        beside = [str(each) for each in path.parent.glob("*")]
+        beside = [str(each) for each in path.parent.glob("*") if each.exists()]
         yield Problem("source", f"{str(path)!r} does not exist.{did_you_mean(str(path), beside)}")
         return [], None
     return (yield from _weights_in_file(request, path) if path.is_file() else _weights_of_run(request, path))

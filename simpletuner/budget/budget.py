@@ -205,8 +205,8 @@ class Budget:
     @cached_property
     def phases(self) -> list[PhasePeak]:
         """Peaks of all phases, in order."""
-        phases = *self._encoding(), *self._training()
-        return [phase.times(self.config.launch.local_processes) for phase in phases]
+        count = self.config.launch.local_processes
+        return [phase.times(count) for phase in (*self._encoding(), *self._training())]
 
     def _encoding(self) -> Iterator[PhasePeak]:
         """What is encoded before training."""
@@ -386,8 +386,8 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     workload = workload_of(plan, listing)
     outcome = find_outcome(plan, workload, device)
     budget = Budget(plan.config, parts_of(plan, is_gpu=device.is_gpu), workload, device, listing, outcome=outcome)
-    config = with_milestones(plan, budget)
-    return replace(budget, config=config, parts=budget.parts.with_densities(outcome.densities))
+    parts = budget.parts.with_densities(outcome.densities)
+    return replace(budget, config=with_milestones(plan, budget), parts=parts)
 
 
 def with_milestones(plan: Plan, budget: Budget) -> RunConfig:

@@ -31,9 +31,7 @@ class CrepaConfig(TechniqueGroup):
     crepa_enabled: Flag = common(False, "Align a block's frames with a vision encoder or a later block.", label="CREPA")
     crepa_block_index: Integer | None = common(None, "Aligned block, from 0.", ge=0, default_note="8; Sana Video 10")
     crepa_lambda: Number = common(0.5, "Weight of the alignment in the loss; 0: plain training.", ge=0, label="Weight")
-    crepa_adjacent_distance: Integer = common(
-        1, "Also align with frames at this distance before and after, in latent frames; 0: with none.", ge=0
-    )
+    crepa_adjacent_distance: Integer = common(1, "Also align with frames at this distance (latent); 0: none.", ge=0)
     crepa_adjacent_tau: Number = common(1.0, "Frames at distance d weigh exp(-d / tau).", gt=0, label="Temporal Decay")
     crepa_cumulative_neighbors: Flag = option(False, "All distances up to crepa_adjacent_distance, not only that one.")
     crepa_normalize_by_frames: Flag = option(True, "Average over the frames instead of adding them up.")
@@ -219,14 +217,10 @@ class LayerSyncConfig(TechniqueGroup):
         if len(given) > len(set(given.values())):
             yield Problem(BLOCKS[1], "is the student block, too; a block always equals itself, so choose a deeper one.")
         elif len(given) == 2 and given[BLOCKS[0]] > given[BLOCKS[1]]:
-            message = (
-                f"{given[BLOCKS[1]]} comes before {BLOCKS[0]} {given[BLOCKS[0]]}; LayerSync aligns with a deeper one."
-            )
+            message = f"{given[BLOCKS[1]]} comes before {BLOCKS[0]} {given[BLOCKS[0]]}; align with a deeper block."
             yield warning(BLOCKS[1], message)
         # One route drops the same tokens in both blocks, and a block without a route has them all.
         touched = [route for route in routes if blocks is not None and route.among(blocks).holds(*given.values())]
         if len(touched) > 1:
-            message = (
-                "and the student block are in two routes of tread_config, which keep different tokens; use one route."
-            )
+            message = "and the student block are in two routes of tread_config, which keep other tokens; use one."
             yield Problem(BLOCKS[1], message)

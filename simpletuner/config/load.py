@@ -229,9 +229,8 @@ def _why_not(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
 
 def _allowed(details: ErrorDetails) -> list[str]:
     """The words of a `literal_error`."""
-    expected = str(details.get("ctx", {})["expected"])
     # pydantic writes: 'a', 'b' or 'c'.
-    return [word.strip("' ") for word in expected.replace(" or ", ", ").split(",")]
+    return [word.strip("' ") for word in str(details.get("ctx", {})["expected"]).replace(" or ", ", ").split(",")]
 
 
 def _known_keys(structure: Any, path: str) -> dict[str, Any]:

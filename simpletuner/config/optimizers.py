@@ -327,11 +327,8 @@ def _check_means(name: OptimizerName, settings: Mapping[str, OptimizerValue]) ->
     kept = ["beta2"] if name == "optimi-lion" else betas[:-1] if betas else ["momentum"]
     for key in kept:
         if is_lost_in_bf16(float(settings[key])):
-            message = (
-                f"{name!r} with {key} {settings[key]}: the weights are bf16, and so is the mean of their gradients, "
-                "which rounding may keep from ever fading. Use .996 or less, or adamw, which has float32 weights."
-            )
-            yield warning("optimizer", message)
+            message = f"{name!r} with {key} {settings[key]}: in bf16, a mean of gradients may never fade."
+            yield warning("optimizer", f"{message} Use .996 or less, or adamw, which has float32 weights.")
 
 
 def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, OptimizerValue]:

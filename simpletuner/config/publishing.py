@@ -213,8 +213,7 @@ class Hook:
     def address(self) -> str:
         """Where to send; empty if none is given. It is a secret."""
         # A raw webhook may have its address under either key.
-        own = self.callback_url if self.webhook_type == "raw" else None
-        return own or self.webhook_url or ""
+        return (self.callback_url if self.webhook_type == "raw" else None) or self.webhook_url or ""
 
     @property
     def host(self) -> str:
@@ -240,9 +239,7 @@ class WebhookConfig(Group):
     requires = when(WEBHOOK_CONFIG)
 
     webhook_config: Hooks | None = common(
-        None,
-        "Receivers of events, JSON or a file: `webhook_type` (discord, raw), `webhook_url` or `callback_url`.",
-        form=JSON_OR_FILE,
+        None, "Receivers of events, JSON or a file: `webhook_type`, `webhook_url` or `callback_url`.", form=JSON_OR_FILE
     )
     webhook_reporting_interval: Integer = option(5, "Seconds between messages about steps, first and last aside.", ge=1)
     webhook_images: Literal["data_uri", "base64"] = option(
@@ -323,13 +320,8 @@ def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
     for name in PACKAGES if "all" not in names else ():
         if name in names and (reason := why_missing(name)):
             yield warning("report_to", reason)
-    yield from check_names(config)
-
-
-def check_names(config: TrackingConfig) -> Iterator[Problem]:
-    """Names become folders inside `logging_dir`."""
-    folders = {"tracker_project_name": config.tracker_project_name, "tracker_run_name": config.tracker_run_name}
-    for key, name in folders.items():
+    # Names become folders inside `logging_dir`.
+    for key, name in config.model_dump(exclude={"report_to"}).items():
         if name.startswith("/") or ".." in name.split("/"):
             yield Problem(key, f"{name!r} points outside logging_dir; it is a name, with no '..' and no '/' in front.")
 

@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
 COMMAND_LINE = "command line"  # the origin of what is given there
 # Arguments that choose the config and are not settings themselves, by the name they are stored under.
-SELECTORS = {
-    "env": "env",
-    "example": "example",
-    "config": "config_path",
-    "config_path": "config_path",
-    "config_backend": "config_backend",
-}
+SELECTORS = {**{key: key for key in ("env", "example", "config_path", "config_backend")}, "config": "config_path"}
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # Paths in packaged examples start with this and are redirected into the package.
 EXAMPLES_ALIAS = "config/examples/"
@@ -192,7 +186,10 @@ def locate(selectors: Mapping[str, str]) -> Reading[Located]:
     elif name and name.startswith("examples/"):
         path = example_file(name.removeprefix("examples/"))
     else:
-        path = _first_file(_candidates(name, selectors), name)
+        candidates = _candidates(name, selectors)
+        if not (found := [*filter(os.path.isfile, candidates)]):  # unlike Path's, never raises
+            raise ConfigError([Problem("config", _not_found(candidates, name))])
+        path = found[0]
     return (yield from located_at(path))
 
 
@@ -249,13 +246,13 @@ def read_json_layer(path: Path) -> Reading[Layer | None]:
 
 
 def _read_toml_layer(path: Path) -> Reading[Layer | None]:
+    if (text := (yield from read_text(path))) is None:
+        return None
     try:
-        return Layer(str(path), list(tomllib.loads(path.read_text(encoding="utf-8-sig")).items()))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Layer(str(path), list(tomllib.loads(text).items()))
+    except (ValueError, RecursionError) as error:
         yield Problem(str(path), f"is not valid TOML: {error}.")
-    except (OSError, ValueError) as error:
-        yield Problem(str(path), f"cannot be read: {error}.")
-    return None
+        return None
 
 
 def read_env_layer(path: Path) -> Reading[Layer]:
@@ -365,13 +362,6 @@ def _backends(selectors: Mapping[str, str]) -> Sequence[str]:
     if wanted and wanted not in BACKENDS:
         raise ConfigError([Problem("CONFIG_BACKEND", not_one_of(wanted, BACKENDS))])
     return (wanted,) if wanted else BACKENDS
-
-
-def _first_file(candidates: list[Path], name: str | None) -> Path:
-    for path in candidates:
-        if os.path.isfile(path):  # noqa: PTH113 - unlike Path's, never raises
-            return path
-    raise ConfigError([Problem("config", _not_found(candidates, name))])
 
 
 def _not_found(candidates: list[Path], name: str | None) -> str:

@@ -82,8 +82,7 @@ def caption_source(
     """
     table = folder.listing.table
     if entry.metadata_backend == "parquet" and entry.parquet is not None:
-        rows = yield from read_caption_table(entry.parquet)
-        table, unused = match_rows(rows, folder.usable)
+        table, unused = match_rows((yield from read_caption_table(entry.parquet)), folder.usable)
         if unused:
             yield warning("parquet.path", f"{len(unused)} names in the table have no picture: {shorten(unused)}.")
     edits = tuple(edit for edit in (text_filter(entry), shuffle_edit(entry.caption_shuffle)) if edit is not None)

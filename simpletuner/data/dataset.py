@@ -351,11 +351,10 @@ def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:
     most = dataset.samples[factors.index(max(factors))]
     before, after = ("x".join(map(str, size)) for size in (most.original_size, most.geometry.resized))
     message = (
-        f"{enlarged} of {len(factors)} files are enlarged to be trained at this resolution, {most.name} the most, "
-        f"from {before} to {after}: the model learns their blur. minimum_image_size leaves small files out; a smaller "
-        "resolution enlarges less."
+        f"{enlarged} of {len(factors)} files are enlarged, {most.name} the most, from {before} to {after}: the model"
     )
-    yield warning(f"{dataset.id}.resolution", message)
+    advice = "learns their blur. minimum_image_size leaves them out; a smaller resolution enlarges less."
+    yield warning(f"{dataset.id}.resolution", f"{message} {advice}")
 
 
 def check_amount(dataset: Dataset, context: DataContext, problems: Problems) -> Dataset:

@@ -3,6 +3,7 @@ any file is read."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,10 +105,9 @@ class DataContext:
     def _defaults(self, config: DatasetConfig) -> dict[str, Any]:
         """What an entry takes where it says nothing: the family's defaults, the run's, and what follows from others."""
         is_eval, random_crops = config.dataset_type == "eval", "random" in (config.crop_aspect, config.crop_style)
-        family = {key: self.spec.defaults.get(key) for key in ("resolution", "aspect_bucket_alignment")}
         return {
             # What comes later wins: defaults of the run before those of the family.
-            **family,
+            **{key: self.spec.defaults.get(key) for key in ("resolution", "aspect_bucket_alignment")},
             **{key: value for key, value in self.defaults if value is not None},
             **({"caption_strategy": config.type} if config.type in ("csv", "huggingface") else {}),
             # Evaluation reads sample by sample (`BatchReader.read_sample`).
@@ -124,8 +124,7 @@ class DataContext:
 
 def _folder_name(dataset_id: str) -> str:
     """The id without characters that could lead out of the cache folder."""
-    name = "".join("_" if character in '/\\:*?"<>|' else character for character in dataset_id)
-    return name.replace("..", "__")
+    return re.sub(r'[/\\:*?"<>|]', "_", dataset_id).replace("..", "__")
 
 
 FILE_KINDS = ("image", "video", "conditioning", "eval")
@@ -144,8 +143,7 @@ def text_entry_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> Da
     """The text_embeds entry of a dataset: the one it names, else the default, else the first; None if there is none."""
     texts = [entry for entry in entries if entry.is_text_embeds]
     named = [entry for entry in texts if entry.id == config.text_embeds]
-    defaults = [entry for entry in texts if entry.default]
-    return next(iter([*named, *defaults, *texts]), None)
+    return next(iter([*named, *(entry for entry in texts if entry.default), *texts]), None)
 
 
 def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> str | None:
@@ -346,11 +344,8 @@ def _check_partners(config: DatasetConfig, entries: Sequence[DatasetConfig], con
         return
     references = len(entries) - len(masks)
     if context.task == "i2i" and not references:
-        message = (
-            "is required: this flavour edits pictures, so it needs a conditioning dataset with the source pictures "
-            f"(conditioning_type {' or '.join(REFERENCES)})."
-        )
-        yield Problem(where, message)
+        message = "is required: this flavour edits pictures, so it needs a conditioning dataset with source pictures"
+        yield Problem(where, f"{message} (conditioning_type {' or '.join(REFERENCES)}).")
     if references > 1 and context.defaults.conditioning_multidataset_sampling == "combined":
         message = f"{context.spec.name} takes one source picture at a time; use random instead of combined."
         yield Problem("conditioning_multidataset_sampling", message)

@@ -46,8 +46,7 @@ def resolve_layers(layers: Sequence[Layer], purpose: Purpose) -> Reading[tuple[R
     spec = yield from find_family(layers)
     if spec is None and purpose == "draft":
         spec = next(iter(FAMILIES.values()))
-    config = yield from (resolve(layers, spec.defaults, spec.fixed) if spec else resolve(layers))
-    return config, spec
+    return (yield from (resolve(layers, spec.defaults, spec.fixed) if spec else resolve(layers))), spec
 
 
 def find_family(layers: Sequence[Layer]) -> Reading[FamilySpec | None]:

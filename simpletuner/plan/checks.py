@@ -41,19 +41,17 @@ def check_config(config: RunConfig, purpose: Purpose = "train") -> list[Problem]
 
 def unmet(config: RunConfig) -> Iterator[NoEffect]:
     """The keys, set or not, that require what does not hold."""
-    settings = config.flat
     for key, option in all_options().items():
         # A group's switch comes before the conditions of a key; one reason is enough.
-        if lacking := next((each for each in option.requires if not each.holds(settings)), None):
+        if lacking := next((each for each in option.requires if not each.holds(config.flat)), None):
             yield NoEffect(key, lacking.lacking, lacking.fatal)
 
 
 def conflicts(config: RunConfig) -> Iterator[Problem]:
     """What the values of options exclude, refuse or have to say; see `Option.conflicts`."""
-    settings = config.flat
     for option in all_options().values():
         if option.excludes or option.refused or option.remarks:
-            yield from option.conflicts(settings)
+            yield from option.conflicts(config.flat)
 
 
 def findings(plan: Plan, purpose: Purpose) -> list[Problem]:
@@ -153,11 +151,8 @@ def check_flow(config: RunConfig) -> Iterator[Problem]:
 
 def check_lora(config: RunConfig) -> Iterator[Problem]:
     """Initial values that are computed from the base need one that can hold the rest."""
-    init, base, dtype = (
-        config.lora.lora_init_type,
-        config.precision.base_model_precision,
-        transformer_dtype(config.precision),
-    )
+    init, precision = config.lora.lora_init_type, config.precision
+    base, dtype = precision.base_model_precision, transformer_dtype(precision)
     if init in ("olora", "pissa") and base not in PLAIN_PRECISIONS:
         message = f"{init!r} changes the base, which base_model_precision {base!r} does not allow."
         yield Problem("lora_init_type", f"{message} Use default or gaussian.")
@@ -229,11 +224,7 @@ def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
         (spec.slices_convolutions, ("vae_enable_patch_conv",), f"the VAE of {spec.title} is not the one it applies to"),
         (spec.frame_rate, FRAME_KEYS, f"{spec.title} has no frames"),
         (spec.fast_blocks, BLOCK_KEYS, f"{spec.title} has no such blocks to choose"),
-        (
-            not spec.cost.guided_together,
-            ("validation_batched_guidance",),
-            f"the pipeline of {spec.title} always does so",
-        ),
+        (not spec.cost.guided_together, ("validation_batched_guidance",), f"{spec.title}'s pipeline always does so"),
         (spec.defaults.get("vae_dtype") != "fp32", BACKGROUND_KEYS, f"the VAE of {spec.title} decodes in float32"),
         (spec.text_encoders > 1, ("text_encoder_2_precision",), f"{spec.title} has one text encoder"),
         *((group is spec.options, group.model_fields, f"{spec.title} is not {group.__doc__}") for group in groups),
@@ -244,9 +235,7 @@ def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
 def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iterator[Problem]:
     """Keys that this flavour does not use, and what training does to it."""
     if flavour.distilled:
-        message = (
-            f"{flavour.name} is distilled; a plain flow loss undoes that, so guidance or more steps may be needed."
-        )
+        message = f"{flavour.name} is distilled; a plain flow loss undoes that, so it may need guidance or more steps."
         yield warning("model_flavour", message)
     if config.validation.validation_using_datasets and flavour.task in ("t2i", "t2v"):
         yield warning("validation_using_datasets", f"has no effect: {flavour.name} starts from noise, not a picture.")
@@ -271,18 +260,14 @@ def check_sequence(plan: Plan) -> Iterator[Problem]:
     spec, launch = plan.spec, plan.config.launch
     size, key = launch.sequence_parallel_size, "sequence_parallel_size"
     if spec.heads is None:
-        yield Problem(
-            key, f"{size}: a block of {spec.title} needs all tokens of a sample, so they cannot be shared; use 1."
-        )
+        yield Problem(key, f"{size}: a block of {spec.title} needs all tokens of a sample together; use 1.")
         return
     heads = spec.heads(plan.source.read_config("transformer") or spec.cost.published(plan.flavour.name))
     both = math.gcd(heads, launch.local_processes)
     if both % size:
         allowed = ", ".join(str(each) for each in range(1, both + 1) if both % each == 0)
         processes = f"{launch.local_processes} process{'es' if launch.local_processes > 1 else ''} of each machine"
-        yield Problem(
-            key, f"{size} must divide the {heads} heads of the model and the {processes}: choose one of {allowed}."
-        )
+        yield Problem(key, f"{size} must divide the {heads} heads of the model and the {processes}: use {allowed}.")
 
 
 def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list[Problem]:

@@ -26,8 +26,7 @@ OTHER_LAWS = ("flow_use_uniform_schedule", "flow_use_beta_schedule", "mixflow_en
 def check_datasets(plan: Plan) -> Iterator[Problem]:
     """Entries that nothing uses, keys without effect, and what evaluation lacks."""
     config, datasets = plan.config, plan.datasets
-    trained = [each for each in datasets if each.config.is_trained]
-    yield from _check_kinds(config, trained)
+    yield from _check_kinds(config, plan.trained)
     yield from _check_previewed(config.validation.eval_dataset_id or [], datasets)
     for technique in config.techniques_in_use:
         yield from technique.check_datasets(config, datasets)

@@ -173,8 +173,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
         **_dtypes(config, spec),
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
     }
-    settings = config.flat
-    changeable |= {key: settings[key] for technique in config.techniques for key in technique.related}
+    changeable |= {key: config.flat[key] for technique in config.techniques for key in technique.related}
     # As a manifest gives it back: tuples are lists, other objects text. Old and new are compared so.
     written: dict[str, Any] = json.loads(json.dumps(changeable | fixed, default=str))
     return written
@@ -224,14 +223,11 @@ def sample_order(plan: Plan) -> dict[str, Any]:
 
 
 def _check_weights(source: ModelSource, checkpoint: Checkpoint) -> Iterator[Problem]:
-    old = checkpoint.manifest.identity.weights
     for role, identity in weight_identities(source).items():
         # Older checkpoints do not name their weights.
-        was, part = old.get(role, identity), source[role]
+        was, part = checkpoint.manifest.identity.weights.get(role, identity), source[role]
         if was != identity:
-            message = (
-                f"{part.location!r} holds another {role} ({identity[:12]}) than {checkpoint.path} was trained with"
-            )
+            message = f"{part.location!r} holds another {role} ({identity[:12]}) than {checkpoint.path} used"
             yield Problem(part.key, f"{message} ({was[:12]}); choose another output_dir.")
 
 

@@ -325,6 +325,13 @@ def test_a_folder_of_an_impossible_name(workspace: Workspace, capsys: Capture, c
     assert "File name too long" in complaint(workspace, capsys, command, "x" * 300)
 
 
+@pytest.mark.parametrize("command", ["sample", "sweep", "start", "publish"])
+def test_a_loop_of_links(workspace: Workspace, capsys: Capture, command: str) -> None:
+    workspace.path("loop").symlink_to("loop")
+    assert workspace.run(command, str(workspace.path("loop"))) == 2
+    assert "run/loop" in capsys.readouterr().err
+
+
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, is_full_for: Callable[[Path], bool]) -> None:
     """From now on, files of some places cannot be given their names."""
     replace = Path.replace
