@@ -27,7 +27,7 @@ from simpletuner.annexes.start.receive import LARGEST_FILE, MOST_FILES, USED, ZI
 from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name
 from simpletuner.atomic import free_path, writing_to
 from simpletuner.config.sources import example_names
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import Problem, not_one_of
 
 MOST_SKIPPED = 20  # named
 # Texts of the card by language and English text.
@@ -131,8 +131,7 @@ def one_of(choices: Sequence[str], body: dict[str, Any], key: str) -> str:
     """
     answer = str(body.get(key) or choices[0]).strip()
     if answer not in choices:
-        hint = did_you_mean(answer, choices)
-        raise Refusal(422, [Problem(key, f"{answer!r} is not one of: {', '.join(choices)}.{hint}")])
+        raise Refusal(422, [Problem(key, not_one_of(answer, choices))])
     return answer
 
 

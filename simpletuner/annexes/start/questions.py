@@ -12,7 +12,7 @@ from typing import Any
 from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name
 from simpletuner.annexes.wizard.talk import HELP, Talk
-from simpletuner.errors import Problems, UserError, did_you_mean
+from simpletuner.errors import Problems, UserError, not_one_of
 
 
 def ask(
@@ -105,7 +105,7 @@ def _choose(talk: Talk, text: str, choices: Mapping[str, str], given: str | None
     """The given choice, the only one, or the answer to a question; the first is the default."""
     names = list(choices)
     if given is not None and given not in names:
-        raise UserError(f"{option} {given!r} is not one of: {', '.join(names)}.{did_you_mean(given, names)}")
+        raise UserError(f"{option} {not_one_of(given, names)}")
     if given is not None or len(names) == 1:
         return given or names[0]
     return talk.pick(text, choices)
