@@ -255,11 +255,10 @@ class Columns:
         """Of all metrics, in the order in which they first appear."""
         return list(self._values)
 
-    def points(self, name: str, newest: int | None = None) -> list[Point]:
-        """(step, value) of every step, or of the newest ones, at which a metric is a number."""
-        start = max(0, len(self.steps) - newest) if newest else 0
+    def points(self, name: str) -> list[Point]:
+        """(step, value) of every step at which a metric is a number."""
         # Not strict: a column ends at the last step that has its metric.
-        pairs = zip(self.steps[start:], self._values.get(name, ())[start:], strict=False)
+        pairs = zip(self.steps, self._values.get(name, ()), strict=False)
         return [(step, value) for step, value in pairs if not math.isnan(value)]
 
     def only(self, names: Collection[str]) -> Columns:

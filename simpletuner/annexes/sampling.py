@@ -89,7 +89,9 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
     """
     problems = request.arguments.problems
     # What is asked for, and the weights to render it with.
-    pictures = problems.take(_asked_for(request))
+    if not request.prompts and not request.sweeps:
+        problems.append(Problem("--prompt", "is required; it may be given several times."))
+    pictures = problems.take(_pictures(request))
     weights, run = problems.take(find_weights(request))
     # What cannot be read has given its problem; the checks below need the rest.
     weights = [
@@ -112,14 +114,16 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
     return replace(plan, seed=decide_seed(plan.config.run.seed, run), lora_bytes=lora_bytes, warnings=warnings), weights
 
 
-def _asked_for(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
-    """The source pictures, for prompts that must be there."""
-    if not request.prompts and not request.sweeps:
-        yield Problem("--prompt", "is required; it may be given several times.")
+def _pictures(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
+    """The source pictures as samples of their own size."""
     found = []
-    for each in request.images:
-        found.append((yield from _picture(home_path(each))))
-    return tuple(filter(None, found))
+    for path in map(home_path, request.images):
+        try:
+            whole = Geometry("", size := probe(path), size, (0, 0))
+            found.append(Sample("image", path.name, path.parent, content_hash(path), size, whole))
+        except MediaError as error:
+            yield Problem("--image", f"{str(path)!r} {error}.")
+    return tuple(found)
 
 
 def _check_loras(paths: Sequence[Path], plan: Plan) -> Iterator[Problem]:
@@ -155,7 +159,7 @@ def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpo
         return [Sampled("base model")], None
     path = home_path(request.source)
     if not path.exists():
-        beside = [str(each) for each in path.parent.glob("*")]
+        beside = [str(each) for each in path.parent.glob("*") if each.exists()]
         yield Problem("source", f"{str(path)!r} does not exist.{did_you_mean(str(path), beside)}")
         return [], None
     return (yield from _weights_in_file(request, path) if path.is_file() else _weights_of_run(request, path))
@@ -279,13 +283,3 @@ def _check_pictures(flavour: Flavour, *, given: bool) -> Iterator[Problem]:
     if (flavour.task in ("i2i", "i2v")) != given:
         why = "has no effect: {} starts from noise." if given else "is required: {} starts from a picture."
         yield Problem("--image", why.format(flavour.name))
-
-
-def _picture(path: Path) -> Reading[Sample | None]:
-    """A source picture as a sample of its own size."""
-    try:
-        size = probe(path)
-    except MediaError as error:
-        yield Problem("--image", f"{str(path)!r} {error}.")
-        return None
-    return Sample("image", path.name, path.parent, content_hash(path), size, Geometry("", size, size, (0, 0)))

@@ -14,8 +14,6 @@ from simpletuner.errors import ConfigError
 if TYPE_CHECKING:
     from simpletuner.config.sources import Arguments
 
-DEFAULT_FILE = Path("config/config.json")
-
 
 def plan(
     context: typer.Context,
@@ -66,7 +64,7 @@ def print_plan(arguments: Arguments, *, as_json: bool = False) -> None:
 
 
 def configure(
-    file: Annotated[Path, typer.Argument(help="The file to write, or to edit if it exists.")] = DEFAULT_FILE,
+    file: Annotated[Path, typer.Argument(help="The file to write or edit.")] = Path("config/config.json"),
     defaults: Annotated[bool, typer.Option("--defaults", help="Ask nothing: take every default.")] = False,
 ) -> None:
     """Write config.json by answering questions; ? explains each. A dataset file that exists is not changed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -82,7 +83,8 @@ def sweep(
 
 def sweep_folder(run: Path) -> Path:
     """Where the sweep of a run goes."""
-    return Path("samples") / f"sweep-{run.resolve().name}"
+    # Unlike Path.resolve, realpath takes a loop of links as it is: the plan reports it with all else.
+    return Path("samples") / f"sweep-{Path(os.path.realpath(run)).name}"
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 
 from simpletuner.config.option import TechniqueGroup, beyond_last, common, option, when
 from simpletuner.config.values import Flag, Integer, Number, Text, parse_text
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, warning
 
 if TYPE_CHECKING:
     from simpletuner.config.schema import RunConfig
@@ -31,9 +31,7 @@ class CrepaConfig(TechniqueGroup):
     crepa_enabled: Flag = common(False, "Align a block's frames with a vision encoder or a later block.", label="CREPA")
     crepa_block_index: Integer | None = common(None, "Aligned block, from 0.", ge=0, default_note="8; Sana Video 10")
     crepa_lambda: Number = common(0.5, "Weight of the alignment in the loss; 0: plain training.", ge=0, label="Weight")
-    crepa_adjacent_distance: Integer = common(
-        1, "Also align with frames at this distance before and after, in latent frames; 0: with none.", ge=0
-    )
+    crepa_adjacent_distance: Integer = common(1, "Also align with frames at this distance (latent); 0: none.", ge=0)
     crepa_adjacent_tau: Number = common(1.0, "Frames at distance d weigh exp(-d / tau).", gt=0, label="Temporal Decay")
     crepa_cumulative_neighbors: Flag = option(False, "All distances up to crepa_adjacent_distance, not only that one.")
     crepa_normalize_by_frames: Flag = option(True, "Average over the frames instead of adding them up.")
@@ -123,7 +121,7 @@ class CrepaConfig(TechniqueGroup):
         yield from _check_source(self, config.is_explicit)
         if self.crepa_scheduler != "constant" and 0 < self.crepa_decay_steps <= self.crepa_warmup_steps:
             message = f"{self.crepa_decay_steps} is not after crepa_warmup_steps {self.crepa_warmup_steps}, where the"
-            yield Problem("crepa_decay_steps", f"{message} decay begins: the weight drops in one step.", fatal=False)
+            yield warning("crepa_decay_steps", f"{message} decay begins: the weight drops in one step.")
         side = self.crepa_encoder_image_size
         if side % PATCH:
             below = side // PATCH * PATCH
@@ -178,7 +176,7 @@ def _check_source(crepa: CrepaConfig, is_explicit: Callable[[str], bool]) -> Ite
         yield Problem("crepa_teacher_block_index", f"{unset}: a block cannot be its own teacher; name a later one.")
     elif student is not None and teacher < student:
         message = f"{teacher} comes before crepa_block_index {student}; a teacher is a later block."
-        yield Problem("crepa_teacher_block_index", message, fatal=False)
+        yield warning("crepa_teacher_block_index", message)
 
 
 # The authors' weights: for training from scratch, and in their LoRA for Wan, both in github.com/vita-epfl/LayerSync.
@@ -219,14 +217,10 @@ class LayerSyncConfig(TechniqueGroup):
         if len(given) > len(set(given.values())):
             yield Problem(BLOCKS[1], "is the student block, too; a block always equals itself, so choose a deeper one.")
         elif len(given) == 2 and given[BLOCKS[0]] > given[BLOCKS[1]]:
-            message = (
-                f"{given[BLOCKS[1]]} comes before {BLOCKS[0]} {given[BLOCKS[0]]}; LayerSync aligns with a deeper one."
-            )
-            yield Problem(BLOCKS[1], message, fatal=False)
+            message = f"{given[BLOCKS[1]]} comes before {BLOCKS[0]} {given[BLOCKS[0]]}; align with a deeper block."
+            yield warning(BLOCKS[1], message)
         # One route drops the same tokens in both blocks, and a block without a route has them all.
         touched = [route for route in routes if blocks is not None and route.among(blocks).holds(*given.values())]
         if len(touched) > 1:
-            message = (
-                "and the student block are in two routes of tread_config, which keep different tokens; use one route."
-            )
+            message = "and the student block are in two routes of tread_config, which keep other tokens; use one."
             yield Problem(BLOCKS[1], message)

@@ -21,6 +21,7 @@ from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, 
 from simpletuner.config.sources import resolve_alias
 from simpletuner.config.upstream import instead_of
 from simpletuner.config.values import (
+    TRUE_WORDS,
     Flag,
     Integer,
     Json,
@@ -29,12 +30,11 @@ from simpletuner.config.values import (
     Text,
     TextList,
     json_kind,
-    parse_flag,
     parse_number,
     plain_key,
     read_json,
 )
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean, within
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean, warning, within
 
 # An epoch plans every pass of every sample in memory; longer runs use more epochs.
 MOST_REPEATS = 10_000
@@ -294,7 +294,7 @@ def _check_condition(dataset: DatasetConfig) -> Iterator[Problem]:
         yield Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
     elif dataset.conditioning_data:
         message = "has no effect: this dataset itself conditions others."
-        yield Problem(f"{dataset.id}.conditioning_data", message, fatal=False)
+        yield warning(f"{dataset.id}.conditioning_data", message)
 
 
 def _check_names(dataset: DatasetConfig, key: str, known: Sequence[str]) -> Iterator[Problem]:
@@ -311,7 +311,7 @@ def _check_accepted(entry: DatasetConfig) -> Reading[None]:
     """Keys that are set and never have an effect."""
     for key, declared in options_of(DatasetConfig).items():
         for condition in declared.requires if getattr(entry, declared.name) != declared.default else ():
-            yield Problem(key, condition.lacking, fatal=False)
+            yield warning(key, condition.lacking)
 
 
 def _read_entry(entry: Any, file: str, index: int, placeholders: dict[str, str]) -> Reading[DatasetConfig | None]:
@@ -323,7 +323,7 @@ def _read_entry(entry: Any, file: str, index: int, placeholders: dict[str, str])
     where = f"{file}: {name}" if isinstance(name, str | int) and name else number
     found = Problems(check_written(entry))
     keys = found.take(_canonical(_flat(entry), DatasetConfig))
-    if _is_disabled(keys):
+    if str(keys.get("disabled")).strip().lower() in TRUE_WORDS:
         return DatasetConfig(id=where, disabled=True)  # and drops what was wrong in it
     # Aliases and comments inside of nested objects; `canonical` handles one level.
     for part in [part for part in PARTS if isinstance(keys.get(part), dict)]:
@@ -368,13 +368,6 @@ def _place(values: Mapping[str, str], keys: dict[str, Any]) -> None:
     for folder, key in [(keys, key) for key in PATH_KEYS] + [(keys.get("parquet"), "path")]:
         if isinstance(folder, dict) and isinstance(folder.get(key), str):
             folder[key] = resolve_alias(PLACEHOLDER.sub(lambda match: values[match.group(1)], folder[key]))
-
-
-def _is_disabled(keys: dict[str, Any]) -> bool:
-    try:
-        return bool(parse_flag(keys.get("disabled", False)))
-    except ValueError:
-        return False  # reported with the other invalid values
 
 
 def _canonical(entry: dict[str, Any], group: type[Group]) -> Reading[dict[str, Any]]:

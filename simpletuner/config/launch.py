@@ -61,9 +61,7 @@ class LaunchConfig(Group):
     fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = sharded(
         "SHARDED_STATE_DICT", "SHARDED_STATE_DICT: every process saves its shard; FULL_STATE_DICT: rank 0 saves all."
     )
-    fsdp_reshard_after_forward: Flag = sharded(
-        True, "Free a block's gathered weights between its passes; false communicates less, but takes memory."
-    )
+    fsdp_reshard_after_forward: Flag = sharded(True, "Free gathered weights between passes: more traffic, less memory.")
     fsdp_hybrid: Flag = option(
         False,
         "Shard within each machine, replicate across: less traffic between them, num_machines times the memory.",

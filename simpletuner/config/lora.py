@@ -24,16 +24,10 @@ class LoraConfig(Group):
 
     requires = when(model_type="lora", because="model_type full trains every weight and no LoRA")
 
-    lora_rank: Integer = ranked(
-        16, "Rank of the update matrices; for lokr, half the larger factor trains it in full.", ge=1, common=True
-    )
+    lora_rank: Integer = ranked(16, "Rank; for lokr, half the larger factor trains it in full.", ge=1, common=True)
     lora_alpha: Number | None = ranked(None, "Scale is alpha / rank.", gt=0, default_note="the rank", common=True)
     lora_dropout: Number = common(
-        0.0,
-        "Dropout before the update.",
-        ge=0,
-        lt=1,
-        requires=when(lora_type="standard", because="the LyCORIS file has dropout", fatal=True),
+        0.0, "Dropout.", ge=0, lt=1, requires=when(lora_type="standard", because="LyCORIS has its own", fatal=True)
     )
     lora_init_type: Literal["default", "gaussian", "loftq", "olora", "pissa"] = standard(
         "default",
@@ -168,9 +162,7 @@ class ValidationAdapterConfig(Group):
         "runs; none ignores all of them.",
     )
     validation_adapter_config: Annotated[list[AdapterEntry], BeforeValidator(parse_runs)] | None = option(
-        None,
-        "More runs: paths, or objects with `path`, `paths` or `adapters` (`path`, `strength`), `strength`, `label`.",
-        form="JSON",
+        None, "More runs: paths, or objects with `path`, `paths` or `adapters`, `strength` and `label`.", form="JSON"
     )
 
     @property

@@ -26,7 +26,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from simpletuner.config.option import JSON_OR_FILE, Group, Package, check_installed, common, option, when
 from simpletuner.config.values import FALSE_WORDS, TRUE_WORDS, Flag, Integer, Text, TextList, Texts, parse_objects
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import Problem, did_you_mean, not_one_of, warning
 from simpletuner.redaction import HIDDEN, REFERENCE, hide_secrets
 from simpletuner.s3 import S3Login
 
@@ -163,7 +163,7 @@ def check_typed(publish: PublishConfig) -> Iterator[Problem]:
     """Keys of stores that were given on the command line: `simpletuner publish` cannot find them again."""
     if any(store.secret_key or store.session_token or store.headers for store in publish.stores):
         message = "its keys are not recorded: simpletuner publish finds those in a config file, not on a command line."
-        yield Problem(PUBLISHING_CONFIG, message, fatal=False)
+        yield warning(PUBLISHING_CONFIG, message)
 
 
 def _check_hub(name: str | None, project: str) -> Iterator[Problem]:
@@ -184,7 +184,7 @@ def _check_script(key: str, script: str | None, known: Sequence[str]) -> Iterato
     for word in re.findall(r"\{(\w+)\}", script or ""):
         if word not in known:
             hint = did_you_mean(word, known) or f" There are: {', '.join(known)}."
-            yield Problem(key, f"{{{word}}} is not a placeholder here and stays as it is.{hint}", fatal=False)
+            yield warning(key, f"{{{word}}} is not a placeholder here and stays as it is.{hint}")
     try:
         program = shlex.split(script or "")[:1]
     except ValueError as error:
@@ -213,8 +213,7 @@ class Hook:
     def address(self) -> str:
         """Where to send; empty if none is given. It is a secret."""
         # A raw webhook may have its address under either key.
-        own = self.callback_url if self.webhook_type == "raw" else None
-        return own or self.webhook_url or ""
+        return (self.callback_url if self.webhook_type == "raw" else None) or self.webhook_url or ""
 
     @property
     def host(self) -> str:
@@ -240,9 +239,7 @@ class WebhookConfig(Group):
     requires = when(WEBHOOK_CONFIG)
 
     webhook_config: Hooks | None = common(
-        None,
-        "Receivers of events, JSON or a file: `webhook_type` (discord, raw), `webhook_url` or `callback_url`.",
-        form=JSON_OR_FILE,
+        None, "Receivers of events, JSON or a file: `webhook_type`, `webhook_url` or `callback_url`.", form=JSON_OR_FILE
     )
     webhook_reporting_interval: Integer = option(5, "Seconds between messages about steps, first and last aside.", ge=1)
     webhook_images: Literal["data_uri", "base64"] = option(
@@ -268,8 +265,7 @@ def check_webhooks(config: WebhookConfig) -> Iterator[Problem]:
         elif hook.auth_token and not (hook.auth_token.isascii() and hook.auth_token.isprintable()):
             yield Problem(f"{where}.auth_token", "cannot be sent: a header is one line of ASCII letters.")
         elif not hook.verifies:
-            message = f"the certificate of {hook.host} is not checked, so others could read what is sent there."
-            yield Problem(where, message, fatal=False)
+            yield warning(where, f"the certificate of {hook.host} is not checked, so others could read what is sent.")
 
 
 def _no_verify() -> str:
@@ -317,20 +313,15 @@ def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
         if name in NOT_AVAILABLE_YET:
             yield Problem("report_to", f"{name!r} is not available yet; choose wandb, tensorboard or none.")
         elif name not in KNOWN:
-            yield Problem("report_to", f"{name!r} is not one of: {', '.join(KNOWN)}.{did_you_mean(name, KNOWN)}")
+            yield Problem("report_to", not_one_of(name, KNOWN))
     if "none" in names and len(set(names)) > 1:
         yield Problem("report_to", f"{config.report_to!r} asks for none and for {', '.join(names)} at once.")
     # `all` means those that are installed.
     for name in PACKAGES if "all" not in names else ():
         if name in names and (reason := why_missing(name)):
-            yield Problem("report_to", reason, fatal=False)
-    yield from check_names(config)
-
-
-def check_names(config: TrackingConfig) -> Iterator[Problem]:
-    """Names become folders inside `logging_dir`."""
-    folders = {"tracker_project_name": config.tracker_project_name, "tracker_run_name": config.tracker_run_name}
-    for key, name in folders.items():
+            yield warning("report_to", reason)
+    # Names become folders inside `logging_dir`.
+    for key, name in config.model_dump(exclude={"report_to"}).items():
         if name.startswith("/") or ".." in name.split("/"):
             yield Problem(key, f"{name!r} points outside logging_dir; it is a name, with no '..' and no '/' in front.")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from simpletuner.config.option import Group, accepted, option
 from simpletuner.config.values import Flag, Integer, Number, PathText, Text, TextList, plain_key
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, warning
 from simpletuner.redaction import REFERENCE
 
 SECRETS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
@@ -89,8 +89,7 @@ def check_written(entry: Mapping[str, Any]) -> Iterator[Problem]:
     for key, value in entry.items():
         # Before {env:NAME} expands: a secret and its reference look alike afterwards.
         if plain_key(key) in SECRETS and value and not REFERENCE.search(str(value)):
-            message = "is a secret in a file that people share; write {env:NAME} and set that variable."
-            yield Problem(key, message, fatal=False)
+            yield warning(key, "is a secret in a file that people share; write {env:NAME} and set that variable.")
 
 
 def check_source(name: str, source: str, keys: Mapping[str, Any]) -> Iterator[Problem]:

@@ -125,12 +125,8 @@ class RunOptions(Group):
         ge=-1,
         le=math.inf,  # a seed is no quantity, so LARGEST_NUMBER does not apply
     )
-    seed_for_each_device: Flag = option(
-        True, "Samples of a step draw their own noise; false: every process draws the same as the first."
-    )
-    resume_from_checkpoint: PathText = common(
-        "latest", "`latest` (or a new run), name or path of a checkpoint, or `none`: step 0, overwriting none."
-    )
+    seed_for_each_device: Flag = option(True, "Samples draw their own noise; false: processes draw the same.")
+    resume_from_checkpoint: PathText = common("latest", "`latest` (or a new run), a name, a path, or `none`: step 0.")
     i_know_what_i_am_doing: Flag = option(False, "Turn safety errors that mention this key into warnings.")
 
 
@@ -200,13 +196,9 @@ class OptimizerConfig(Group):
         "constant_with_warmup",
         "After the warm-up: constant, a decay to lr_end, or a sine between learning_rate and lr_end.")  # fmt: skip
     lr_warmup_steps: Integer = common(0, "A linear ramp from 0, for every scheduler.", ge=0)
-    lr_end: Number = option(
-        4e-7, "Final rate of schedulers that decay.", ge=0, requires=when(lr_scheduler=(*DECAYING_SCHEDULERS, "sine"))
-    )
+    lr_end: Number = option(4e-7, "Final rate.", ge=0, requires=when(lr_scheduler=(*DECAYING_SCHEDULERS, "sine")))
     lr_power: Number = option(0.8, "Power of the polynomial scheduler.", gt=0, requires=when(lr_scheduler="polynomial"))
-    lr_num_cycles: Integer = option(
-        1, "Of cosine_with_restarts and sine.", ge=1, requires=when(lr_scheduler=("cosine_with_restarts", "sine"))
-    )
+    lr_num_cycles: Integer = option(1, "Cycles.", ge=1, requires=when(lr_scheduler=("cosine_with_restarts", "sine")))
     max_grad_norm: Number = common(2.0, "Gradient clipping threshold; 0 disables clipping.", ge=0)
     grad_clip_method: Literal["value", "norm"] = option(
         "value", "value: clip every gradient entry to ±max_grad_norm; norm: clip the norm of all gradients together."
@@ -237,9 +229,7 @@ class SpeedConfig(Group):
             when("lora_dropout", because="each layer drops other inputs"),
         ),
     )
-    deterministic: Flag = option(
-        False, "Bit-identical repeats on a GPU, by slower kernels with a fixed order; a CPU always repeats."
-    )
+    deterministic: Flag = option(False, "Bit-identical repeats on a GPU, by slower kernels; a CPU always repeats.")
 
 
 class EmaConfig(Group):
@@ -326,9 +316,7 @@ class OffloadConfig(Group):
         "Stream the blocks of the VAE, while caching and in previews; saves little, since VAEs are small.",
         excludes=when("enable_model_cpu_offload", because="one moves parts of the VAE, the other all of it"),
     )
-    offload_block_inputs: Flag = recomputed(
-        False, "Keep inputs of blocks that are recomputed in host memory (CUDA).", label="Offload Block Inputs"
-    )
+    offload_block_inputs: Flag = recomputed(False, "Keep saved inputs in host memory.", label="Offload Block Inputs")
     offload_optimizer_state: Flag = option(
         False,
         "Keep optimizer state in host memory and copy it to the device for updates (CUDA); same results.",
@@ -411,9 +399,7 @@ class FlowConfig(Group):
         ),
         label="MixFlow",
     )
-    mixflow_gamma: Number = option(
-        0.8, "Maximum extra noise, as a share of the way to pure noise.", ge=0, le=1, requires=when("mixflow_enabled")
-    )
+    mixflow_gamma: Number = option(0.8, "Maximum share of extra noise.", ge=0, le=1, requires=when("mixflow_enabled"))
 
 
 class TextConfig(Group):
@@ -457,9 +443,7 @@ class ValidationConfig(Group):
     framerate: Integer | None = of_family("Frames per second of clips.", aliases=("frame_rate",), ge=1)
     validation_using_datasets: Flag = option(False, "Use pictures of a dataset as conditions of previews.")
     eval_dataset_id: TextList | None = option(None, "The dataset (or list) of these pictures.")
-    validation_preview: Flag = option(
-        False, "Write small unfinished previews to files and raw webhooks.", requires=unless("validation_disable")
-    )
+    validation_preview: Flag = option(False, "Write small unfinished previews.", requires=unless("validation_disable"))
     validation_preview_steps: Integer = option(1, "Sampling steps between these pictures.", ge=1)
     disable_benchmark: Flag = option(False, "Do not render the untrained model at step 0.")
     validation_disable: Flag = common(False, "No validation at all.", label="No Previews")
@@ -518,9 +502,7 @@ class SharedKeys(Group):
     """Keys of a dataset that mean the same for all of them."""
 
     minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
-    maximum_image_size: Number | None = option(
-        None, "Larger pictures are resized to target_downsample_size before cropping.", ge=0, le=LARGEST_SIZE
-    )
+    maximum_image_size: Number | None = option(None, "Shrink larger to target_downsample_size.", ge=0, le=LARGEST_SIZE)
     target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0, le=LARGEST_SIZE)
     instance_prompt: Texts | None = option(None, "Text to prepend to captions, or to use instead.")
     skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from simpletuner.config.option import Group, TechniqueGroup, common, option, unless, when
 from simpletuner.config.values import Flag, Integer, Number, Text, parse_json_text
-from simpletuner.errors import NoEffect, Problem
+from simpletuner.errors import NoEffect, Problem, warning
 
 if TYPE_CHECKING:
     from simpletuner.config.schema import RunConfig
@@ -182,7 +182,7 @@ class MaskedLossConfig(TechniqueGroup):
         """Masks for what needs them."""
         if not any(dataset.masks for dataset in datasets if dataset.config.is_trained):
             for key in filter(config.is_explicit, type(self).model_fields):
-                yield Problem(key, "has no effect: no dataset that is trained has masks.", fatal=False)
+                yield warning(key, "has no effect: no dataset that is trained has masks.")
 
 
 class PreservationConfig(TechniqueGroup):
@@ -231,8 +231,7 @@ class PreservationConfig(TechniqueGroup):
     def check(self, config: RunConfig) -> Iterator[Problem]:
         """A trigger needs what takes its place."""
         if self.is_on and self.preservation_trigger and not self.preservation_prompt:
-            message = f"{self.preservation_trigger!r} needs preservation_prompt, the class word to put in its place."
-            yield Problem("preservation_trigger", message)
+            yield Problem("preservation_trigger", f"{self.preservation_trigger!r} needs a preservation_prompt.")
 
     def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
         """The trigger must occur in the captions; where it does not, the prompt replaces the whole caption."""
@@ -338,8 +337,7 @@ class ScheduledSamplingConfig(TechniqueGroup):
             yield NoEffect(OFFSET, f"has no effect: {reason}.")
         steps = config.validation.validation_num_inference_steps
         if steps is not None and offset > steps:
-            message = f"{offset} is more than the {steps} steps of the sampler (validation_num_inference_steps)."
-            yield Problem(OFFSET, message)
+            yield Problem(OFFSET, f"{offset} exceeds the {steps} steps of validation_num_inference_steps.")
         if config.flow.mixflow_enabled and self.is_on:
             yield Problem("mixflow_enabled", f"cannot be combined with {OFFSET}: both make inputs for the same end.")
 

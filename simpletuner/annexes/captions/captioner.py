@@ -52,7 +52,6 @@ CHAT = (
 END = "<|im_end|>"
 # Pixels of a picture (about 1280 tokens, which small print needs), and of a clip's frame (about 320).
 PICTURE_PIXELS, FRAME_PIXELS = 1280 * 28**2, 320 * 28**2
-REPETITION_PENALTY = 1.05  # as published with Qwen2.5-VL; greedy decoding may repeat itself without
 IMAGE, VIDEO = 1, 2  # token types, from which positions are computed
 
 
@@ -69,14 +68,6 @@ class DescriptionRequest:
     frames: Sequence[Image]
     instruction: str
     seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Description:
-    """A text on one line, and whether the model finished it."""
-
-    text: str
-    is_whole: bool
 
 
 class QwenCaptioner:
@@ -109,8 +100,9 @@ class QwenCaptioner:
         return len(self.processor.tokenizer(text)["input_ids"])
 
     @torch.no_grad()
-    def describe(self, requests: Sequence[DescriptionRequest], most: int) -> list[Description]:
-        """Describe each request by greedy decoding, in at most `most` tokens."""
+    def describe(self, requests: Sequence[DescriptionRequest], most: int) -> list[tuple[str, bool]]:
+        """Describe each request by greedy decoding, in at most `most` tokens: a text on one line, and whether the model
+        finished it."""
         tokenizer = self.processor.tokenizer
         ends = [tokenizer.convert_tokens_to_ids(END), tokenizer.eos_token_id]
         rows = [self._prepare(request) for request in requests]
@@ -126,7 +118,7 @@ class QwenCaptioner:
             generation_config=GenerationConfig(
                 do_sample=False,
                 max_new_tokens=most,
-                repetition_penalty=REPETITION_PENALTY,
+                repetition_penalty=1.05,  # as published with Qwen2.5-VL; greedy decoding may repeat itself without
                 eos_token_id=ends,
                 pad_token_id=tokenizer.eos_token_id,
             ),
@@ -134,7 +126,7 @@ class QwenCaptioner:
         new = written[:, inputs["input_ids"].shape[1] :].cpu()
         texts = tokenizer.batch_decode(new, skip_special_tokens=True)
         ended = torch.isin(new, torch.tensor(ends)).any(1).tolist()
-        return [Description(" ".join(text.split()), whole) for text, whole in zip(texts, ended, strict=True)]
+        return [(" ".join(text.split()), is_whole) for text, is_whole in zip(texts, ended, strict=True)]
 
     def _prepare(self, request: DescriptionRequest) -> dict[str, Tensor]:
         """The model's inputs for one request."""
@@ -213,7 +205,7 @@ def described(
     captioner = open_captioner(survey, events)
     most, config = longest(survey, captioner, wording), survey.config
 
-    def describe(shown: Sequence[Shown]) -> list[Description]:
+    def describe(shown: Sequence[Shown]) -> list[tuple[str, bool]]:
         return captioner.describe([request for _, request in shown], most)
 
     encode = ShrinkingEncoder(describe, lambda shown: str(shown[0].path), ADVICE)
@@ -222,9 +214,8 @@ def described(
         for start in range(0, len(files), size):
             group = files[start : start + size]
             shown = [(file, request) for file in group if (request := _request(file, wording)) is not None]
-            for (file, _), said in zip(shown, encode(shown), strict=True):
-                caption = wording.caption(said.text, is_whole=said.is_whole)
-                if caption:
+            for (file, _), (text, is_whole) in zip(shown, encode(shown), strict=True):
+                if caption := wording.caption(text, is_whole=is_whole):
                     yield file, caption
                 else:
                     logger.warning("%s is left out: the model returned an empty caption", file.path)

@@ -30,18 +30,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from simpletuner.annexes.draft import Draft, Judgement
+from simpletuner.annexes.guide import about_flavour
 from simpletuner.annexes.page.project import EXAMPLE, LARGEST_BODY, Project, Refusal, problems_json, project_of, wanted
 from simpletuner.atomic import write_json
 from simpletuner.config import sources
 from simpletuner.config.datasets import parse_datasets, read_datasets
-from simpletuner.config.schema import main_name
+from simpletuner.config.schema import all_options, main_name
 from simpletuner.config.values import read_json
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.media import PICTURE_SUFFIXES
 from simpletuner.errors import ConfigError, Problem, Problems, required, result_of
 from simpletuner.plan.environment import why_not_writable
-from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact
+from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact, redact_settings
 
 SECRET = {"secret": "set"}
 CHANGED = "has changed since it was opened. Nothing was saved: compare, then save again."
@@ -371,6 +372,24 @@ def counterpart(entry: Any, index: int, old: Any) -> Any:
         # By id, since the page may have moved or removed entries.
         return next((each for each in entries if isinstance(each, dict) and each.get("id") == entry["id"]), None)
     return entries[index] if index < len(entries) else None
+
+
+def validate(request: Request, body: dict[str, Any]) -> Response:
+    """The problems, the effective values that are not the defaults of their keys, and the keys without effect that are
+    not errors: those must be changed."""
+    judgement, outside, of_datasets = Configuration.sent(project_of(request), body).judge()
+    defaults = {key: option.default for key, option in all_options().items()}
+    effective = {key: value for key, value in judgement.config.flat.items() if value != defaults[key]}
+    wrong = {problem.where for problem in judgement.problems if problem.fatal}
+    content = {
+        "problems": problems_json([*outside, *judgement.problems, *of_datasets]),
+        "effective": redact_settings(effective),
+        "family": judgement.spec.name,
+        "flavour": judgement.flavour.name,
+        "flavours": {flavour.name: about_flavour(flavour) for flavour in judgement.spec.flavours},
+        "greyed": {key: reason for key, reason in judgement.without_effect.items() if key not in wrong},
+    }
+    return JSONResponse(content)
 
 
 def browse(request: Request) -> Response:

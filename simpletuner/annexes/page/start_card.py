@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from simpletuner.annexes.captions.library import BACKUP
 from simpletuner.annexes.guide import about_example
 from simpletuner.annexes.page import files
-from simpletuner.annexes.page.plans import GONE
+from simpletuner.annexes.page.control import GONE
 from simpletuner.annexes.page.project import Project, Refusal, project_of
 from simpletuner.annexes.start.receive import LARGEST_FILE, MOST_FILES, USED, ZIP, check_space, receive, safe_name
 from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name

@@ -10,7 +10,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
@@ -267,11 +267,7 @@ def _reach(host: str, address: str, port: int, deadline: float) -> socket.socket
 
 def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[Problem]:
     """Set what torch and accelerate need to know for `env://`; returns what only the user knows."""
-    here, job = place.is_on_one_machine, number_in(environment, "SLURM_JOB_ID") or 0
-    first = first_host(environment.get("SLURM_STEP_NODELIST", "")) or (LOOPBACK if here else "")
-    # Where processes meet unless the user says where; empty if that is unknown.
-    usual = {"MASTER_ADDR": first, "MASTER_PORT": str(FIRST_PORT + job % PORTS) if here or job else ""}
-    values = {name: environment.get(name) or value for name, value in usual.items()}
+    values = {name: environment.get(name) or value for name, value in _usual_meeting(place, environment).items()}
     environment.update({name: value for name, value in values.items() if value})
     environment.update(zip(LAUNCHERS[0], map(str, astuple(place)), strict=True))
     what = {"MASTER_ADDR": "the address of the machine of process 0", "MASTER_PORT": "a free port there"}
@@ -280,6 +276,13 @@ def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[
         return [Problem("MASTER_PORT", f"is {port!r}, not a port: 1 to 65535.")]
     needed = f"is not set. {place.size} processes on several machines need"
     return [Problem(name, f"{needed} {what[name]}.") for name, value in values.items() if not value]
+
+
+def _usual_meeting(place: World, environment: Mapping[str, str]) -> dict[str, str]:
+    """Where processes meet unless the user says where; empty if that is unknown."""
+    here, job = place.is_on_one_machine, number_in(environment, "SLURM_JOB_ID") or 0
+    first = first_host(environment.get("SLURM_STEP_NODELIST", "")) or (LOOPBACK if here else "")
+    return {"MASTER_ADDR": first, "MASTER_PORT": str(FIRST_PORT + job % PORTS) if here or job else ""}
 
 
 def first_host(nodes: str) -> str:

@@ -150,9 +150,6 @@ class Rows:
     left_out: Mapping[int, str]
 
 
-_ROWS = TypeAdapter(Rows)
-
-
 def list_rows(config: DatasetConfig, store: Store) -> Reading[Offer]:
     """The rows that pass `filter_func`; the dataset is loaded only if something of it is missing here.
 
@@ -166,7 +163,7 @@ def list_rows(config: DatasetConfig, store: Store) -> Reading[Offer]:
     commit = _commit(config, asks=store.fetches)
     identity = _digest(commit, config.model_dump(include=set(HubKeys.model_fields), mode="json"))
     with suppress(OSError, ValidationError):
-        rows = _ROWS.validate_json((store.root / SAVED).read_bytes())
+        rows = TypeAdapter(Rows).validate_json((store.root / SAVED).read_bytes())
         # Without the table no media can be read, and none need to be if all are here.
         offer = _offer(rows, config, commit, None)
         if rows.identity == identity and not (store.fetches and store.missing(offer.items)):

@@ -337,23 +337,6 @@ class PreviewGrid:
         return [cells for row in self.rows for cells in (row.plain, row.averaged)]
 
 
-@dataclass(frozen=True)
-class TrainingSample:
-    """A picture or clip of the dataset, cropped as it is trained.
-
-    Attributes:
-        source: the picture, or the first frame of a clip, as a data URI.
-        captions: the alternatives.
-        edited_from: the source picture of a pair, as a data URI; empty if there is none.
-    """
-
-    name: str
-    source: str
-    captions: Sequence[str]
-    is_clip: bool = False
-    edited_from: str = ""
-
-
 def build_grid(
     records: Sequence[MediaRecord], output_dir: Path, link: Callable[[MediaRecord], str] | None = None
 ) -> PreviewGrid:

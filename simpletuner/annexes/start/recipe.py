@@ -222,7 +222,7 @@ class Recipe:
         prompt = self.prompt.format(phrase=self.phrase.format(trigger=trigger))
         return {
             "max_train_steps": steps,
-            "checkpoint_step_interval": steps // CHECKPOINTS,
+            "checkpoint_step_interval": checkpoint_interval(steps),
             "checkpoints_total_limit": CHECKPOINTS,
             "offload": "auto",
             **({"validation_prompt": prompt} if prompt else {}),
@@ -300,7 +300,7 @@ class Start:
             **self.recipe.values(self.steps, self.trigger),
         }
         if isinstance(steps, int) and steps > 0:
-            config["checkpoint_step_interval"] = max(1, steps // CHECKPOINTS)
+            config["checkpoint_step_interval"] = checkpoint_interval(steps)
         # Whoever likes a preview has its checkpoint.
         config["validation_step_interval"] = config["checkpoint_step_interval"]
         what = self.phrase.partition(", ")[2]
@@ -388,6 +388,11 @@ class Start:
             time = duration(budget.step_seconds * plan.length.total_steps)
             return fits, f"fits, about {time} without previews" if fits else "does not fit this GPU"
         return False, "cannot be planned"
+
+
+def checkpoint_interval(steps: int) -> int:
+    """Steps between checkpoints; rounded up, or one would come a few steps before that of the end."""
+    return -(-steps // CHECKPOINTS)
 
 
 def run_name(folder: Path) -> str:
