@@ -41,9 +41,22 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 _frozen_modules = 0
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Only `-m gpu` sees the GPUs of this machine. All other tests are of the CPU, and fork what has imported diffusers,
+    which asks for a GPU; CUDA does not work in forks of a process that has asked."""
+    if not wants_gpu(config):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def wants_gpu(config: pytest.Config) -> bool:
+    return str(config.option.markexpr).startswith("gpu")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """xdist starts processes that have imported everything already."""
+    """xdist starts processes that have imported everything already, unless these are to use a GPU."""
+    if wants_gpu(config):
+        return
     from tests.workers import forked_workers
 
     workers = contextlib.ExitStack()
