@@ -79,11 +79,11 @@ def _as_json(value: object) -> Any:
 
 
 def _check_captions(material: Material, *, captions: bool) -> None:
-    missing, files = len(material.uncaptioned), len(material.files.files)
-    if captions or not missing or (missing == files and not material.sources):
+    missing, captioned = len(material.uncaptioned), len(material.captioned)
+    if captions or not missing or not (captioned or material.sources):
         return
     raise UserError(
-        f"{missing} of {files} files have no caption ({material.uncaptioned[0]} is the first). --caption writes them "
+        f"{missing} of {missing + captioned} files have no caption ({material.uncaptioned[0]} is the first). --caption writes them "
         "with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each."
     )
 
