@@ -173,6 +173,7 @@ class Story:
     """What the events of a run's newest session told.
 
     Attributes:
+        first: the id of the first event.
         id: of the last event.
         status: of the last `training.status` with progress; empty before the first.
         progress: of the steps, with the metrics that were last told.
@@ -182,6 +183,7 @@ class Story:
     """
 
     job_id: str = ""
+    first: int = 0
     id: int = 0
     status: str = ""
     message: str = ""
@@ -213,6 +215,7 @@ class Story:
         """Take in the next event. What the page counts with is a number, or an exception is raised."""
         if event["job_id"] != self.job_id:
             self.begin(str(event["job_id"]), self.progress)
+            self.first = event["id"]
         self.id = event["id"]
         match event["type"]:
             case "training.status" if "progress" in event:
@@ -364,12 +367,14 @@ class Run:
         owner, is_alive = self.owner, self.pid is not None
         story = self.read()
         # Which session spoke is seen from the number of the last event before it; clocks may be set meanwhile.
-        is_silent, before = story.id == self.started.get("after"), owner.after if owner else -1
+        after, before = self.started.get("after"), owner.after if owner else -1
+        is_silent, is_on_console = story.id == after, after in (story.id, story.first - 1)
+        said = said_at_the_end(self.console, only_errors=not is_silent) if is_on_console and not is_alive else ""
         if is_silent or story.id <= before:
             story = Story(progress=story.progress)
-        return *self._judge(owner, is_alive, story, self.console if is_silent else ""), story
+        return *self._judge(owner, is_alive, story, said), story
 
-    def _judge(self, owner: Owner | None, is_alive: bool, story: Story, console: str) -> tuple[Status, str]:
+    def _judge(self, owner: Owner | None, is_alive: bool, story: Story, said: str) -> tuple[Status, str]:
         is_elsewhere = owner is not None and owner.host != socket.gethostname()
         # What a session said of its end counts for more than its process, which may take a while to exit.
         if story.status in ENDED:
@@ -379,7 +384,7 @@ class Run:
             return "running" if story.status in IN_LOOP else "starting", where + story.message
         if is_elsewhere:
             return "interrupted", f"No heartbeat for {clock(time.time() - self.seen)}. {owner}"
-        return self._judge_end(owner is not None or story.status in ("starting", *IN_LOOP), said_at_the_end(console))
+        return self._judge_end(owner is not None or story.status in ("starting", *IN_LOOP), said)
 
     def _judge_end(self, was_at_work: bool, last: str) -> tuple[Status, str]:
         """What became of a session that has not told how it ended; `last` are its last words on the console."""
@@ -471,11 +476,11 @@ def printed(file: Path) -> str:
     return redact("\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines))
 
 
-def said_at_the_end(console: str) -> str:
+def said_at_the_end(console: str, *, only_errors: bool = False) -> str:
     """The errors of the newest session in a console.log, else its last line."""
     lines = re.split(rf"^{re.escape(PROMPT)}.*$", console, flags=re.MULTILINE)[-1].strip().splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return "\n".join(errors or lines[-1:])
+    return "\n".join(errors or ([] if only_errors else lines[-1:]))
 
 
 def as_text(path: str | Path) -> str:

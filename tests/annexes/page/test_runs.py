@@ -123,6 +123,19 @@ def stopped_at_once(folder: Path) -> None:
     (folder / CONSOLE_FILE).write_text("$ simpletuner train\nTraceback (most recent call last):\nKeyboardInterrupt\n")
 
 
+def without_room_for_its_last_event(folder: Path) -> None:
+    """The page started it, and a full disk ended it, of which it could tell on the console alone."""
+    start_from_the_page(folder)
+    tell(folder, *STEPS)
+    (folder / CONSOLE_FILE).write_text("$ simpletuner train\nTraining\nerror: no space left on the disk.\n")
+
+
+def killed_after_speaking(folder: Path) -> None:
+    """As before, but its last words are no reason."""
+    without_room_for_its_last_event(folder)
+    (folder / CONSOLE_FILE).write_text("$ simpletuner train\nTraining\n")
+
+
 def told_by_a_clock_set_back(folder: Path) -> None:
     """The page started it, and the clock was set back a year before it ended."""
     start_from_the_page(folder)
@@ -156,6 +169,8 @@ def uploaded(folder: Path) -> None:
         (old_record, "cancelled", "Stopped at step 3."),
         (refused, "error", "seed: is odd.\nepochs: none."),
         (stopped_at_once, "cancelled", "Interrupted."),
+        (without_room_for_its_last_event, "error", "no space left on the disk."),
+        (killed_after_speaking, "interrupted", "Ended unexpectedly at step 3."),
         (told_by_a_clock_set_back, "completed", "what became of it"),
         (uploaded, "running", ""),
     ],
