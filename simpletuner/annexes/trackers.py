@@ -33,8 +33,6 @@ RUN_FILE = "wandb_run.json"
 # Every update of the scatter plot sends all of its points again, so it is updated rarely and the points are limited.
 TIMESTEPS_EVERY = 100
 TIMESTEPS_KEPT = 5000
-# Seconds that an unreachable server may delay the start.
-INIT_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ class WandbTracker:
                 disable_code=True,
                 disable_git=True,
                 x_disable_meta=True,
-                init_timeout=INIT_TIMEOUT,
+                init_timeout=30.0,  # seconds that an unreachable server may delay the start
             ),
         )
         # Steps after the checkpoint were already sent before the interruption; the repeated steps have equal values.

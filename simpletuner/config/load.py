@@ -21,7 +21,7 @@ from simpletuner.config import schema
 from simpletuner.config.option import LIMITS, Group, Option
 from simpletuner.config.upstream import foreign_key_problem
 from simpletuner.config.values import expand_environment, plain_key, same_value
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean, nearest
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean, nearest, warning
 from simpletuner.redaction import hide_secrets
 
 # Sections whose values nothing needs before something is sent.
@@ -59,8 +59,7 @@ def resolve(
     values, origins = yield from _merge(layers, defaults)
     for name, value in fixed.items():
         if name in values and not same_value(values[name], value):
-            message = f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})"
-            yield Problem(name, message, fatal=False)
+            yield warning(name, f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})")
         values[name], origins[name] = value, schema.FAMILY_FIXED
     # Apart from the others, whose messages already name their layer.
     invalid = Problems()
@@ -230,9 +229,8 @@ def _why_not(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
 
 def _allowed(details: ErrorDetails) -> list[str]:
     """The words of a `literal_error`."""
-    expected = str(details.get("ctx", {})["expected"])
     # pydantic writes: 'a', 'b' or 'c'.
-    return [word.strip("' ") for word in expected.replace(" or ", ", ").split(",")]
+    return [word.strip("' ") for word in str(details.get("ctx", {})["expected"]).replace(" or ", ", ").split(",")]
 
 
 def _known_keys(structure: Any, path: str) -> dict[str, Any]:

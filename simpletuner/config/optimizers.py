@@ -24,7 +24,7 @@ from simpletuner.config.schema import (
 )
 from simpletuner.config.speed import has_compiler
 from simpletuner.config.values import parse_flag, parse_number
-from simpletuner.errors import NoEffect, Problem, did_you_mean
+from simpletuner.errors import NoEffect, Problem, did_you_mean, warning
 
 PRODIGY = Package("prodigyopt", "prodigyopt>=1.1,<2")
 SCHEDULE_FREE = Package("schedulefree", "schedulefree>=1.4,<2")
@@ -315,11 +315,9 @@ def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec) -> I
     yield from (NoEffect(key, f"has no effect on the optimizer {name!r}.") for key in unused)
     # An unset rate counts: its default of 1e-4 is as wrong.
     if name == "prodigy" and (config.learning_rate or 0) < PRODIGY_LOWEST_RATE:
-        message = "prodigy finds the rate itself and multiplies it by this one, which should be 1."
-        yield Problem("learning_rate", message, fatal=False)
+        yield warning("learning_rate", "prodigy finds the rate and multiplies it by this one, which should be 1.")
     if spec.schedule_free and not config.lr_scheduler.startswith("constant"):
-        message = f"{config.lr_scheduler!r} is ignored: {name} keeps the rate constant after the warm-up."
-        yield Problem("lr_scheduler", message, fatal=False)
+        yield warning("lr_scheduler", f"{config.lr_scheduler!r} is ignored: {name} keeps the rate after the warm-up.")
 
 
 def _check_means(name: OptimizerName, settings: Mapping[str, OptimizerValue]) -> Iterator[Problem]:
@@ -329,11 +327,8 @@ def _check_means(name: OptimizerName, settings: Mapping[str, OptimizerValue]) ->
     kept = ["beta2"] if name == "optimi-lion" else betas[:-1] if betas else ["momentum"]
     for key in kept:
         if is_lost_in_bf16(float(settings[key])):
-            message = (
-                f"{name!r} with {key} {settings[key]}: the weights are bf16, and so is the mean of their gradients, "
-                "which rounding may keep from ever fading. Use .996 or less, or adamw, which has float32 weights."
-            )
-            yield Problem("optimizer", message, fatal=False)
+            message = f"{name!r} with {key} {settings[key]}: in bf16, a mean of gradients may never fade."
+            yield warning("optimizer", f"{message} Use .996 or less, or adamw, which has float32 weights.")
 
 
 def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, OptimizerValue]:

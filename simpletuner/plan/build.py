@@ -46,8 +46,7 @@ def resolve_layers(layers: Sequence[Layer], purpose: Purpose) -> Reading[tuple[R
     spec = yield from find_family(layers)
     if spec is None and purpose == "draft":
         spec = next(iter(FAMILIES.values()))
-    config = yield from (resolve(layers, spec.defaults, spec.fixed) if spec else resolve(layers))
-    return config, spec
+    return (yield from (resolve(layers, spec.defaults, spec.fixed) if spec else resolve(layers))), spec
 
 
 def find_family(layers: Sequence[Layer]) -> Reading[FamilySpec | None]:
@@ -369,5 +368,4 @@ def _check_last_epoch(plan: Plan) -> Iterator[Problem]:
         return
     batches, needed = count_batches(plan.sampler(), last), steps * schedule.gradient_accumulation_steps
     if batches < needed:
-        message = f"{last} is the last epoch of any dataset: {batches} batches, and {steps} steps need {needed}."
-        yield Problem("end_epoch", message)
+        yield Problem("end_epoch", f"{last} is the last with data: {batches} batches, and {steps} steps need {needed}.")

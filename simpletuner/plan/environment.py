@@ -14,7 +14,7 @@ from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig, all_options
 from simpletuner.config.speed import graph_key
 from simpletuner.config.values import TRUE_WORDS, parse_flag
 from simpletuner.distributed.world import launched
-from simpletuner.errors import Problem, Reading, UserError, did_you_mean
+from simpletuner.errors import Problem, Reading, UserError, did_you_mean, warning
 
 LEVELS = {logging.getLevelName(level): level for level in range(logging.DEBUG, logging.CRITICAL + 1, 10)}
 ALLOW_OTHER_BATCH_SIZE = "SIMPLETUNER_ALLOW_MODIFYING_BSZ"
@@ -150,11 +150,8 @@ def _check_shards(config: RunConfig) -> Iterator[Problem]:
     """Optimizers that take a share of a weight for all of it."""
     optimizer = optimizer_name(config.optimizer, config.precision.mixed_precision)
     if config.model.model_type == "full" and not OPTIMIZERS[optimizer].element_wise:
-        message = f"cannot be combined with optimizer {optimizer!r}: its update is not elementwise, and each"
-        advice = (
-            "process only has a shard of every weight. Use an AdamW such as adamw_bf16, or DDP, without fsdp_enable."
-        )
-        yield Problem("fsdp_enable", f"{message} {advice}")
+        message = f"cannot be combined with optimizer {optimizer!r}: its update needs whole weights."
+        yield Problem("fsdp_enable", f"{message} Use an AdamW such as adamw_bf16, or DDP, without fsdp_enable.")
 
 
 def check_offload(config: RunConfig) -> Iterator[Problem]:
@@ -162,20 +159,13 @@ def check_offload(config: RunConfig) -> Iterator[Problem]:
     settings, graphs, disk = config.flat, graph_key(config.launch), "group_offload_to_disk_path"
     moving = [key for key in ("enable_group_offload", "offload_block_inputs") if settings[key]]
     if graphs is not None and moving:
-        message = (
-            f"{settings[graphs]!r} cannot be combined with {moving[0]}: CUDA graphs repeat their work at fixed "
-            "addresses, and offloaded tensors return at different ones; use dynamo_mode max-autotune-no-cudagraphs or "
-            "none."
-        )
-        yield Problem(graphs, message)
+        message = f"{settings[graphs]!r} cannot be combined with {moving[0]}: CUDA graphs work at fixed addresses, and"
+        yield Problem(graphs, f"{message} offloaded tensors move; use dynamo_mode max-autotune-no-cudagraphs or none.")
     folder = settings[disk]
     if folder is None or not all(rule.holds(settings) for rule in all_options()[disk].requires):
         return
     if problem := why_not_writable(disk, Path(folder).expanduser()):
         yield problem
     else:
-        message = (
-            "every training step reads the offloaded weights twice from this disk unless the system keeps them in "
-            "spare memory; a step waits whenever reading takes longer than computing."
-        )
-        yield Problem(disk, message, fatal=False)
+        message = "every step reads the offloaded weights twice from this disk, unless spare memory keeps them;"
+        yield warning(disk, f"{message} it waits whenever reading takes longer than computing.")

@@ -26,7 +26,7 @@ from simpletuner.config.precision import (
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.values import read_json
 from simpletuner.data.dataset import Dataset
-from simpletuner.errors import Problem, Reading, result_of
+from simpletuner.errors import Problem, Reading, result_of, warning
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
@@ -173,8 +173,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
         **_dtypes(config, spec),
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
     }
-    settings = config.flat
-    changeable |= {key: settings[key] for technique in config.techniques for key in technique.related}
+    changeable |= {key: config.flat[key] for technique in config.techniques for key in technique.related}
     # As a manifest gives it back: tuples are lists, other objects text. Old and new are compared so.
     written: dict[str, Any] = json.loads(json.dumps(changeable | fixed, default=str))
     return written
@@ -224,14 +223,11 @@ def sample_order(plan: Plan) -> dict[str, Any]:
 
 
 def _check_weights(source: ModelSource, checkpoint: Checkpoint) -> Iterator[Problem]:
-    old = checkpoint.manifest.identity.weights
     for role, identity in weight_identities(source).items():
         # Older checkpoints do not name their weights.
-        was, part = old.get(role, identity), source[role]
+        was, part = checkpoint.manifest.identity.weights.get(role, identity), source[role]
         if was != identity:
-            message = (
-                f"{part.location!r} holds another {role} ({identity[:12]}) than {checkpoint.path} was trained with"
-            )
+            message = f"{part.location!r} holds another {role} ({identity[:12]}) than {checkpoint.path} used"
             yield Problem(part.key, f"{message} ({was[:12]}); choose another output_dir.")
 
 
@@ -259,7 +255,7 @@ def _check_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
     new = config.precision.base_model_precision
     if quantisation(old) != quantisation(new):
         message = f"{new!r}: {checkpoint.path.name} was trained with {old!r}, so the base weights differ slightly."
-        yield Problem("base_model_precision", message, fatal=False)
+        yield warning("base_model_precision", message)
 
 
 def fingerprint(datasets: Sequence[Dataset]) -> str:
@@ -277,11 +273,10 @@ def has_same_data(plan: Plan) -> Reading[bool]:
     yield from _check_settings(dataset_mathematics(plan.trained), plan.resume)
     # First what can be named by key; the fingerprint only shows that something differs.
     if changes := list(_changes(identity.order, sample_order(plan))):
-        yield from (Problem(key, f"{name} {change}; its epoch starts over.", fatal=False) for key, change in changes)
+        yield from (warning(key, f"{name} {change}; its epoch starts over.") for key, change in changes)
         return False
     if fingerprint(plan.trained) != identity.datasets:
         if not plan.config.datasets.override_dataset_config:
-            message = f"the datasets are not those that {name} was trained on; its epoch starts over."
-            yield Problem("data_backend_config", message, fatal=False)
+            yield warning("data_backend_config", f"the datasets are not those of {name}; its epoch starts over.")
         return False
     return not any(_check_batch(plan.config, plan.resume))

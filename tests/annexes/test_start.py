@@ -19,9 +19,8 @@ from PIL import Image
 
 from simpletuner.annexes.page.project import CONFIG_NAME
 from simpletuner.annexes.start import receive as receiving
-from simpletuner.annexes.start.material import Material
 from simpletuner.annexes.start.receive import MOST_FILES, receive, unpack
-from simpletuner.annexes.start.recipe import Recipe, Start
+from simpletuner.annexes.start.recipe import Material, Recipe, Start
 from simpletuner.cli.app import main
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.discovery import Scan
@@ -391,5 +390,5 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     assert f"{files} of {files} files are used" in capsys.readouterr().out
     assert main(["start", kind, "--yes", "--name", "b", "--caption", "--model", model]) == 2
     assert f"--caption: the text encoder of {model} writes none" in capsys.readouterr().err
-    monkeypatch.setattr("simpletuner.annexes.start.material.find_device", lambda: SimpleNamespace(is_gpu=True))
+    monkeypatch.setattr("simpletuner.annexes.start.recipe.find_device", lambda: SimpleNamespace(is_gpu=True))
     assert model not in Material.of(Path(kind)).models

@@ -20,7 +20,6 @@ from simpletuner.annexes.figures import Pace, ending, line_of
 from simpletuner.reporting import events
 from simpletuner.reporting.pace import clock, pace_text, size_text
 
-REFRESHES_PER_SECOND = 4
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
 
@@ -88,7 +87,7 @@ class LiveDisplay(Display):
         self._live = Live(
             get_renderable=self._render,
             console=self._console,
-            refresh_per_second=REFRESHES_PER_SECOND,
+            refresh_per_second=4,
             transient=True,  # `close` prints a summary in its place
             # Only output to the terminal would damage the display; a redirected stream stays as it is.
             redirect_stdout=sys.stdout.isatty(),

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 # Seconds to wait after the first and after the second attempt; the third is the last one.
 WAITS = (5.0, 20.0)
-# Seconds that a script of the user may take.
-LONGEST = 600.0
 
 
 class UploadError(Exception):
@@ -237,7 +235,7 @@ class Uploads(Companion):
         # Each value stays one word of the command.
         command = [names.sub(lambda match: values[match[0][1:-1]], word) for word in shlex.split(script)]
         try:
-            subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LONGEST, check=True)
+            subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=600.0, check=True)
         except subprocess.CalledProcessError as error:
             said = (error.stderr or error.stdout).strip()[-500:]
             self.events.say(f"{key} ended with code {error.returncode}: {said}", warning=True)

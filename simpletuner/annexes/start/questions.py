@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.annexes.draft import Draft
-from simpletuner.annexes.start.material import Material
-from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, run_name
+from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name
 from simpletuner.annexes.wizard.talk import HELP, Talk
 from simpletuner.errors import Problems, UserError, did_you_mean
 
@@ -82,10 +81,9 @@ def _check_captions(material: Material, *, captions: bool) -> None:
     missing, captioned = len(material.uncaptioned), len(material.captioned)
     if captions or not missing or not (captioned or material.sources):
         return
-    raise UserError(
-        f"{missing} of {missing + captioned} files have no caption ({material.uncaptioned[0]} is the first). --caption writes them "
-        "with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each."
-    )
+    first = material.uncaptioned[0]
+    advice = "--caption writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each"
+    raise UserError(f"{missing} of {missing + captioned} files have no caption ({first} is the first). {advice}.")
 
 
 def _with_captioner(starts: Mapping[str, Start], given: str | None) -> dict[str, Start]:
