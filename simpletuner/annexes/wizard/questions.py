@@ -64,8 +64,7 @@ class Question:
 
     def applies(self, draft: Draft) -> bool:
         """Whether to ask: the setting has an effect with the answers so far, and nothing excludes it."""
-        settings = draft.config.flat
-        excluded = any(rule.holds(settings) for rule in self.option.excludes)
+        excluded = any(rule.holds(draft.config.flat) for rule in self.option.excludes)
         return self.key not in draft.judgement.without_effect and not excluded and self.when(draft)
 
     def default(self, draft: Draft) -> Any:
