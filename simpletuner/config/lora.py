@@ -27,7 +27,7 @@ class LoraConfig(Group):
     lora_rank: Integer = ranked(16, "Rank; for lokr, half the larger factor trains it in full.", ge=1, common=True)
     lora_alpha: Number | None = ranked(None, "Scale is alpha / rank.", gt=0, default_note="the rank", common=True)
     lora_dropout: Number = common(
-        0.0, "Dropout.", ge=0, lt=1, requires=when(lora_type="standard", because="LyCORIS has its own", fatal=True)
+        0.0, "Dropout rate.", ge=0, lt=1, requires=when(lora_type="standard", because="LyCORIS has its own", fatal=True)
     )
     lora_init_type: Literal["default", "gaussian", "loftq", "olora", "pissa"] = standard(
         "default",
