@@ -33,7 +33,6 @@ from simpletuner.models.loading import attend_by_frame
 ROWS = 8  # of a strip, which computes its two neighbours as well: a quarter more work
 RESNETS = (ResnetBlock2D, HunyuanVideoResnetBlockCausal3D, LTX2VideoResnetBlock3d)
 UPSAMPLERS = (Upsample2D, HunyuanVideoUpsampleCausal3D, LTX2VideoUpsampler3d)
-OnRows = Callable[[Tensor], Tensor]  # `... H W` -> `... H' W'`, for some of the rows
 
 
 def decode_in(how: Decoding, vae: Any, stride: int) -> None:
@@ -105,7 +104,7 @@ def resnet_in_strips(block: Any, x: Tensor, temb: None = None, generator: None =
     return out
 
 
-def normaliser(norm: nn.Module, x: Tensor) -> OnRows:
+def normaliser(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
     """A function that normalises rows of a sample `1 C ... H W` with the statistics of all rows, like `norm`."""
     if not isinstance(norm, nn.GroupNorm):
         return norm  # of single positions

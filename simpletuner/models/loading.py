@@ -85,8 +85,7 @@ def keep_full_float32(transformer: nn.Module) -> None:
 
 def _full_forward(layer: nn.Linear, x: Tensor) -> Tensor:
     """As `nn.Linear`; a weight that is stored in bf16 is cast to the dtype of the input."""
-    out: Tensor = full_linear(x, layer.weight.to(x.dtype), layer.bias)
-    return out
+    return full_linear(x, layer.weight.to(x.dtype), layer.bias)
 
 
 @contextmanager
@@ -247,8 +246,7 @@ class FrameCausalProcessor:
             end = start + per_frame
             frames.append(scaled_dot_product_attention(query[:, :, start:end], key[:, :, :end], value[:, :, :end]))
         attended = attn.to_out[0](torch.cat(frames, dim=2).transpose(1, 2).flatten(2))
-        result: Tensor = (attended + hidden_states) / attn.rescale_output_factor
-        return result
+        return (attended + hidden_states) / attn.rescale_output_factor
 
 
 def attend_by_frame(vae: nn.Module) -> int:

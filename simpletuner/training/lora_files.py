@@ -241,7 +241,6 @@ def applied_loras(transformer: nn.Module, loras: Loras, dtype: torch.dtype, devi
             placed = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
             for layer in [name.removesuffix(".lora_A.weight") for name in placed if name.endswith(".lora_A.weight")]:
                 down, up = (placed[f"{layer}.lora_{side}.weight"] for side in "AB")
-                magnitudes = (placed.get(layer + suffix) for suffix in MAGNITUDES.values())
-                hook = LoraHook(down, up, strength, *magnitudes)
+                hook = LoraHook(down, up, strength, *(placed.get(layer + suffix) for suffix in MAGNITUDES.values()))
                 hooks.callback(transformer.get_submodule(layer).register_forward_hook(hook).remove)
         yield

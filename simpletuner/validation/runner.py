@@ -337,8 +337,7 @@ class ValidationRunner:
             stop_if_result_not_finite(assembly)
             # Grouped, because switching to the average and back copies all weights.
             for (use_ema, loras), group in itertools.groupby(shots, key=lambda item: (item[1].ema, item[1].loras)):
-                further = applied_loras(transformer, loras, dtype, assembly.accelerator.device)
-                with assembly.averaged(use_ema), further:
+                with assembly.averaged(use_ema), applied_loras(transformer, loras, dtype, assembly.accelerator.device):
                     for place, shot in group:
                         if record := self._render(assembly, shot, bar):
                             yield place, record

@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 
 def place_model(model: nn.Module, streamed: Sequence[nn.Module], device: torch.device) -> None:
     """Move a model to a device, except for the frozen weights of blocks that will stream."""
-    frozen = {id(tensor) for block in streamed for tensor in frozen_tensors(block)}
-    with set_aside(streamed, frozen):
+    with set_aside(streamed, {id(tensor) for block in streamed for tensor in frozen_tensors(block)}):
         model.to(device)
     trim_heap()
 

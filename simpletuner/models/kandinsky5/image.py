@@ -191,8 +191,7 @@ class SampledLatents(LatentEncoder):
         mean, std = posterior.mean.float().cpu(), posterior.std.float().cpu()
         # On the CPU and one generator per sample: neither the device nor the batch changes the draw.
         noise = [torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-        z: Tensor = (mean + std * torch.stack(noise)) * self.vae.config.scaling_factor
-        return z
+        return (mean + std * torch.stack(noise)) * self.vae.config.scaling_factor
 
     def decode(self, z: Tensor) -> Tensor:
         return self.pixels(z.to(self.device, self.dtype) / self.vae.config.scaling_factor)
@@ -287,8 +286,7 @@ class Kandinsky5Adapter(FamilyAdapter):
         vae = self.load_vae(device, self.dtype)
         sampler = self.load_sampler(shift, from_picture=self.takes_picture)
         pipeline = stock_pipeline(self.pipeline_class, self.source, transformer=transformer, vae=vae, scheduler=sampler)
-        encoder = self.encoder_class(vae, device, self.dtype)
-        return StockPipeline(pipeline, encoder, device, self.task, self.padding)
+        return StockPipeline(pipeline, self.encoder_class(vae, device, self.dtype), device, self.task, self.padding)
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         """Run the transformer as the pipelines do."""
