@@ -32,7 +32,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from simpletuner.config.precision import UNPACKED, Quantisation, check_capability, instead, multiplied
 from simpletuner.config.schema import PrecisionConfig
@@ -111,7 +110,7 @@ class WeightFormat(Protocol):
 
     def product(self, inputs: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:
         """`inputs` (..., in) times the weight plus the bias: (..., out)."""
-        return functional.linear(inputs, self.unpack(*packed), bias)
+        return nn.functional.linear(inputs, self.unpack(*packed), bias)
 
     def input_gradient(self, gradient: Tensor, *packed: Tensor) -> Tensor:
         """The gradient of the inputs (..., in) from the gradient of the product (..., out)."""
@@ -236,7 +235,7 @@ class TorchaoWeight(WeightFormat):
         return self._assemble(packed).dequantize()
 
     def product(self, inputs: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:
-        return functional.linear(inputs, self._assemble(packed), bias)
+        return nn.functional.linear(inputs, self._assemble(packed), bias)
 
     def _assemble(self, packed: tuple[Tensor, ...]) -> Any:
         inner = {**dict(zip(self.names, packed, strict=True)), **dict.fromkeys(self.absent)}

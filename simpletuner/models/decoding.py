@@ -24,7 +24,6 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
-from torch.nn import functional
 
 from simpletuner.config.schema import Decoding
 from simpletuner.models.cost import OVERLAP, TILE
@@ -111,7 +110,7 @@ def normaliser(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
     mean, variance = channel_statistics(norm, x)
     weight, bias, eps = norm.weight.float(), norm.bias.float(), norm.eps
     # Batch norm, because it takes statistics as arguments; `group_norm` would compute those of the strip.
-    return lambda rows: functional.batch_norm(rows, mean, variance, weight, bias, eps=eps)
+    return lambda rows: nn.functional.batch_norm(rows, mean, variance, weight, bias, eps=eps)
 
 
 def channel_statistics(norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,9 +31,8 @@ from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_atomically
 from simpletuner.errors import UserError, shorten
 from simpletuner.headers import with_metadata
 from simpletuner.models import lora_keys
-from simpletuner.models.lora_keys import PREFIXES, LoraForm
+from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, LoraForm
 from simpletuner.training.guard import refuse_not_finite
-from simpletuner.training.manifest import LORA_FILE
 
 MAGNITUDES = {"magnitude": lora_keys.MAGNITUDE, "comfyui magnitude": lora_keys.COMFYUI_MAGNITUDE}
 COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", lora_keys.COMFYUI_MAGNITUDE)

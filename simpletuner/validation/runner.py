@@ -7,14 +7,13 @@ turns on the device.
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -169,7 +168,7 @@ def take_turns(transformer: nn.Module, vae: nn.Module, device: torch.device) -> 
     for name in ("encode", "decode"):
         inner = getattr(vae, name)
 
-        @functools.wraps(inner)
+        @wraps(inner)
         def alone(*inputs: Any, inner: Any = inner, **settings: Any) -> Any:
             transformer.to("cpu")
             vae.to(device)

@@ -32,7 +32,6 @@ from simpletuner.models.adapter import (
 )
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import blocks
-from simpletuner.models.kandinsky5.blocks import TextPadding
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE, KandinskyOptions, RopeScale, is_sparse
 from simpletuner.models.kandinsky5.spec import IMAGE_SIZES, KANDINSKY5_IMAGE, TEMPLATES
 from simpletuner.models.loading import stock_pipeline
@@ -50,7 +49,7 @@ class StockPipeline(PreviewPipeline):
     """diffusers' own pipeline of the flavour, called with cached embeddings."""
 
     def __init__(
-        self, pipeline: Any, encoder: LatentEncoder, device: torch.device, task: Task, padding: TextPadding
+        self, pipeline: Any, encoder: LatentEncoder, device: torch.device, task: Task, padding: blocks.TextPadding
     ) -> None:
         self.pipeline, self.vae, self.encoder, self.device, self.task = pipeline, pipeline.vae, encoder, device, task
         self.padding = padding
@@ -98,7 +97,7 @@ class StockPipeline(PreviewPipeline):
 
 
 @contextmanager
-def batched_guidance(transformer: Any, padding: TextPadding, request: PreviewRequest) -> Iterator[None]:
+def batched_guidance(transformer: Any, padding: blocks.TextPadding, request: PreviewRequest) -> Iterator[None]:
     """Let a pipeline that predicts for the prompt, then for the negative prompt, compute both in the first call."""
     forward, replaced, waiting = transformer.forward, vars(transformer).get("forward"), list[Any]()
 
@@ -205,7 +204,7 @@ class Kandinsky5Adapter(FamilyAdapter):
     """
 
     transformer_class = Kandinsky5Transformer3DModel
-    padding: TextPadding
+    padding: blocks.TextPadding
 
     @property
     def pipeline_class(self) -> Any:

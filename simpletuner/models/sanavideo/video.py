@@ -18,7 +18,6 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SanaImageToVideoPipeline,
 from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformer3DModel
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import Gemma2Model, GemmaTokenizer, PreTrainedTokenizerBase
 
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds, upload
@@ -178,7 +177,7 @@ def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tens
     """Embeddings `B 300 D`, zero-padded on the right, and the mask `B 300` of real tokens."""
     prompts = [one["prompt_embeds"] for one in embeds]
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    text = torch.stack([functional.pad(prompt, (0, 0, 0, TEXT_LENGTH - len(prompt))) for prompt in prompts])
+    text = torch.stack([nn.functional.pad(prompt, (0, 0, 0, TEXT_LENGTH - len(prompt))) for prompt in prompts])
     mask = torch.arange(TEXT_LENGTH) < lengths[:, None]
     return text.to(dtype), upload(mask.long(), text.device)
 
@@ -213,7 +212,7 @@ class DistinctTimesteps:
     def after(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]) -> Any:
         """Expand the embeddings to all tokens: (modulation, embedding), each `tokens D`."""
         places, self._places = self._places, None
-        return None if places is None else tuple(functional.embedding(places, output) for output in outputs)
+        return None if places is None else tuple(nn.functional.embedding(places, output) for output in outputs)
 
 
 class CompiledOnGrid:
