@@ -9,8 +9,9 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from simpletuner.annexes.display.log import setup_logging
@@ -24,7 +25,7 @@ from simpletuner.cli.sample import SHORT, prepared_samples
 from simpletuner.cli.settings import command_settings, prepare_output
 from simpletuner.cli.train import agreed, configure_torch, recorded_events, run_checked
 from simpletuner.config.schema import all_options
-from simpletuner.config.sources import SELECTORS, Arguments, configured
+from simpletuner.config.sources import COMMAND_LINE, SELECTORS, Arguments, configured
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem
 from simpletuner.plan.build import Plan
@@ -33,6 +34,8 @@ from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, read_media, 
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER
 
 WRITTEN_DATASETS = "data_backend_config.json"  # in the output folder: datasets that were given as a list
+
+PARAMETERS = {"--prompt": "prompts", "--image": "images"}  # of `sample` whose flags have other names
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ def train(
         Interrupted: Ctrl-C or a request to stop; the last step is kept as a checkpoint.
     """
     configure_torch()
-    plan, budget = ready_plan(_arguments(config))
+    with _named_as_arguments():
+        plan, budget = ready_plan(_arguments(config))
     if (count := plan.config.launch.num_processes) > 1:
         message = f"{count}, but a function trains in its own process only; use the command `simpletuner train`."
         raise ConfigError([Problem("num_processes", message)])
@@ -106,9 +110,11 @@ def plan(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: with all problems, if they prevent a plan.
     """
-    arguments = _arguments(config)
-    weighed = weigh_plan(arguments)
-    return json.loads(plan_json(weighed, [*weighed[0].warnings, *arguments.problems]))
+    with _named_as_arguments():
+        arguments = _arguments(config)
+        weighed = weigh_plan(arguments)
+    problems = [_named(each) for each in (*weighed[0].warnings, *arguments.problems)]
+    return json.loads(plan_json(weighed, problems))
 
 
 def sample(
@@ -137,10 +143,26 @@ def sample(
     arguments = _arguments({SHORT.get(key, key): value for key, value in settings.items()}, overrides=True)
     folder, chosen = None if source is None else str(source), None if checkpoint is None else [str(checkpoint)]
     asked = SampleRequest(folder, str(output), arguments, prompts, [*map(str, images)], [strength], chosen, ema)
-    with prepared_samples(asked, _events(on_event, show)) as (plan, weights, events):
+    names = PARAMETERS | {SHORT[key]: key for key in settings if key in SHORT}
+    with _named_as_arguments(names), prepared_samples(asked, _events(on_event, show)) as (plan, weights, events):
         from simpletuner.annexes.sweep import render_samples
 
         return render_samples(plan, weights[0], [strength], events)
+
+
+@contextmanager
+def _named_as_arguments(names: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Let problems name what the caller of a function wrote, see `_named`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(_named(each, names) for each in error.problems) from None
+
+
+def _named(problem: Problem, names: Mapping[str, str] = MappingProxyType({})) -> Problem:
+    """A problem that does not speak of a command line; `names` are arguments by flag or key."""
+    where = names.get(problem.where, problem.where.removeprefix("--"))
+    return replace(problem, where=where, message=problem.message.removesuffix(f" ({COMMAND_LINE})"))
 
 
 def _arguments(config: object, *, overrides: bool = False) -> Arguments:

@@ -17,6 +17,7 @@ from pathlib import Path
 import av
 import numpy as np
 from av.video.frame import VideoFrame
+from PIL import Image
 
 from simpletuner.data.clips import frames_of, probe_clip
 from tests import pictures
@@ -181,6 +182,12 @@ def with_broken_index(path: Path) -> None:
     path.write_bytes(bytes(content))
 
 
+def animated(path: Path) -> None:
+    """A GIF of 20 frames a second; its times are whole hundredths."""
+    first, *others = (Image.fromarray(filmed(index / 20)) for index in range(20 * SECONDS))
+    first.save(path, save_all=True, append_images=others, duration=50, loop=0)
+
+
 def _clip(**changes: object) -> Writer:
     return lambda path: write_clip(path, **changes)
 
@@ -222,6 +229,9 @@ WHOLE: dict[str, Writer] = {
     "broken-index.avi": with_broken_index,
     "edited.mp4": cut_by_edit_list,
     "sound.mp4": with_sound,
+    "stream.ts": _clip(),
+    "camera.m2ts": _clip(),
+    "animated.gif": animated,
 }
 
 

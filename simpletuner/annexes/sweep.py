@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from simpletuner.annexes.figures import Columns
+from simpletuner.annexes.fitting.ready import weigh
 from simpletuner.annexes.report.sheet import Sheet, cell
 from simpletuner.annexes.sampling import Sampled, plan_evaluation
 from simpletuner.atomic import free_path, write_json
@@ -28,7 +29,7 @@ from simpletuner.config.optimizers import trained_precision
 from simpletuner.config.sources import Arguments
 from simpletuner.config.values import Size
 from simpletuner.data.sample import Sample
-from simpletuner.errors import UserError
+from simpletuner.errors import Problems, UserError
 from simpletuner.memory.precision import DTYPES, check_device
 from simpletuner.models.adapter import FamilyAdapter
 from simpletuner.models.blocks import KERNELS
@@ -126,15 +127,30 @@ class Studio:
                     paths += [self._render(transformer, shot, name(shot), phase) for shot in group]
         return paths
 
+    def held_out(self, run: Path, arguments: Arguments, events: EventStream) -> tuple[Plan, BatchReader] | None:
+        """What a run is evaluated on, encoded before the transformer takes the memory; None after a warning.
+
+        Args:
+            arguments: have the door to remote datasets.
+        """
+        problems = Problems()
+        try:
+            plan, _ = problems.take(weigh(plan_evaluation(run, arguments)))
+            problems.raise_if_fatal()
+            plan, _, reader = read_caches(Encoding(plan, self.adapter, self.device, events))
+        except UserError as error:
+            events.say(f"The evaluation loss at each strength is not measured: {error}", warning=True)
+            return None
+        return plan, reader
+
     def measure(
-        self, plan: Plan, weights: Sampled, strengths: Sequence[float], events: EventStream
+        self, plan: Plan, reader: BatchReader, weights: Sampled, strengths: Sequence[float], events: EventStream
     ) -> dict[str, float]:
         """The evaluation loss of a LoRA by strength, as its run measures it: the mean over the datasets.
 
         Args:
-            plan: of `plan_evaluation`.
+            plan, reader: of `held_out`.
         """
-        plan, _, reader = read_caches(Encoding(plan, self.adapter, self.device, events))
         datasets, sigmas, loss = evaluated(plan), even_sigmas(plan.config.evaluation.eval_timesteps), plan.config.loss
         total, losses = len(strengths) * sum(len(each.samples) for each in datasets), dict[str, float]()
         with events.phase("Measuring strengths", total, "samples", EVALUATION) as phase, torch.no_grad():
@@ -253,13 +269,12 @@ def render_sweep(
     absent = [shot for shot in shots if not name(shot).exists()]
     if len(absent) < len(shots):
         events.say(f"{len(shots) - len(absent)} of {len(shots)} cells are there already.")
+    measures = len(strengths) > 1 and sheet.best is not None
+    held_out = studio.held_out(run, arguments, events) if measures else None
     # A cell's name is the digest of its recipe, so a changed setting renders a new file and an old one stays valid.
     studio.render(absent, name, events, "Sweeping")
-    if len(strengths) > 1 and sheet.best is not None:
+    if held_out:
         best = next(each for each in weights if each.step == sheet.best)
-        try:
-            sheet = replace(sheet, losses=studio.measure(plan_evaluation(run, arguments), best, strengths, events))
-        except UserError as error:
-            events.say(f"The evaluation loss at each strength was not measured: {error}", warning=True)
+        sheet = replace(sheet, losses=studio.measure(*held_out, best, strengths, events))
     sheet.write()
     return sheet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -34,9 +35,7 @@ def sample(
     context: typer.Context,
     prompt: Prompts = None,
     image: Images = None,
-    strength: Annotated[
-        str, typer.Option("--strength", help="Strength of the LoRA; 0,1 renders the untrained model, too.")
-    ] = "1.0",
+    strength: Annotated[str, typer.Option("--strength", help="Of the LoRA; 0 renders the untrained model.")] = "1.0",
     checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="A step, or latest.")] = None,
     ema: UseEma = False,
     output: Output = None,
@@ -84,7 +83,8 @@ def sweep(
 
 def sweep_folder(run: Path) -> Path:
     """Where the sweep of a run goes."""
-    return Path("samples") / f"sweep-{run.resolve().name}"
+    # Unlike Path.resolve, realpath takes a loop of links as it is: the plan reports it with all else.
+    return Path("samples") / f"sweep-{Path(os.path.realpath(run)).name}"
 
 
 @contextmanager

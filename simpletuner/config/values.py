@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -17,13 +18,14 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-from simpletuner.errors import Problem, Problems, Reading
+from simpletuner.errors import Problem, Problems, Reading, warning
 from simpletuner.redaction import SECRET_NAME, hide, hide_secrets
 
 # A comma before a closing bracket, and every string (so that commas inside strings are left alone).
 TRAILING_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
 ENVIRONMENT_REFERENCE = re.compile(r"\{env:([^}]*)\}")
 UNSET = "needs the environment variable {}, which is not set"
+LARGEST_TEXT = 1 << 28  # bytes; captions of 100,000 files take a fifth of it
 DEEPEST_NESTING = 100  # levels; far below the 1000 frames that Python allows functions which recurse into a value
 Pairs = list[tuple[str, Any]]
 Stored = TypeVar("Stored")
@@ -57,7 +59,7 @@ def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]
     repaired = TRAILING_COMMA.sub(lambda match: match.group(1) or " ", text)
     if repaired != text:
         line = 1 + text.count("\n", 0, next(i for i, old in enumerate(text) if repaired[i] != old))
-        yield Problem(str(path), f"has a comma before a closing bracket (line {line}); it was ignored.", fatal=False)
+        yield warning(str(path), f"has a comma before a closing bracket (line {line}); it was ignored.")
 
     twice = Problems()
 
@@ -88,6 +90,9 @@ def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]
 def read_text(path: Path) -> Reading[str | None]:
     """A UTF-8 file as text, or None after a problem."""
     try:
+        if fault := unfit_to_read(path.stat(), LARGEST_TEXT):
+            yield Problem(str(path), f"{fault}.")
+            return None
         # -sig: editors on Windows begin a file with a byte order mark, which json refuses.
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -95,6 +100,13 @@ def read_text(path: Path) -> Reading[str | None]:
     except OSError as error:
         yield Problem(str(path), f"cannot be read: {error.strerror}.")
     return None
+
+
+def unfit_to_read(status: os.stat_result, most: int) -> str:
+    """Why a file must not be opened to be read whole, or nothing: a pipe would block, a device may never end."""
+    if not stat.S_ISREG(status.st_mode):
+        return "is not a regular file but a folder, a pipe, a socket or a device"
+    return f"has {status.st_size:,} bytes; the limit is {most:,}" if status.st_size > most else ""
 
 
 def parse_json(text: str, object_of: Callable[[Pairs], Any] = dict) -> Any:

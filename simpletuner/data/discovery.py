@@ -123,6 +123,8 @@ def classify(names: Iterable[tuple[str, tuple[str, str] | None]], wanted: frozen
 def _foreign(name: str, wanted: frozenset[str]) -> tuple[str, str]:
     if wanted >= PICTURE_SUFFIXES:
         return "not a picture", "does not have the extension of a picture"
+    if _suffix(name) == ".webp":
+        return "not a clip", "is a WebP file, and those are pictures; convert an animation to .mp4 or .gif"
     if _suffix(name) in PICTURE_SUFFIXES:
         return "not a clip", "is a picture; pictures need a separate dataset (dataset_type image)"
     return "not a clip", "does not have the extension of a clip"
@@ -263,8 +265,7 @@ def _inspect(path: Path) -> FileFacts:
         size, mtime_ns = files.check_regular(path, files.LARGEST_CLIP if clip else files.LARGEST_PICTURE)
         # A picture is read once for its hash and its size. A clip may not fit into memory, so it is hashed in chunks.
         data = b"" if clip else files.read(path, files.LARGEST_PICTURE)
-        content = files.content_hash(path) if clip else hashlib.sha256(data).hexdigest()
-        facts = FileFacts(size, mtime_ns, content)
+        facts = FileFacts(size, mtime_ns, files.content_hash(path) if clip else hashlib.sha256(data).hexdigest())
         if clip:
             shown = probe_clip(path)
             return replace(facts, width=shown.width, height=shown.height, clip=shown)

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from simpletuner.config.values import unfit_to_read
 from simpletuner.errors import UserError
 
 # Limits in bytes against sparse files and mistakes, far above anything that is trained on.
 LARGEST_CAPTION, LARGEST_PICTURE, LARGEST_CLIP = 1 << 20, 1 << 30, 1 << 36
 
 # Errors of the file itself: missing, not permitted, a bad name.
-FILE_ERRORS = frozenset(
-    {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
-)
+FILE_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 # This process or machine ran out of a resource: neither the file nor the device is at fault.
 EXHAUSTED = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EINTR})
 # Seconds to wait before each further attempt.
@@ -85,10 +83,8 @@ def check_regular(path: Path, most: int) -> tuple[int, int]:
         UnreadableError, DeviceError: as in `read`.
     """
     status = with_retries(path, path.stat)
-    if not stat.S_ISREG(status.st_mode):
-        raise UnreadableError("is not a regular file but a folder, a pipe, a socket or a device")
-    if status.st_size > most:
-        raise UnreadableError(f"has {status.st_size:,} bytes; the limit is {most:,}")
+    if fault := unfit_to_read(status, most):
+        raise UnreadableError(fault)
     return status.st_size, status.st_mtime_ns
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -73,8 +73,7 @@ class BatchLoader:
     @property
     def epochs_done(self) -> int:
         """Number of epochs whose every batch has been handed out."""
-        complete = self.index >= self.sampler.batches_per_epoch(self.epoch)
-        return self.epoch if complete else self.epoch - 1
+        return self.epoch if self.index >= self.sampler.batches_per_epoch(self.epoch) else self.epoch - 1
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data."""
@@ -115,15 +114,21 @@ class BatchLoader:
         return read_ahead(range(self.index, len(batches)), make, ahead)
 
 
-class Errands(SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]):
-    """The calls that a reading thread leaves to the loop's thread, with their results; None: another item is done."""
+@dataclass(frozen=True)
+class Errands:
+    """The calls that a reading thread leaves to the loop's thread.
 
-    are_over = False  # nobody makes them any more
+    Attributes:
+        asked: calls; None where another item is done.
+        answered: their results; None once the loop is over, and nobody makes them any more.
+    """
+
+    asked: SimpleQueue[Callable[[], Any] | None] = field(default_factory=SimpleQueue)
+    answered: SimpleQueue[Future[Any] | None] = field(default_factory=SimpleQueue)
 
 
 # Of this thread; None unless it reads ahead.
 _ERRANDS: ContextVar[Errands | None] = ContextVar("errands", default=None)
-ERRAND_SECONDS = 0.1  # after which a reading thread looks whether the loop is over
 
 
 def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int) -> Iterator[Result]:
@@ -138,7 +143,7 @@ def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int
 
     def start(item: Item) -> Future[Result]:
         made = reader.submit(make, item)
-        made.add_done_callback(lambda _: errands.put(None))
+        made.add_done_callback(lambda _: errands.asked.put(None))
         return made
 
     rest, waiting = iter(items), deque[Future[Result]]()
@@ -147,31 +152,34 @@ def read_ahead(items: Iterable[Item], make: Callable[[Item], Result], ahead: int
             # Beside those in front, the one that is being made.
             waiting.extend(map(start, islice(rest, ahead + 1)))
             while waiting:
-                for call, result in iter(errands.get, None):
-                    _run(call, result)
+                for call in iter(errands.asked.get, None):
+                    errands.answered.put(_run(call))
                 made = waiting.popleft().result()
                 waiting.extend(map(start, islice(rest, 1)))
                 yield made
         finally:
-            # First, and not by a call: a second Ctrl-C may come at the next one, and the thread must end all the same.
-            errands.are_over = True
+            # First, and in C: a second Ctrl-C may come at any call in Python, and the thread must end all the same.
+            errands.answered.put(None)
             reader.shutdown(wait=False, cancel_futures=True)
 
 
-def _run(call: Callable[[], Any], result: Future[Any]) -> None:
+def _run(call: Callable[[], Any]) -> Future[Any]:
+    result = Future[Any]()
     try:
         result.set_result(call())
     except BaseException as error:  # noqa: BLE001 - passed to the reading thread, which raises it
         result.set_exception(error)
+    return result
 
 
 def in_loop(call: Callable[[], Result]) -> Result:
     """The result of a call that the loop's thread makes, wherever it is needed: when it wants the next batch."""
-    errands, result = _ERRANDS.get(), Future[Result]()
+    errands = _ERRANDS.get()
     if errands is None:
         return call()
-    errands.put((call, result))
-    while not errands.are_over:
-        if wait([result], ERRAND_SECONDS).done:
-            return result.result()
-    raise CancelledError
+    errands.asked.put(call)
+    made: Future[Result] | None = errands.answered.get()
+    if made is None:
+        errands.answered.put(None)  # for the item that is read next
+        raise CancelledError
+    return made.result()

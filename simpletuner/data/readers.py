@@ -63,6 +63,8 @@ WIDE_COLOURS = {9: "BT.2020"}
 UNSPECIFIED, MATRICES = 2, {"bt709": 1, "bt601": 6}
 # Display matrices are 16.16 fixed point; RIGHT_ANGLE is the tolerance in quarter turns.
 UNIT, RIGHT_ANGLE = 1 << 16, 0.01
+# First byte of each packet of an MPEG transport stream.
+TRANSPORT_SYNC = b"G"
 # Tags may be in any encoding: PyAV 19 decodes them all, older releases must be told to skip what is not UTF-8.
 TAGS: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "ignore"}
 # FFmpeg's formats of clips and, for a better message, of pictures and sound. Playlists would open further files.
@@ -246,10 +248,8 @@ def _timed(container: InputContainer, stream: VideoStream, last: float) -> Itera
 
 
 def _shown_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
-    width, height = frame.width, frame.height
-    aspect = float(stream.sample_aspect_ratio or 1)
     # Before turning, since the aspect ratio is that of stored pixels.
-    width = round(width * aspect)
+    width, height = round(frame.width * float(stream.sample_aspect_ratio or 1)), frame.height
     return (height, width) if frame.rotation % 180 else (width, height)
 
 
@@ -271,6 +271,9 @@ def read_with_decord(path: Path, moments: Sequence[float], matrix: ColorMatrix |
     """A `Reader` for the clips that decord reads correctly; it reads untagged colours as BT.601."""
     if matrix == "bt709":
         raise NotForThisReaderError("its colours are BT.709")
+    with path.open("rb") as file:
+        if TRANSPORT_SYNC in file.read(5)[::4]:  # in the form of cameras a time of four bytes stands before it
+            raise NotForThisReaderError("decord skips the first group of pictures of a transport stream")
     decord = _decord()
     if decord is None:
         raise NotForThisReaderError("decord is not installed")

@@ -19,9 +19,8 @@ from PIL import Image
 
 from simpletuner.annexes.page.project import CONFIG_NAME
 from simpletuner.annexes.start import receive as receiving
-from simpletuner.annexes.start.material import Material
 from simpletuner.annexes.start.receive import MOST_FILES, receive, unpack
-from simpletuner.annexes.start.recipe import Recipe, Start
+from simpletuner.annexes.start.recipe import Material, Recipe, Start
 from simpletuner.cli.app import main
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.discovery import Scan
@@ -131,8 +130,9 @@ def test_three_answers_at_most(commands: list[list[str]], monkeypatch: pytest.Mo
 
 def test_small_pictures_are_trained_at_a_size_of_their_own(commands: list[list[str]], capsys: Capture) -> None:
     put_pictures(Path("cat"), 3, captions=0, size=(700, 900))
+    Path("cat/link.png").symlink_to("nowhere.png")  # it has no caption, and none of the others has one
     assert main(["start", "cat", "--yes", "--dry-run"]) == 0
-    assert "cat: pictures: 3, 700x900; with a caption: 0" in capsys.readouterr().out
+    assert "cat: pictures: 4, 700x900; with a caption: 0" in capsys.readouterr().out
     assert written("cat", "multidatabackend.json")[0]["resolution"] == 640
     assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
     told = capsys.readouterr().out
@@ -219,7 +219,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
         (["empty"], "empty holds no pictures and no clips."),
         (["run"], "It has a config: simpletuner train --config run/config.json."),
         (["mixed"], "mixed holds pictures (1) and clips (1); give each a folder of its own"),
-        (["half"], "1 of 3 files have no caption (1.png is the first). --caption writes them"),
+        (["half"], "1 of 2 files have no caption (1.png is the first). --caption writes them"),
         (["cat", "--purpose", "styel"], "--purpose 'styel' is not one of: subject, style. Did you mean 'style'?"),
         (["cat", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image, demo."),
         (["pairs"], "pairs/after holds no pictures."),
@@ -390,5 +390,5 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     assert f"{files} of {files} files are used" in capsys.readouterr().out
     assert main(["start", kind, "--yes", "--name", "b", "--caption", "--model", model]) == 2
     assert f"--caption: the text encoder of {model} writes none" in capsys.readouterr().err
-    monkeypatch.setattr("simpletuner.annexes.start.material.find_device", lambda: SimpleNamespace(is_gpu=True))
+    monkeypatch.setattr("simpletuner.annexes.start.recipe.find_device", lambda: SimpleNamespace(is_gpu=True))
     assert model not in Material.of(Path(kind)).models

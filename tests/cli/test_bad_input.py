@@ -171,7 +171,7 @@ def test_ids_defaults_and_references(workspace: Workspace, capsys: Capture) -> N
     assert "pictures: is the id of 2 datasets" in told
     assert "two text_embeds entries are the default: text, text2" in told
     assert "pictures.text_embeds: 'nowhere' is not the id" in told
-    assert "eval_dataset_id: 'picture' is not the id of a dataset" in told
+    assert "eval_dataset_id: 'picture' is no dataset" in told
 
 
 @pytest.mark.parametrize("output", ["config/config.json", "config/config.json/below"])
@@ -323,6 +323,13 @@ def test_variables(
 @pytest.mark.parametrize("command", ["sample", "sweep", "start", "publish"])
 def test_a_folder_of_an_impossible_name(workspace: Workspace, capsys: Capture, command: str) -> None:
     assert "File name too long" in complaint(workspace, capsys, command, "x" * 300)
+
+
+@pytest.mark.parametrize("command", ["sample", "sweep", "start", "publish"])
+def test_a_loop_of_links(workspace: Workspace, capsys: Capture, command: str) -> None:
+    workspace.path("loop").symlink_to("loop")
+    assert workspace.run(command, str(workspace.path("loop"))) == 2
+    assert "run/loop" in capsys.readouterr().err
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, is_full_for: Callable[[Path], bool]) -> None:

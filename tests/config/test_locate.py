@@ -250,7 +250,7 @@ def test_launch_variables_are_weaker_than_every_file(monkeypatch: pytest.MonkeyP
         ("config.json", b"[1]", "must hold one JSON object, not a list"),
         ("config.toml", b"seed = ", "is not valid TOML"),
         ("config.toml", b"seed = 1\nseed = 2", "is not valid TOML"),
-        ("config.toml", b"a = '\xff'", "is not valid TOML"),
+        ("config.toml", b"a = '\xff'", "is not UTF-8 text"),
         ("config.env", b"SEED='1", "line 1 cannot be read: a quotation mark is not closed"),
         ("config.env", b"SEED=\xff", "is not UTF-8 text (byte 5)"),
     ],

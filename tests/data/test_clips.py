@@ -41,10 +41,10 @@ from tests.pictures import BLUE, GREEN, RED, WHITE, corners
 # What decord cannot read, or would read wrongly; PyAV reads all of them.
 NOT_FOR_DECORD = {
     "h264.avi", "old.mpg", "old.mpeg", "av1.mp4", "live.mkv", "live.webm", "no-index.avi", "broken-index.avi",
-    "edited.mp4",
+    "edited.mp4", "stream.ts", "camera.m2ts", "animated.gif",
 }  # fmt: skip
 # How long a frame stays, where that is more than 1/24 s.
-LONGEST_FRAME = {"uneven.mp4": 0.1, "uneven.mkv": 0.1, "slow.mp4": 1 / 12}
+LONGEST_FRAME = {"uneven.mp4": 0.1, "uneven.mkv": 0.1, "slow.mp4": 1 / 12, "animated.gif": 1 / 20}
 COLOUR_ERROR = 0.03
 
 
@@ -91,7 +91,7 @@ def test_facts_are_known_without_decoding_and_frames_come_from_the_reader_that_c
     facts = probe_clip(folder / name)
     assert (facts.width, facts.height) == (WIDTH, HEIGHT)
     assert facts.seconds == pytest.approx(SECONDS, abs=0.07)
-    rates = {"slow.mp4": 12, "fast.mp4": 60, "uneven.mp4": 20.5, "uneven.mkv": 20.5}
+    rates = {"slow.mp4": 12, "fast.mp4": 60, "uneven.mp4": 20.5, "uneven.mkv": 20.5, "animated.gif": 20}
     assert facts.source_rate == pytest.approx(rates.get(name, 24), rel=0.01)
     if not name.startswith("uneven"):
         assert [facts.frames_at(rate) for rate in (24, 12, 1)] == [48, 24, 2]
@@ -253,6 +253,7 @@ def test_every_frame_is_fitted_alike() -> None:
 
 def test_suffixes_are_those_of_the_specification() -> None:
     kinds = ["mp4", "mov", "avi", "mkv", "webm", "flv", "wmv", "m4v", "mpeg", "mpg", "3gp", "ogv"]
+    kinds += ["gif", "ts", "mts", "m2ts"]
     assert {f".{kind}" for kind in kinds} == clips.CLIP_SUFFIXES
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from simpletuner.config.values import read_json
 from simpletuner.data import files
 from simpletuner.data.captions import read_caption_file
 from simpletuner.data.discovery import inspect_files
 from simpletuner.data.files import LARGEST_CAPTION, LARGEST_PICTURE, DeviceError, LeftOutError, read
 from simpletuner.data.media import MediaError, decode, probe
+from simpletuner.errors import Problems
 from tests import pictures
 
 
@@ -46,6 +48,13 @@ def not_files(folder: Path) -> list[Path]:
     with giant.open("wb") as file:
         file.truncate(LARGEST_PICTURE + 1)
     return [pipe, device, directory, giant]
+
+
+def test_settings_are_read_from_regular_files_of_a_plausible_size_alone(tmp_path: Path) -> None:
+    problems, paths = Problems(), not_files(tmp_path)
+    assert [problems.take(read_json(path)) for path in paths] == [None] * 4
+    assert all("is not a regular file but a folder, a pipe" in each.message for each in problems[:3])
+    assert problems[3].message == "has 1,073,741,825 bytes; the limit is 268,435,456."
 
 
 def test_what_is_no_usual_file_is_reported_at_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,27 @@ def test_a_second_interrupt_leaves_no_thread_that_waits_for_the_loop() -> None:
     may_ask.set()
     thread.join(PATIENCE)
     assert not thread.is_alive()
+
+
+def test_an_interrupt_at_the_end_of_the_loop_leaves_no_item_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that were to be read ask for something, since nobody cancelled them."""
+    may_ask, asked, shut_down = threading.Event(), list[int](), ThreadPoolExecutor.shutdown
+
+    def make(number: int) -> None:
+        if number:
+            may_ask.wait(PATIENCE)
+            asked.append(number)
+            in_loop(list)
+
+    def interrupt(reader: ThreadPoolExecutor, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        may_ask.set()
+        if cancel_futures:
+            raise KeyboardInterrupt
+        shut_down(reader, wait)
+
+    ahead: Any = read_ahead(range(5), make, 2)
+    next(ahead)
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ahead.close()
+    assert asked == [1, 2, 3]

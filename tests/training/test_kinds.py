@@ -14,8 +14,7 @@ from peft import LoHaConfig, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from simpletuner.annexes.adapters.converted import LOST, ConvertedAdapter, low_rank
-from simpletuner.annexes.adapters.lycoris import MULTIPLIER
+from simpletuner.annexes.adapters.converted import LOST, MULTIPLIER, ConvertedAdapter, low_rank
 from simpletuner.config.schema import EmaConfig
 from simpletuner.config.techniques import Route
 from simpletuner.headers import METADATA, read_header

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from simpletuner.annexes.page.control import Runs, ask, send
-from simpletuner.annexes.page.live import asked_for, runs_of
+from simpletuner.annexes.page.live import FOLDERS, asked_for, runs_of
 from simpletuner.annexes.page.project import Refusal, project_of, wanted
 from simpletuner.annexes.queue import RUNNING, Job, Queue
 from simpletuner.annexes.report import html
@@ -19,7 +19,6 @@ from simpletuner.annexes.runs import ACTIVE, CONSOLE_FILE, INTERRUPTED, PROMPT, 
 from simpletuner.errors import Problem, UserError
 from simpletuner.run.lock import owner_of
 
-FOLDERS = {"sweep": "sweep", "sample": "samples", "caption": ""}  # in the output folder of the run
 LOGS = {"train": CONSOLE_FILE, "sweep": "job.log", "sample": "job.log", "caption": "caption.log"}
 # What begins the last line of the others when they have done everything.
 DONE = ("Saved ", "Captions written: ", "Every picture and clip has a caption")

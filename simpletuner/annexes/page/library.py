@@ -1,35 +1,47 @@
-"""The files of a dataset on the page: looked at, captioned, left out and taken back. Free of torch."""
+"""The files of a dataset on the page: looked at, captioned, masked, left out and taken back. Free of torch.
+
+Masks are PNG files in a dataset of masks beside that of the pictures. Training asks for a mask of every file, so
+whoever paints one gets a white one for each file that has none, which is learned whole as before. A mask is replaced
+only by somebody who has seen it.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from PIL import Image
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
 
-from simpletuner.annexes.captions import editing
-from simpletuner.annexes.captions.library import Library, forget_listings
+from simpletuner.annexes.captions import library as captions
+from simpletuner.annexes.captions.library import ChangedMeanwhileError, Library, forget_listings, inspected, stamp_of
 from simpletuner.annexes.page.control import Runs
-from simpletuner.annexes.page.files import Configuration
+from simpletuner.annexes.page.files import Configuration, add_dataset, shown, writable
 from simpletuner.annexes.page.jobs import log_of, queue_of
 from simpletuner.annexes.page.live import runs_of
 from simpletuner.annexes.page.project import Project, Refusal, chosen_by, problems_json, project_of
 from simpletuner.annexes.queue import RUNNING, WAITING, Job
 from simpletuner.annexes.report.html import THUMBNAIL_SIDE, render, webp
 from simpletuner.annexes.runs import ACTIVE, PROMPT, Run, printed
+from simpletuner.atomic import write_atomically
 from simpletuner.config.datasets import DatasetConfig, read_datasets
 from simpletuner.config.sources import EXAMPLES
+from simpletuner.config.values import Size
 from simpletuner.data.clips import CLIP_SUFFIXES, frames_of, is_clip, probe_clip
-from simpletuner.data.discovery import is_readable
+from simpletuner.data.dataset import is_stretched
+from simpletuner.data.discovery import is_readable, pair_key, scan
 from simpletuner.data.entries import DataContext
 from simpletuner.data.files import MediaError
-from simpletuner.data.media import PICTURE_SUFFIXES
+from simpletuner.data.media import PICTURE_SUFFIXES, decode
 from simpletuner.distributed.world import usable_cores
-from simpletuner.errors import Problem, Problems, UserError, result_of
+from simpletuner.errors import Problem, UserError, required, result_of
 from simpletuner.plan.build import settle_task
 from simpletuner.plan.environment import why_not_writable
 
@@ -118,15 +130,15 @@ def put_caption(request: Request, body: dict[str, Any]) -> Response:
     name, seen = name_in(library, body), request.headers.get("if-match", "").strip('"')
     path = project_of(request).inside(library.caption_path(name))
     try:
-        editing.write_caption(path, str(body.get("text", "")), seen)
-    except editing.ChangedMeanwhileError as error:
+        captions.write_caption(path, str(body.get("text", "")), seen)
+    except ChangedMeanwhileError as error:
         return changed_meanwhile(library, name, error)
     if not seen:
         forget_listings()
     return after_change(request, body)
 
 
-def changed_meanwhile(library: Library, name: str, error: editing.ChangedMeanwhileError) -> Response:
+def changed_meanwhile(library: Library, name: str, error: ChangedMeanwhileError) -> Response:
     """The answer to a change of what nobody has seen as it is now; the card has it."""
     return JSONResponse({"problems": problems_json([Problem("", str(error))]), "card": card_html(library, name)}, 412)
 
@@ -137,7 +149,7 @@ def put_excluded(request: Request, body: dict[str, Any]) -> Response:
     if library.fixed:
         raise Refusal(403, library.fixed)
     path = project_of(request).inside(library.root / library.entry.exclude_files)
-    editing.exclude(library.entry, {name_in(library, body)}, path, out=body.get("out") is True)
+    captions.exclude(library.entry, {name_in(library, body)}, path, out=body.get("out") is True)
     return after_change(request, body)
 
 
@@ -174,8 +186,8 @@ def edit(request: Request, body: dict[str, Any]) -> Response:
     """
     library, project = editable(request, body), project_of(request)
     files = {name: project.inside(library.root / name) for name in sorted(library.listing.captions.values())}
-    changes, unreadable = editing.changes_of(files, edit_in(library, body))
-    digest = editing.digest_of(changes)
+    changes, unreadable = captions.changes_of(files, edit_in(library, body))
+    digest = captions.digest_of(changes)
     preview = {
         "count": len(changes),
         "first": [{"name": each.name, "before": each.before, "after": each.after} for each in changes[:FIRST]],
@@ -188,11 +200,11 @@ def edit(request: Request, body: dict[str, Any]) -> Response:
     if body["seen"] != digest:
         message = "The captions have changed since the preview. Nothing was saved."
         return JSONResponse({**preview, "problems": problems_json([Problem("", message)])}, 412)
-    backup = editing.apply(changes, library.root)
+    backup = captions.apply(changes, library.root)
     return JSONResponse({"count": len(changes), "backup": backup, "note": when_used(request, library)})
 
 
-def edit_in(library: Library, body: Mapping[str, Any]) -> editing.Edit:
+def edit_in(library: Library, body: Mapping[str, Any]) -> captions.Edit:
     """The edit that a request asks for.
 
     Raises:
@@ -200,15 +212,12 @@ def edit_in(library: Library, body: Mapping[str, Any]) -> editing.Edit:
     """
     find, trigger, undo = (str(body.get(key) or "") for key in ("find", "trigger", "undo"))
     if find:
-        return editing.replacing(find, str(body.get("replace") or ""))
+        return captions.replacing(find, str(body.get("replace") or ""))
     if trigger.strip():
-        return editing.prefixing(trigger, whole=library.entry.disable_multiline_split)
-    if not editing.BACKUP.fullmatch(undo):
+        return captions.prefixing(trigger, whole=library.entry.disable_multiline_split)
+    if not captions.BACKUP.fullmatch(undo):
         raise Refusal(422, "Enter a text to find, or a trigger word.")
-    problems = Problems()
-    restored = problems.take(editing.restoring(library.root / undo))
-    problems.raise_if_fatal()
-    return restored
+    return required(captions.restoring(library.root / undo))
 
 
 def start_captioning(request: Request, body: dict[str, Any]) -> Response:
@@ -270,3 +279,110 @@ def send_thumbnail(request: Request) -> Response:
 def send_original(request: Request) -> Response:
     """A picture or clip itself; ranges are answered, which players need: `?path=FILE`."""
     return FileResponse(media_file(project_of(request), request.query_params.get("path", "")))
+
+
+DATA_URI = "data:image/png;base64,"
+WHITE_SIDE = 128  # pixels of the shorter side of a white mask, which keep the ratio of its file
+MOST_FILLED = 5000
+# Between the look at a mask and its replacement, no other request may replace it.
+_painting = threading.Lock()
+
+
+def put_mask(request: Request, body: dict[str, Any]) -> Response:
+    """Save a mask: `{"config", "dataset", "file", "mask"}`, a PNG file as a data URI, with the stamp of the one before
+    in If-Match. The first adds a dataset of masks to the dataset file."""
+    library, project = opened(request, body), project_of(request)
+    if library.unpaintable:
+        raise Refusal(403, library.unpaintable)
+    name, seen = name_in(library, body), request.headers.get("if-match", "").strip('"')
+    saved = Configuration.saved(project, str(body.get("config") or "config"))
+    if library.masks is None:
+        writable(project, saved.datasets)  # or it raises, before there is a mask that nobody reads
+    entry = library.masks.model_dump() if library.masks else entry_of_masks(project, library)
+    try:
+        folder = project.inside(entry["instance_data_dir"])
+        filled = write_mask(library, folder, name, str(body.get("mask", "")), seen)
+    except ChangedMeanwhileError as error:
+        return changed_meanwhile(library, name, error)
+    forget_listings()
+    notes = [f"Other files got a white mask ({filled}): they are learned whole, as before."] if filled else []
+    if library.masks is None:
+        add_dataset(saved, entry)
+        notes.append(f"{shown(project, saved.datasets)} has a new dataset, {entry['id']}.")
+    return after_change(request, body, *notes, is_mask=True)
+
+
+def entry_of_masks(project: Project, library: Library) -> dict[str, Any]:
+    """A dataset of masks for one that has none."""
+    ids, name = {each.id for each in library.entries}, f"{library.entry.id}-masks"
+    while name in ids:
+        name += "-2"
+    folder = shown(project, project.inside(library.root.with_name(f"{library.root.name}_masks")))
+    kind = {"type": "local", "dataset_type": "conditioning", "conditioning_type": "mask"}
+    return {"id": name, **kind, "source_dataset_id": library.entry.id, "instance_data_dir": folder}
+
+
+def write_mask(library: Library, folder: Path, name: str, sent: str, seen: str) -> int:
+    """Write the mask of a file, and a white one for each file that has none; returns the number of those.
+
+    Args:
+        folder: of the masks.
+        sent: a PNG file as a data URI.
+        seen: the stamp of the mask that it replaces; empty if there was none.
+
+    Raises:
+        ChangedMeanwhileError: the mask is another one by now.
+        UserError: it is no mask for this file, or too many files have none.
+    """
+    own = inspected(library.root, [name])[name]
+    if own.problem is not None:
+        raise UserError(f"{name} {own.problem}.")
+    content = _as_png(_received(sent, own.picture_size))
+    with _painting:
+        present = scan(folder, PICTURE_SUFFIXES | CLIP_SUFFIXES).files if folder.is_dir() else ()
+        masks = {pair_key(each): each for each in reversed(present)}
+        before = masks.get(pair_key(name), "")
+        path = folder / (before or PurePosixPath(name).with_suffix(".png"))
+        if path.suffix.lower() != ".png":
+            raise UserError(f"{path} is a mask of another format, which is kept: move it away, or save it as PNG.")
+        if (stamp_of(inspected(folder, [before])[before]) if before else "") != seen:
+            raise ChangedMeanwhileError(f"{path.name} has changed since it was opened. It is kept as it is.")
+        used = {pair_key(each): each for each in library.listing.files if each not in library.excluded}
+        bare = {key: each for key, each in used.items() if key not in masks and key != pair_key(name)}
+        if len(bare) > MOST_FILLED:
+            message = f"{len(bare):,} files have no mask in {folder}, and each needs one. Put them there first"
+            raise UserError(f"{message}: for at most {MOST_FILLED:,} a white one is made here.")
+        write_atomically(path, content)
+        facts = inspected(library.root, list(bare.values()))
+        sizes = {each: fact.picture_size for each, fact in facts.items() if fact.problem is None}
+        for each, size in sizes.items():
+            factor = max(1, min(size) // WHITE_SIDE)
+            white = Image.new("L", (size[0] // factor, size[1] // factor), 255)
+            write_atomically(folder / PurePosixPath(each).with_suffix(".png"), _as_png(white), durable=False)
+        return len(sizes)
+
+
+def _received(sent: str, size: Size) -> Image.Image:
+    """The mask in a data URI, for a file of a size.
+
+    Raises:
+        UserError: it is no picture, of another ratio, or black.
+    """
+    try:
+        mask = decode(base64.b64decode(sent.removeprefix(DATA_URI), validate=True), "black").convert("L")
+    except binascii.Error:
+        raise UserError("The mask is not sent as a data URI of a PNG file.") from None
+    except MediaError as error:
+        raise UserError(f"The mask {error}.") from None
+    if is_stretched(size, mask.size):
+        given, own = ("x".join(map(str, each)) for each in (mask.size, size))
+        raise UserError(f"The mask is {given} and its file {own}, another ratio.")
+    if mask.getbbox() is None:
+        raise UserError("The mask is black: nothing would be learned from the file. Leave the file out instead.")
+    return mask
+
+
+def _as_png(mask: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    mask.save(buffer, "PNG")
+    return buffer.getvalue()

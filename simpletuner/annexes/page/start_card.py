@@ -1,25 +1,33 @@
-"""The start card: what `simpletuner start` asks and writes, on the page. Nothing is written before the config is."""
+"""The start card: files that a browser drops, and what `simpletuner start` asks and writes.
+
+Files come one a request, and are streamed into a folder of the project's `datasets`. No config is written before all is
+answered.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from starlette.requests import Request
+from anyio import from_thread
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from simpletuner.annexes.captions.editing import BACKUP
+from simpletuner.annexes.captions.library import BACKUP
 from simpletuner.annexes.guide import about_example
 from simpletuner.annexes.page import files
+from simpletuner.annexes.page.control import GONE
 from simpletuner.annexes.page.project import Project, Refusal, project_of
-from simpletuner.annexes.start.material import Material
-from simpletuner.annexes.start.receive import LARGEST_FILE, MOST_FILES, USED, ZIP
-from simpletuner.annexes.start.recipe import FILES, TRIGGER, Recipe, Start, run_name
-from simpletuner.atomic import free_path
+from simpletuner.annexes.start.receive import LARGEST_FILE, MOST_FILES, USED, ZIP, check_space, receive, safe_name
+from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name
+from simpletuner.atomic import free_path, writing_to
 from simpletuner.config.sources import example_names
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import Problem, not_one_of
 
 MOST_SKIPPED = 20  # named
 # Texts of the card by language and English text.
@@ -60,7 +68,7 @@ def look(request: Request, body: dict[str, Any]) -> Response:
         "folder": files.shown(project, material.folder),
         "name": start.name,
         "described": material.describe(),
-        "files": len(material.files.files),
+        "files": len(material.captioned) + len(material.uncaptioned),
         "uncaptioned": len(material.uncaptioned),
         "held_out": start.held_out,
         "skipped": ignored[:MOST_SKIPPED],
@@ -103,14 +111,13 @@ def answered(project: Project, material: Material, body: dict[str, Any]) -> Star
     models = {model.removesuffix("-lora"): model for model in material.models}
     purpose, model = one_of(material.purposes, body, "purpose"), one_of([*models], body, "model")
     free = free_path(project.folder / "config" / run_name(material.folder)).name
-    missing = len(material.uncaptioned)
     return Start(
         name=str(body.get("name") or free).strip(),
         material=material,
         purpose=purpose,
         trigger=str(body.get("trigger") or TRIGGER).strip() if purpose != "edit" else "",
         example=models[model],
-        captions=body.get("captions") is True or missing < len(material.files.files),
+        captions=body.get("captions") is True or bool(material.captioned),
         root=project.folder,
     )
 
@@ -123,6 +130,51 @@ def one_of(choices: Sequence[str], body: dict[str, Any], key: str) -> str:
     """
     answer = str(body.get(key) or choices[0]).strip()
     if answer not in choices:
-        hint = did_you_mean(answer, choices)
-        raise Refusal(422, [Problem(key, f"{answer!r} is not one of: {', '.join(choices)}.{hint}")])
+        raise Refusal(422, [Problem(key, not_one_of(answer, choices))])
     return answer
+
+
+FOLDER = Path("datasets")
+IDLE_SECONDS = 30.0  # without a byte; an upload as a whole may take hours
+
+
+def new_folder(request: Request, body: dict[str, Any]) -> Response:
+    """Create a folder for files: `{"name": NAME}`, made safe, and numbered if there is one already."""
+    wanted = project_of(request).inside(FOLDER) / run_name(Path(safe_name(str(body.get("name", ""))) or "my-files"))
+    while True:
+        folder = free_path(wanted)
+        with writing_to(folder), suppress(FileExistsError):  # somebody else was faster
+            folder.mkdir(parents=True)
+            return JSONResponse({"name": folder.name, "folder": f"{FOLDER}/{folder.name}"}, 201)
+
+
+async def put_file(request: Request) -> Response:
+    """Save the body of a request as a file, or the files of a zip; names those that were saved or skipped."""
+    folder, name = project_of(request).inside(FOLDER / request.path_params["name"]), request.path_params["file"]
+    if folder.parent != project_of(request).inside(FOLDER) or not folder.is_dir():
+        raise Refusal(404, f"There is no folder {FOLDER}/{request.path_params['name']}.")
+    check_space(folder, int(request.headers.get("content-length", 0)))
+    saved, skipped = await run_in_threadpool(receive, folder, safe_name(name), following(request))
+    told = [{"file": file, "reason": reason} for file, reason in skipped.items()]
+    return JSONResponse({"saved": saved, "skipped": told}, 201)
+
+
+def following(request: Request) -> Iterator[bytes]:
+    """The parts of a body as they arrive, for a thread.
+
+    Raises:
+        Refusal: 408 if nothing arrives for a while, 499 if the connection breaks.
+    """
+    stream = aiter(request.stream())
+
+    async def next_part() -> bytes | None:
+        try:
+            async with asyncio.timeout(IDLE_SECONDS):
+                return await anext(stream, None)
+        except TimeoutError:
+            raise Refusal(408, f"Nothing has arrived for {IDLE_SECONDS:g} s; nothing of the file was kept.") from None
+        except ClientDisconnect:
+            raise Refusal(GONE, "The connection broke.") from None
+
+    while (part := from_thread.run(next_part)) is not None:
+        yield part

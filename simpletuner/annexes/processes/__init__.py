@@ -2,10 +2,9 @@
 
 | file      | answers                                                                             |
 |-----------|-------------------------------------------------------------------------------------|
-| launching | how are processes started, and how do they fail together                            |
+| launching | how are processes started, do all have the same plan, and how do they fail together |
 | joining   | how do they find each other, and gather values and counts: the `World` of several   |
 | watch     | who is alive                                                                        |
-| agreement | do all of them have the same plan                                                   |
 
 The command `train` opens it. The core sees only the `World` that it makes.
 """

@@ -1,4 +1,4 @@
-"""Training on several processes: they are started, fail and stop together.
+"""Training on several processes: they are started, make the same plan, fail and stop together.
 
     simpletuner train ─► accelerate launch ─► simpletuner train (one per device)
 
@@ -7,13 +7,14 @@ torchrun, accelerate and srun may also start the processes directly.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,10 @@ from simpletuner.annexes.processes.joining import START_SECONDS, ConnectedWorld,
 from simpletuner.annexes.processes.watch import GONE, GRACE_SECONDS, Watch
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.distributed.requests import handling, signals_as_interrupt
-from simpletuner.distributed.world import World, usable_cores
-from simpletuner.errors import ConfigError, Interrupted, SimpleTunerError, UserError, full_text
+from simpletuner.distributed.world import Value, World, usable_cores
+from simpletuner.errors import ConfigError, Interrupted, Problem, SimpleTunerError, UserError, full_text, shorten
+from simpletuner.plan.build import Plan
+from simpletuner.plan.resume import identify
 from simpletuner.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -100,18 +103,14 @@ def launch_arguments(launch: LaunchConfig, command: list[str]) -> Any:
         with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):  # argparse prints its usage
             arguments = launch_command_parser().parse_args([*words, "-m", "simpletuner", *command])
     except (ValueError, SystemExit):
-        raise UserError(
-            f"{EXTRA}: {extra!r} is not what `accelerate launch` takes; see accelerate launch --help."
-        ) from None
+        raise UserError(f"{EXTRA}: {extra!r} is not what `accelerate launch` takes; see its --help.") from None
     if launch.num_machines > 1:
         needed = {"--machine_rank": arguments.machine_rank, "--main_process_ip": arguments.main_process_ip}
         missing = [name for name, value in needed.items() if value is None]
         if missing:
             example = "--machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500"
-            raise UserError(
-                f"{EXTRA}: num_machines is {launch.num_machines}, so it must have {' and '.join(missing)}, "
-                f"such as {example!r}; only machine_rank differs between the machines."
-            )
+            needs = f"num_machines is {launch.num_machines}, so it must have {' and '.join(missing)}"
+            raise UserError(f"{EXTRA}: {needs}, such as {example!r}; only machine_rank differs between the machines.")
     elif arguments.main_process_port is None:
         arguments.main_process_port = 0  # any free one: another run may use the default
     arguments.signals_to_handle = "SIGQUIT"  # torchrun leaves the others to `signals_passed_on`
@@ -183,10 +182,8 @@ def refuse_shared_gpus(world: World, gpu: str) -> None:
     gpus = world.gather(gpu)
     shared = [str(rank) for rank, each in enumerate(gpus) if each and gpus.count(each) > 1]
     if shared:
-        raise UserError(
-            f"Processes {', '.join(shared)} share GPUs; each needs one of its own. Start fewer, or let the launcher "
-            "show each of them another one (CUDA_VISIBLE_DEVICES)."
-        )
+        advice = "Start fewer, or let the launcher show each of them another one (CUDA_VISIBLE_DEVICES)."
+        raise UserError(f"Processes {', '.join(shared)} share GPUs; each needs one of its own. {advice}")
 
 
 def leave_terminal() -> None:
@@ -242,3 +239,63 @@ class RemoteError(SimpleTunerError):
 def complain(message: str, code: int) -> None:
     """Say why all processes end."""
     print(redact(f"error: {message}" if code == UserError.exit_code else message), file=sys.stderr, flush=True)
+
+
+def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Value]]) -> tuple[Plan, Value]:
+    """The plan of all processes, made by each: first by the main one, which also draws the seed, then by one on each
+    further machine, which may download, then by the rest.
+
+    Args:
+        make: makes it with a seed; None draws one.
+
+    Raises:
+        ConfigError: this process cannot make it, or it differs from the main one's.
+    """
+    first = world.main_only(lambda: make(None))
+    seed = world.broadcast(first and first[0].seed)
+    # Processes of one machine share its download cache: the leader fills it, the rest only read.
+    made = world.leader_first(lambda: first or make(seed))
+    problems = differences(world.gather((socket.gethostname(), describe(made[0]))))
+    if problems:
+        raise ConfigError(problems)
+    return made
+
+
+def describe(plan: Plan) -> dict[str, str]:
+    """What must be the same in all processes, by what a person would look at."""
+    config, identity = plan.config, identify(plan)
+    step = "the beginning" if plan.resume is None else plan.resume.path.name
+    return {
+        **{key: repr(value) for key, value in {**identity.settings, **identity.order, **config.flat}.items()},
+        **{f"version of {name}": version for name, version in identity.versions.items()},
+        **{f"content of {role}": digest[:12] for role, digest in identity.weights.items()},
+        "data_backend_config": f"a list of samples with the digest {identity.datasets[:12]}",
+        "content of simpletuner": source_digest(),
+        "seed": str(plan.seed),
+        "resume_from_checkpoint": f"{config.run.resume_from_checkpoint!r}, which is {step}",
+    }
+
+
+def source_digest() -> str:
+    """Identifies this program's source: two checkouts of one version may differ."""
+    folder = Path(__file__).parents[2]
+    content = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return content.hexdigest()[:12]
+
+
+def differences(described: list[tuple[str, Mapping[str, str]]]) -> list[Problem]:
+    """What differs from the first process, and in which one."""
+    _, first = described[0]
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for rank, (host, values) in enumerate(described):
+        for key in first.keys() | values.keys():
+            expected, actual = first.get(key, "absent"), values.get(key, "absent")
+            if actual != expected:
+                # Processes that differ alike share one line of the error.
+                places.setdefault((key, expected, actual), []).append(f"{rank} on {host}")
+    return [
+        Problem(key, f"is {expected} in the first process, but {actual} in process {shorten(where, 4)}.")
+        for (key, expected, actual), where in sorted(places.items())
+    ]

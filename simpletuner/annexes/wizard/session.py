@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletuner.annexes.draft import Draft
-from simpletuner.annexes.start.material import CLIPS, EDITS, PICTURES, PURPOSES, Material
-from simpletuner.annexes.start.recipe import TRIGGER, Recipe, read_example
+from simpletuner.annexes.start.recipe import CLIPS, EDITS, PICTURES, PURPOSES, TRIGGER, Material, Recipe, read_example
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
 from simpletuner.atomic import write_atomically, write_json

@@ -9,7 +9,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from simpletuner.config.option import Group, common, option
-from simpletuner.config.values import FALSE_WORDS, TRUE_WORDS, Number, PathText, home_path, parse_json_text, read_json
+from simpletuner.config.values import (
+    FALSE_WORDS,
+    TRUE_WORDS,
+    Number,
+    PathText,
+    home_path,
+    parse_json_text,
+    read_json,
+    read_text,
+)
 from simpletuner.errors import Problems
 
 
@@ -36,14 +45,12 @@ def parse_instruction(value: object) -> object:
 def _read_lines(path: Path) -> Any:
     if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for a text that no path can have
         raise ValueError("is neither true nor false nor a file")
-    if path.suffix != ".json":
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    problems = Problems()
-    lines = problems.take(read_json(path))
+    problems, is_json = Problems(), path.suffix == ".json"
+    content = problems.take(read_json(path) if is_json else read_text(path))
     for problem in problems:
         if problem.fatal:
             raise ValueError(problem.message.removesuffix("."))
-    return lines
+    return content if is_json else content.splitlines()
 
 
 class SanaOptions(Group):

@@ -18,11 +18,11 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from simpletuner.annexes.captions import library
-from simpletuner.annexes.page import masks
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.runs import Run
+from simpletuner.data import discovery
 from tests.annexes.page.page import opened
 from tests.clips import write_clip
 from tests.processes import PATIENCE
@@ -117,7 +117,7 @@ def test_a_page_reads_only_its_own_files(page: TestClient, folder: Path) -> None
 def test_listing_is_made_again_in_time(page: TestClient, folder: Path) -> None:
     assert len(names(show(page))) == 4
     (folder / "cats/9.png").hardlink_to(folder / "cats/0.png")
-    until, listing = library._listings[folder / "cats", library.wanted_suffixes(*entry(folder))]
+    until, listing = library._listings[folder / "cats", discovery.wanted_suffixes(*entry(folder))]
     assert until - time.monotonic() < 5
     assert len(listing.files) == 4
     library.forget_listings()
@@ -513,7 +513,7 @@ def test_what_is_no_mask_is_refused(mask: str, message: str, page: TestClient, f
 
 
 def test_masks_that_cannot_be_painted(page: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "MOST_FILLED", 2)
+    monkeypatch.setattr("simpletuner.annexes.page.library.MOST_FILLED", 2)
     assert "3 files have no mask" in save_mask(page, "0.png", drawn()).text
     assert not (folder / "cats_masks").exists()
     mask = {**CATS, "id": "m", "dataset_type": "conditioning", "conditioning_type": "mask", "source_dataset_id": "cats"}

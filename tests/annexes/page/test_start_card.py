@@ -19,7 +19,7 @@ from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 import pytest
 from starlette.testclient import TestClient
 
-from simpletuner.annexes.page import uploads
+from simpletuner.annexes.page import start_card
 from simpletuner.annexes.page.guard import Access, Guard
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
@@ -233,7 +233,7 @@ def test_a_connection_that_breaks_leaves_nothing(folder: Path, cats: Path) -> No
 
 
 def test_an_upload_may_be_slow_but_not_silent(folder: Path, cats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(start_card, "IDLE_SECONDS", 0.3)
     content = picture(1)
     with serving(folder) as (port, _), closing(HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as client:
 
