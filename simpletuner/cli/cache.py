@@ -68,9 +68,7 @@ def verify(context: typer.Context) -> None:
 
 
 @app.command(context_settings=PASS_THROUGH)
-def gc(
-    context: typer.Context, remove: Annotated[bool, typer.Option("--remove", help="Delete what is listed.")] = False
-) -> None:
+def gc(context: typer.Context, remove: Annotated[bool, typer.Option("--remove", help="Delete them.")] = False) -> None:
     """List entries that this configuration does not refer to; delete them only with --remove.
 
     Entries of other model families in a shared folder are left alone. Entries of another configuration of the same

@@ -358,7 +358,7 @@ def test_few_clips_are_too_short(frames: list[int], trained: int) -> None:
     material = Material(Path(), Scan(), holds_clips=True)
     # At their own rate, so that the seconds are the frames.
     material.__dict__["clips"] = [ClipFacts(64, 48, number / 16, 16.0) for number in frames]
-    assert material.frames(16, 4, 81) == trained
+    assert material.frames(SimpleNamespace(frame_rate=16, frame_stride=4), 81) == trained
 
 
 def test_what_fits_comes_first(monkeypatch: pytest.MonkeyPatch, commands: list[list[str]], capsys: Capture) -> None:
