@@ -68,7 +68,7 @@ def look(request: Request, body: dict[str, Any]) -> Response:
         "folder": files.shown(project, material.folder),
         "name": start.name,
         "described": material.describe(),
-        "files": len(material.files.files),
+        "files": len(material.captioned) + len(material.uncaptioned),
         "uncaptioned": len(material.uncaptioned),
         "held_out": start.held_out,
         "skipped": ignored[:MOST_SKIPPED],
@@ -111,14 +111,13 @@ def answered(project: Project, material: Material, body: dict[str, Any]) -> Star
     models = {model.removesuffix("-lora"): model for model in material.models}
     purpose, model = one_of(material.purposes, body, "purpose"), one_of([*models], body, "model")
     free = free_path(project.folder / "config" / run_name(material.folder)).name
-    missing = len(material.uncaptioned)
     return Start(
         name=str(body.get("name") or free).strip(),
         material=material,
         purpose=purpose,
         trigger=str(body.get("trigger") or TRIGGER).strip() if purpose != "edit" else "",
         example=models[model],
-        captions=body.get("captions") is True or missing < len(material.files.files),
+        captions=body.get("captions") is True or bool(material.captioned),
         root=project.folder,
     )
 

@@ -78,11 +78,12 @@ def _as_json(value: object) -> Any:
 
 
 def _check_captions(material: Material, *, captions: bool) -> None:
-    missing, files = len(material.uncaptioned), len(material.files.files)
-    if captions or not missing or (missing == files and not material.sources):
+    missing, captioned = len(material.uncaptioned), len(material.captioned)
+    if captions or not missing or not (captioned or material.sources):
         return
+    first = material.uncaptioned[0]
     advice = "--caption writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each"
-    raise UserError(f"{missing} of {files} files have no caption ({material.uncaptioned[0]} is the first). {advice}.")
+    raise UserError(f"{missing} of {missing + captioned} files have no caption ({first} is the first). {advice}.")
 
 
 def _with_captioner(starts: Mapping[str, Start], given: str | None) -> dict[str, Start]:
