@@ -15,14 +15,12 @@ if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
     from simpletuner.plan.entries import Listing
 
+Shard = Annotated[str, typer.Option(metavar="I/N", help="Encode shard I, on N machines that share a disk.")]
 app = typer.Typer(help="Fill, verify, explain and clean up the caches of a configuration.", no_args_is_help=True)
 
 
 @app.command(context_settings=PASS_THROUGH)
-def fill(
-    context: typer.Context,
-    shard: Annotated[str, typer.Option(metavar="I/N", help="Shard I, of N machines that share a disk.")] = "1/1",
-) -> None:
+def fill(context: typer.Context, shard: Shard = "1/1") -> None:
     """Encode every caption and picture that is not cached yet, then stop. Settings follow as in train."""
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard)
     number, count = map(int, found.groups()) if found else (0, 0)

@@ -227,11 +227,7 @@ def in_file(path: Path, content: Callable[[], dict[str, Any]]) -> Response:
 
 
 def replace_file(
-    request: Request,
-    path: Path,
-    body: Mapping[str, Any],
-    change: Callable[[Any], Any],
-    answer: Callable[[], dict[str, Any]],
+    request: Request, path: Path, body: Mapping[str, Any], change: Callable[[Any], Any], answer: Callable[[], Any]
 ) -> Response:
     """Replace the content of a JSON file by what `change` makes of it: of None if there is no file, or if the request
     holds all of it (`"whole": true`).
