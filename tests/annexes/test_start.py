@@ -96,7 +96,7 @@ def test_of_many_files_some_are_held_out_to_compare_checkpoints(commands: list[l
     # 75 steps for each of the 15 others.
     assert (config["max_train_steps"], trained["hold_out"]) == (1100, 2)
     intervals = {config[f"{what}_interval"] for what in ("eval_steps", "checkpoint_step", "validation_step")}
-    assert intervals == {137}
+    assert intervals == {138}
     assert main(["plan", "env=cat", "plan_device_memory_gb=80"]) == 0
     told = capsys.readouterr().out
     assert "15 of 17 files are used" in told
@@ -359,7 +359,7 @@ def test_few_clips_are_too_short(frames: list[int], trained: int) -> None:
     material = Material(Path(), Scan(), holds_clips=True)
     # At their own rate, so that the seconds are the frames.
     material.__dict__["clips"] = [ClipFacts(64, 48, number / 16, 16.0) for number in frames]
-    assert material.frames(16, 4, 81) == trained
+    assert material.frames(SimpleNamespace(frame_rate=16, frame_stride=4), 81) == trained
 
 
 def test_what_fits_comes_first(monkeypatch: pytest.MonkeyPatch, commands: list[list[str]], capsys: Capture) -> None:
