@@ -1,5 +1,7 @@
 """Our optimizer step against a plain diffusers + peft loop: same model, LoRA, optimizer, checkpointing, batch.
 
+With block-sparse attention (NABLA) the loop has our kernel of it, since diffusers' own has no backward pass on a CPU.
+
 `reference` runs diffusers' blocks as the loop does, `eager` ours, `compiled` ours through torch.compile, `fused` with
 `speed_fused_lora` too. Compiled ones have a second rival: the same loop after `transformer.compile_repeated_blocks()`.
 """
@@ -32,6 +34,7 @@ from benchmarks.timing import Ratio, arguments, compare, interleave, show
 from simpletuner.annexes.display.progress import PlainDisplay
 from simpletuner.config.schema import RunConfig
 from simpletuner.diffusion.batch import Batch
+from simpletuner.models.kandinsky5 import nabla
 from simpletuner.models.registry import FAMILIES
 from simpletuner.reporting.events import EventStream
 from simpletuner.reporting.record import RunRecord
@@ -98,6 +101,8 @@ def plain(size: str, device: str, config: RunConfig, batch: Batch, *, repeated: 
     """
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model: Any = build_transformer(size, device, dtype)
+    if SHAPES[size].settings.get("attention_type") == "nabla":
+        nabla.install(model)
     model.requires_grad_(False)
     rank = config.lora.lora_rank
     model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=lora_targets(size)))
@@ -133,6 +138,7 @@ def _kandinsky_velocity(model: Any, noisy: Tensor, timesteps: Tensor, embeds: di
     if model.config.visual_cond:
         hidden_states = torch.cat([hidden_states, torch.zeros_like(hidden_states),
                                    torch.zeros_like(hidden_states[..., :1])], dim=-1)  # fmt: skip
+    is_sparse = model.config.attention_type == "nabla"
     positions = [torch.arange(count, device=noisy.device) for count in (frames, height // 2, width // 2)]
     velocity: Tensor = model(
         hidden_states=hidden_states,
@@ -142,6 +148,7 @@ def _kandinsky_velocity(model: Any, noisy: Tensor, timesteps: Tensor, embeds: di
         visual_rope_pos=positions,
         text_rope_pos=torch.arange(embeds["prompt_embeds"].shape[1], device=noisy.device),
         scale_factor=(1.0, 1.0, 1.0) if frames == 1 else (1.0, 2.0, 2.0),
+        sparse_params=nabla.sparse_params(hidden_states.shape, model.config, noisy.device) if is_sparse else None,
         return_dict=False,
     )
     return velocity.permute(0, 4, 1, 2, 3)

@@ -31,7 +31,7 @@ class Problem:
     """One thing the user should know, worded so that it can be fixed without reading the source.
 
     `where` names the key or file; `message` gives the wrong value and what is allowed.
-    A problem that does not prevent the run is a warning (`fatal=False`).
+    A problem that does not prevent the run is a `warning`.
     `remedy` holds the settings that solve it, where they are known; None removes a key. Page and wizard apply it.
     """
 
@@ -51,6 +51,11 @@ class Problem:
     def within(self, place: str) -> Problem:
         """The problem of a part that has keys of its own, such as a dataset; a remedy sets keys of the whole."""
         return replace(self, where=f"{place}.{self.where}", remedy={})
+
+
+def warning(where: str, message: str) -> Problem:
+    """A problem that does not prevent the run."""
+    return Problem(where, message, fatal=False)
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,18 @@ def result_of(reading: Reading[T]) -> T:
     return Problems().take(reading)
 
 
+def required(reading: Reading[T]) -> T:
+    """The result of a reading that must find no error.
+
+    Raises:
+        ConfigError: with all that it found.
+    """
+    problems = Problems()
+    result = problems.take(reading)
+    problems.raise_if_fatal()
+    return result
+
+
 def within(place: str, reading: Reading[T]) -> Reading[T]:
     """A reading of a part, see `Problem.within`."""
     problems = Problems()
@@ -187,6 +204,11 @@ def did_you_mean(word: str, known: Sequence[str] | Iterable[str]) -> str:
     """` Did you mean 'x'?` with a leading space, or an empty string."""
     guess = nearest(word, known)
     return f" Did you mean '{guess}'?" if guess else ""
+
+
+def not_one_of(word: str, known: Iterable[str]) -> str:
+    """`'x' is not one of: a, b. Did you mean 'a'?`"""
+    return f"{word!r} is not one of: {', '.join(known)}.{did_you_mean(word, known)}"
 
 
 def shorten(names: Sequence[str], most: int = 10) -> str:

@@ -69,8 +69,7 @@ def _parse(text: bytes) -> dict[str, Any]:
     """
     try:
         header: dict[str, Any] = json.loads(text)
-        notes = header.get(METADATA, {})
-        if not all(isinstance(note, str) for note in notes.values()):
+        if not all(isinstance(note, str) for note in header.get(METADATA, {}).values()):
             raise ValueError("its metadata are not texts")
         for name, entry in header.items():
             if name != METADATA:

@@ -5,7 +5,7 @@ boto3 is in the extra `[s3]` and imported when a client is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,17 +58,11 @@ class S3Login:
             profile_name=self.profile,
         )
         client = session.client("s3", endpoint_url=self.endpoint_url, use_ssl=self.use_ssl, config=settings)
-        if self.headers:
-            # Before signing: a header added later would break the signature.
-            client.meta.events.register("before-sign.s3", adding(self.headers))
+
+        def add_headers(request: Any, **_: object) -> None:
+            for name, value in self.headers.items():
+                request.headers[name] = value
+
+        # Before signing: a header added later would break the signature.
+        client.meta.events.register("before-sign.s3", add_headers)
         return client
-
-
-def adding(headers: Mapping[str, str]) -> Callable[..., None]:
-    """A handler of botocore that adds headers to a request before it is signed."""
-
-    def add(request: Any, **_: object) -> None:
-        for name, value in headers.items():
-            request.headers[name] = value
-
-    return add

@@ -164,6 +164,7 @@ class LyingGpu(TorchDispatchMode):
                 "Event": lambda enable_timing: Timer(),
                 "current_stream": lambda device: self.stream,
                 "stream": self._on,
+                "current_device": lambda: 0,
                 "device": lambda device: nullcontext(),
                 "synchronize": self._synchronize,
                 "cudart": lambda: self,

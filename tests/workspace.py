@@ -123,7 +123,7 @@ class Workspace:
     def metrics(self, output: str = "output") -> list[dict[str, Any]]:
         """The run record without what depends on the clock or the machine."""
         lines = (self.folder / output / "training_metrics.jsonl").read_text().splitlines()
-        clock = re.compile("time|mfu|(.*_)?seconds|.*_share|peak_memory_gb")
+        clock = re.compile("time|mfu|(.*_)?seconds|.*_share|(peak|reserved)_memory_gb")
         return [{key: value for key, value in json.loads(line).items() if not clock.fullmatch(key)} for line in lines]
 
     def copy(self, folder: Path, **settings: Any) -> Workspace:

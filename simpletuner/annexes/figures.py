@@ -149,11 +149,9 @@ class Pace:
             if self.is_complete:
                 return f"No step was needed: step {self.start_step} of {self.total_steps} was reached before."
             return f"No step was completed; the run stands at step {self.start_step} of {self.total_steps}."
-        mean = self._spent / max(1, self.steps_done)
-        return (
-            f"Trained {amount(self.steps_done, 'steps')} in {clock(self._spent)} ({pace_text(mean)}), "
-            f"step {self.step} of {self.total_steps}, smoothed loss {self.loss:.4f}."
-        )
+        time = f"{clock(self._spent)} ({pace_text(self._spent / max(1, self.steps_done))})"
+        stand = f"step {self.step} of {self.total_steps}, smoothed loss {self.loss:.4f}"
+        return f"Trained {amount(self.steps_done, 'steps')} in {time}, {stand}."
 
 
 def duration(seconds: float) -> str:
@@ -257,11 +255,10 @@ class Columns:
         """Of all metrics, in the order in which they first appear."""
         return list(self._values)
 
-    def points(self, name: str, newest: int | None = None) -> list[Point]:
-        """(step, value) of every step, or of the newest ones, at which a metric is a number."""
-        start = max(0, len(self.steps) - newest) if newest else 0
+    def points(self, name: str) -> list[Point]:
+        """(step, value) of every step at which a metric is a number."""
         # Not strict: a column ends at the last step that has its metric.
-        pairs = zip(self.steps[start:], self._values.get(name, ())[start:], strict=False)
+        pairs = zip(self.steps, self._values.get(name, ()), strict=False)
         return [(step, value) for step, value in pairs if not math.isnan(value)]
 
     def only(self, names: Collection[str]) -> Columns:

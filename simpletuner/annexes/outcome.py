@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from statistics import fmean, median
 
 from simpletuner.budget.budget import Budget, round_seconds
@@ -19,6 +21,7 @@ from simpletuner.run.companions import Companion, Ledger
 from simpletuner.run.session import Session
 
 FEWEST = 10  # steps that are worth a comparison
+CONTENDED = 0.25  # of the time without a core: other programs use the machine, and the next run may have it for itself
 
 
 @dataclass
@@ -31,12 +34,13 @@ class Comparison(Companion):
     rounds: list[float] = field(default_factory=list, init=False)
     peak: float = field(default=0.0, init=False)
     planned: tuple[Plan, Budget] | None = field(default=None, init=False)
+    began: tuple[float, float] = field(default=(0.0, 0.0), init=False)
 
     def begin(self, plan: Plan, step: int) -> None:
         self.events.subscribe(self._note)
 
     def around(self, session: Session, budget: Budget) -> AbstractContextManager[object]:
-        self.planned = session.plan, budget
+        self.planned, self.began = (session.plan, budget), (time.perf_counter(), _seconds_without_core())
         return nullcontext()
 
     def _note(self, event: Event) -> None:
@@ -71,11 +75,32 @@ class Comparison(Companion):
         # The next estimate knows the densities: only what they do not explain corrects it.
         informed = replace(budget, parts=budget.parts.with_densities(densities))
         outcome = Outcome(day, known.step * step / informed.step_seconds, previews, densities)
-        try:
-            remember(plan, budget.workload, budget.device, outcome)
-        except (OSError, WriteError) as error:  # the next estimate does without it
-            parts.append(f"not stored for the next estimate: {error}")
+        if problem := self._problem() or _stored(plan, budget, outcome):
+            parts.append(f"not stored for the next estimate: {problem}")
         return f"Estimate and run: {'; '.join(parts)}."
+
+    def _problem(self) -> str:
+        """Why the run says nothing about the next one."""
+        began, waited = self.began
+        share = (_seconds_without_core() - waited) / (time.perf_counter() - began)
+        return f"for {share:.0%} of the time, other programs had the core it needed" if share > CONTENDED else ""
+
+
+def _stored(plan: Plan, budget: Budget, outcome: Outcome) -> str:
+    """Store an outcome; returns why that failed, which ends no run."""
+    try:
+        remember(plan, budget.workload, budget.device, outcome)
+    except (OSError, WriteError) as error:
+        return str(error)
+    return ""
+
+
+def _seconds_without_core() -> float:
+    """How long this thread has waited for a core since it started; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def _compared(what: str, seconds: float, predicted: float) -> str:

@@ -27,7 +27,6 @@ from simpletuner.reporting import events, metrics
 Payload = dict[str, Any]
 
 EVENTS_FILE = "events.jsonl"
-JOB_ID = "SIMPLETUNER_JOB_ID"
 # What a run as a whole is called in payloads, where it differs.
 STATUS: Mapping[events.RunState, str] = {"finished": "completed", "interrupted": "cancelled"}
 SEVERITY: Mapping[events.RunState, str] = {"finished": "success", "failed": "error", "interrupted": "warning"}
@@ -44,7 +43,7 @@ class Payloads:
     """
 
     every: float = 1.0
-    job_id: str = field(default_factory=lambda: os.environ.get(JOB_ID) or uuid.uuid4().hex[:12])
+    job_id: str = field(default_factory=lambda: os.environ.get("SIMPLETUNER_JOB_ID") or uuid.uuid4().hex[:12])
     now: Callable[[], float] = time.monotonic
     _pace: Pace | None = field(default=None, init=False)
     _sent: dict[object, float] = field(default_factory=dict, init=False)

@@ -374,23 +374,15 @@ def find_guilty(assembly: Assembly, reader: BatchReader, batches: Sequence[Plann
 def guilty_names(
     assembly: Assembly, reader: BatchReader, planned: PlannedBatch, size: int, done: int, micro_step: int
 ) -> list[str]:
-    """The samples in those slices of a micro-batch, of a size, that fail."""
-    parts = [slice(start, start + size) for start in range(0, len(planned.samples), size)]
-    guilty = [part for part in parts if fails(assembly, reader, planned, part, done, micro_step)]
-    return [sample.full_name for part in guilty for sample in planned.samples[part]]
-
-
-def fails(
-    assembly: Assembly, reader: BatchReader, planned: PlannedBatch, part: slice, done: int, micro_step: int
-) -> bool:
-    """Whether a part of a micro-batch fails, with the random numbers that it has in the whole."""
-    size = part.stop - part.start
-    chosen = replace(planned, samples=planned.samples[part], captions=planned.captions[part], slots=planned.slots[part])
-    # In the place of a process that has this part of a global batch.
-    world, settings = World(part.start // size, len(planned.samples) // size), assembly.settings
-    alone = replace(assembly, world=world, settings=replace(settings, shared_noise=False))
-    try:
-        attempt(alone, reader, chosen, done, micro_step)
-    except Exception:  # noqa: BLE001 - of whatever kind
-        return True
-    return False
+    """The samples in those slices of a micro-batch, of a size, that fail with the random numbers of the whole."""
+    names, count, settings = list[str](), len(planned.samples) // size, replace(assembly.settings, shared_noise=False)
+    for rank in range(count):
+        part = slice(rank * size, (rank + 1) * size)
+        samples, captions, slots = planned.samples[part], planned.captions[part], planned.slots[part]
+        try:
+            # In the place of a process that has this part of a global batch.
+            alone = replace(assembly, world=World(rank, count), settings=settings)
+            attempt(alone, reader, replace(planned, samples=samples, captions=captions, slots=slots), done, micro_step)
+        except Exception:  # noqa: BLE001 - of whatever kind
+            names += [sample.full_name for sample in samples]
+    return names

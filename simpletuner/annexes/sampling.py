@@ -17,21 +17,14 @@ from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.media import probe
 from simpletuner.data.sample import Sample
-from simpletuner.errors import ConfigError, Problem, Reading, did_you_mean, result_of
+from simpletuner.errors import ConfigError, Problem, Reading, did_you_mean, result_of, warning
 from simpletuner.headers import METADATA, read_header
-from simpletuner.models.lora_keys import check_lora_file, family_in_header, linear_modules, read_shapes, role_of
+from simpletuner.models import lora_keys
 from simpletuner.models.source import Part, tensor_shapes
 from simpletuner.models.spec import Flavour
 from simpletuner.plan.build import Plan, Rendering, make_plan
 from simpletuner.plan.resume import decide_seed
-from simpletuner.training.manifest import (
-    LORA_FILE,
-    PIPELINE_FOLDER,
-    Checkpoint,
-    find_checkpoints,
-    open_checkpoint,
-    result_step,
-)
+from simpletuner.training.manifest import PIPELINE_FOLDER, Checkpoint, find_checkpoints, open_checkpoint, result_step
 from simpletuner.validation.prompts import ValidationPrompt, file_safe, unique
 
 # What `offload: auto` chose for training is chosen again, except for what changes results.
@@ -96,10 +89,14 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
     """
     problems = request.arguments.problems
     # What is asked for, and the weights to render it with.
-    pictures = problems.take(_asked_for(request))
+    if not request.prompts and not request.sweeps:
+        problems.append(Problem("--prompt", "is required; it may be given several times."))
+    pictures = problems.take(_pictures(request))
     weights, run = problems.take(find_weights(request))
     # What cannot be read has given its problem; the checks below need the rest.
-    weights = [each for each in weights if each.lora is None or problems.take(read_shapes("source", each.lora))]
+    weights = [
+        each for each in weights if each.lora is None or problems.take(lora_keys.read_shapes("source", each.lora))
+    ]
     if not weights:
         problems.take(canonical(request.arguments.layer()))  # keys that do not exist can be named all the same
         raise ConfigError(problems)
@@ -117,22 +114,24 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
     return replace(plan, seed=decide_seed(plan.config.run.seed, run), lora_bytes=lora_bytes, warnings=warnings), weights
 
 
-def _asked_for(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
-    """The source pictures, for prompts that must be there."""
-    if not request.prompts and not request.sweeps:
-        yield Problem("--prompt", "is required; it may be given several times.")
+def _pictures(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
+    """The source pictures as samples of their own size."""
     found = []
-    for each in request.images:
-        found.append((yield from _picture(home_path(each))))
-    return tuple(filter(None, found))
+    for path in map(home_path, request.images):
+        try:
+            whole = Geometry("", size := probe(path), size, (0, 0))
+            found.append(Sample("image", path.name, path.parent, content_hash(path), size, whole))
+        except MediaError as error:
+            yield Problem("--image", f"{str(path)!r} {error}.")
+    return tuple(found)
 
 
 def _check_loras(paths: Sequence[Path], plan: Plan) -> Iterator[Problem]:
     """The files against the model."""
     source = plan.source
-    modules = {} if source.problems() else linear_modules(source["transformer"].weight_shapes())
+    modules = {} if source.problems() else lora_keys.linear_modules(source["transformer"].weight_shapes())
     for path in paths:
-        yield from check_lora_file("LoRA", path, modules, plan.spec.name)
+        yield from lora_keys.check_lora_file("LoRA", path, modules, plan.spec.name)
 
 
 def _prompts(texts: Sequence[str]) -> list[ValidationPrompt]:
@@ -146,17 +145,16 @@ def _check_strengths(strengths: Sequence[float], weights: Sequence[Sampled]) -> 
         message = "is for LoRAs: a full fine-tune has no strength, its weights are the model's own."
         yield Problem("strength", message)
     names = (name for each in weights if each.lora for name in tensor_shapes(each.lora))
-    if set(strengths) != {1.0} and any("magnitude" in (role_of(name) or "") for name in names):
+    if set(strengths) != {1.0} and any("magnitude" in (lora_keys.role_of(name) or "") for name in names):
         message = "scales the update of a DoRA and not its magnitudes, as in the stock pipeline."
-        yield Problem("--strength", f"{message} At 0 the base model is rendered; there, magnitudes stay.", fatal=False)
+        yield warning("--strength", f"{message} At 0 the base model is rendered; there, magnitudes stay.")
 
 
 def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
     """What a request's source holds, and a checkpoint with the settings of its run, if there is one."""
     if request.source is None:
         if request.sweeps:
-            message = "needs the output folder of a run: simpletuner sweep OUTPUT_DIR"
-            raise ConfigError([Problem("sweep", message)])
+            raise ConfigError([Problem("sweep", "needs the output folder of a run: simpletuner sweep OUTPUT_DIR")])
         return [Sampled("base model")], None
     path = home_path(request.source)
     if not path.exists():
@@ -185,7 +183,7 @@ def _weights_of_run(request: SampleRequest, path: Path) -> Reading[tuple[list[Sa
         for each in chosen:
             weights.append((yield from _weights(each.path, each.step, request.ema, is_full)))
         return weights, run
-    result = path / (PIPELINE_FOLDER if is_full else LORA_FILE)
+    result = path / (PIPELINE_FOLDER if is_full else lora_keys.LORA_FILE)
     if result.exists():
         step = result_step(path, "full" if is_full else "lora")
         return [(yield from _weights(result if is_full else path, step, request.ema and not is_full, is_full))], run
@@ -203,7 +201,13 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
 
 def _weights(folder: Path, step: int | None, ema: bool, is_full: bool) -> Reading[Sampled]:
     """The weights in a checkpoint, an output folder or a published pipeline."""
-    name = ("transformer_ema" if ema else "transformer") if is_full else f"ema/{LORA_FILE}" if ema else LORA_FILE
+    name = (
+        ("transformer_ema" if ema else "transformer")
+        if is_full
+        else f"ema/{lora_keys.LORA_FILE}"
+        if ema
+        else lora_keys.LORA_FILE
+    )
     path = folder / name
     if not path.exists():
         plain = "checkpoints hold its adapter (lora_type) in its own form; only the result is also a plain LoRA."
@@ -237,7 +241,7 @@ def _layers(request: SampleRequest, weights: Sampled, run: Checkpoint | None) ->
         for name in selectors:
             yield Problem(name, f"has no effect: the settings are those of the run {run.path.parent}.")
         return [*layers, _layer_of(run)]
-    if lora is not None and family_in_header(lora):
+    if lora is not None and lora_keys.family_in_header(lora):
         family, _, flavour = read_header(lora)[METADATA]["modelspec.architecture"].partition("/")
         layers.append(Layer(str(lora), [("model_family", family), ("model_flavour", flavour)]))
     # Problems of the arguments are collected later, with those of the other layers.
@@ -276,17 +280,5 @@ def _layer_of(run: Checkpoint, without: Sequence[str] = (*CACHES, "output_dir"))
 
 def _check_pictures(flavour: Flavour, *, given: bool) -> Iterator[Problem]:
     if (flavour.task in ("i2i", "i2v")) != given:
-        why = (
-            "has no effect: {} starts from noise, not from a picture." if given else "is required: {} starts from one."
-        )
+        why = "has no effect: {} starts from noise." if given else "is required: {} starts from a picture."
         yield Problem("--image", why.format(flavour.name))
-
-
-def _picture(path: Path) -> Reading[Sample | None]:
-    """A source picture as a sample of its own size."""
-    try:
-        size = probe(path)
-    except MediaError as error:
-        yield Problem("--image", f"{str(path)!r} {error}.")
-        return None
-    return Sample("image", path.name, path.parent, content_hash(path), size, Geometry("", size, size, (0, 0)))

@@ -33,8 +33,6 @@ RUN_FILE = "wandb_run.json"
 # Every update of the scatter plot sends all of its points again, so it is updated rarely and the points are limited.
 TIMESTEPS_EVERY = 100
 TIMESTEPS_KEPT = 5000
-# Seconds that an unreachable server may delay the start.
-INIT_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,7 @@ class Trackers(Companion):
 def open_trackers(report_to: str, run: TrackedRun) -> Iterator[GuardedTracker]:
     """The trackers named that can work here; secrets in the settings are redacted."""
     names = tracker_names(report_to)
-    settings = redact_settings(run.settings)
-    run = replace(run, project=redact(run.project), name=redact(run.name), settings=settings)
+    run = replace(run, project=redact(run.project), name=redact(run.name), settings=redact_settings(run.settings))
     for name, build in TRACKERS.items():
         if name not in names and "all" not in names:
             continue
@@ -119,8 +116,7 @@ class GuardedTracker:
     def _pass_on(self, tracker: Tracker, event: Event) -> None:
         match event:
             case happened.StepReport():
-                numbers = {name: value for name, value in event.row.items() if name != TIMESTEPS}
-                tracker.log(numbers, event.step)
+                tracker.log({name: value for name, value in event.row.items() if name != TIMESTEPS}, event.step)
                 tracker.log_timesteps(event.timesteps, event.step)
             case happened.Evaluated():
                 tracker.log(event.losses, event.step)
@@ -174,7 +170,7 @@ class WandbTracker:
                 disable_code=True,
                 disable_git=True,
                 x_disable_meta=True,
-                init_timeout=INIT_TIMEOUT,
+                init_timeout=30.0,  # seconds that an unreachable server may delay the start
             ),
         )
         # Steps after the checkpoint were already sent before the interruption; the repeated steps have equal values.

@@ -19,7 +19,7 @@ from simpletuner.budget.workload import Bucket, Parts, Workload, parts_of, workl
 from simpletuner.config.precision import vae_dtype
 from simpletuner.config.schema import BY_COST, BY_SIZE, RunConfig
 from simpletuner.config.speed import graph_key
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, warning
 from simpletuner.models.cost import BYTES, TILE, VaeLoad
 from simpletuner.plan.build import Plan
 from simpletuner.plan.checks import BACKGROUND_KEYS
@@ -205,8 +205,8 @@ class Budget:
     @cached_property
     def phases(self) -> list[PhasePeak]:
         """Peaks of all phases, in order."""
-        phases = *self._encoding(), *self._training()
-        return [phase.times(self.config.launch.local_processes) for phase in phases]
+        count = self.config.launch.local_processes
+        return [phase.times(count) for phase in (*self._encoding(), *self._training())]
 
     def _encoding(self) -> Iterator[PhasePeak]:
         """What is encoded before training."""
@@ -341,7 +341,7 @@ def check_decoding(budget: Budget) -> Iterator[Problem]:
     numbers = {each.label: budget.parts.cost.vae.upsampled(budget.parts.vae, each.clip) for each in sizes}
     if large := [label for label, count in numbers.items() if count >= MOST_UPSAMPLED]:
         message = f"'whole': {', '.join(large)} upsamples 2**31 numbers or more, which kernels of torch get wrong;"
-        yield Problem(DECODING, f"{message} strips and tiles do not.", fatal=False)
+        yield warning(DECODING, f"{message} strips and tiles do not.")
 
 
 def with_faster_previews(budget: Budget) -> Budget:
@@ -386,8 +386,8 @@ def make_budget(plan: Plan, device: Device) -> Budget:
     workload = workload_of(plan, listing)
     outcome = find_outcome(plan, workload, device)
     budget = Budget(plan.config, parts_of(plan, is_gpu=device.is_gpu), workload, device, listing, outcome=outcome)
-    config = with_milestones(plan, budget)
-    return replace(budget, config=config, parts=budget.parts.with_densities(outcome.densities))
+    parts = budget.parts.with_densities(outcome.densities)
+    return replace(budget, config=with_milestones(plan, budget), parts=parts)
 
 
 def with_milestones(plan: Plan, budget: Budget) -> RunConfig:

@@ -14,7 +14,7 @@ from simpletuner.budget.estimate import AVERAGE
 from simpletuner.caching.catalogue import FeatureCost
 from simpletuner.config.precision import text_encoder_dtype
 from simpletuner.data.sample import Sample
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, warning
 from simpletuner.models.cost import BYTES
 from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
@@ -99,4 +99,4 @@ def check_disk(plan: Plan, writings: Iterable[Writing]) -> Iterator[Problem]:
         if at_once > free:
             yield Problem("disk", message, fatal=not plan.config.run.i_know_what_i_am_doing)
         elif total > free:
-            yield Problem("disk", f"{message} A lower checkpoints_total_limit needs less.", fatal=False)
+            yield warning("disk", f"{message} A lower checkpoints_total_limit needs less.")

@@ -265,8 +265,7 @@ class StepModel:
             return (self.rest + sum(self.blocks)) / self.sharers + self.gathered_bytes
         slots = min(self.residents, len(self.blocks)) + SLOTS * self.group
         # A slot is as large as the largest block.
-        here = min(sum(self.blocks), max(self.blocks) * slots) if self.streamed else sum(self.blocks)
-        return self.rest + here
+        return self.rest + (min(sum(self.blocks), max(self.blocks) * slots) if self.streamed else sum(self.blocks))
 
     @property
     def gathered_bytes(self) -> float:
@@ -357,10 +356,9 @@ class StepModel:
 
 def _share(whole: Activations, count: int) -> Activations:
     """What each of `count` processes has of a block whose tokens they share."""
-    copies = EXCHANGED * whole.held
     return replace(
         whole, held=whole.held / count, saved=whole.saved / count, attention=whole.attention / count,
-        transient=(whole.transient + copies) / count,
+        transient=(whole.transient + EXCHANGED * whole.held) / count,
     )  # fmt: skip
 
 

@@ -48,8 +48,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, side: int, rounds: in
     # Random values: multiplying zeros takes less power, so a GPU would run at a clock that it cannot sustain.
     left, right = (torch.randn(side, side, device=device, dtype=dtype, generator=generator) for _ in range(2))
     out = torch.empty_like(left)
-    seconds = fastest(lambda: torch.mm(left, right, out=out), device, rounds)
-    return 2 * side**3 / seconds
+    return 2 * side**3 / fastest(lambda: torch.mm(left, right, out=out), device, rounds)
 
 
 def host_to_device_bytes(device: torch.device, count: int = COPIED_BYTES, rounds: int = ROUNDS) -> float:

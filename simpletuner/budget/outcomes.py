@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median_low
 
 from pydantic import PositiveFloat, RootModel
 
@@ -20,22 +21,25 @@ from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import machine_folder
 
 OUTCOMES_FILE = "outcomes.json"
+LATEST = 5  # runs of which the usual one corrects: a single one may have shared its device with other programs
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How long a run took, by how long it was estimated to take.
+    """How long runs took, by how long they were estimated to take.
 
     Attributes:
-        day: when it ended, such as 2026-11-20.
+        day: when the last one ended, such as 2026-11-20.
         step, previews: of a step, and of a round of previews.
         densities: share of the tiles that block-sparse attention visited, by tokens of a sample.
+        latest: step and previews of each of the latest runs; those above are their lower medians.
     """
 
     day: str
     step: PositiveFloat = 1.0
     previews: PositiveFloat = 1.0
     densities: Mapping[int, PositiveFloat] = field(default_factory=dict)
+    latest: Sequence[tuple[PositiveFloat, PositiveFloat]] = ()
 
 
 UNCORRECTED = Outcome("")
@@ -46,13 +50,13 @@ class Outcomes(RootModel[dict[str, dict[str, Outcome]]]):
 
 
 def find_outcome(plan: Plan, workload: Workload, device: Device) -> Outcome:
-    """That of the last run of this kind on this device; `UNCORRECTED` without one."""
+    """That of the latest runs of this kind on this device; `UNCORRECTED` without one."""
     runs = _read(machine_folder(plan)).root.get(_machine(device), {})
     return runs.get(kind_of_run(plan, workload), UNCORRECTED)
 
 
 def remember(plan: Plan, workload: Workload, device: Device, outcome: Outcome) -> None:
-    """Store an outcome for later plans.
+    """Add the outcome of a run to those that correct later plans.
 
     Raises:
         OSError: the folder is not writable.
@@ -61,7 +65,10 @@ def remember(plan: Plan, workload: Workload, device: Device, outcome: Outcome) -
     folder = machine_folder(plan)
     with changing(folder / OUTCOMES_FILE):
         known = _read(folder)  # other runs may have written meanwhile
-        known.root.setdefault(_machine(device), {})[kind_of_run(plan, workload)] = outcome
+        runs, kind = known.root.setdefault(_machine(device), {}), kind_of_run(plan, workload)
+        latest = [*runs.get(kind, UNCORRECTED).latest, (outcome.step, outcome.previews)][-LATEST:]
+        step, previews = map(median_low, zip(*latest, strict=True))
+        runs[kind] = replace(outcome, step=step, previews=previews, latest=latest)
         write_atomically(folder / OUTCOMES_FILE, known.model_dump_json(indent=1).encode())
 
 

@@ -227,8 +227,7 @@ class Parts:
         cost, assumed = self.transformer, self.transformer.density
         if assumed is None:
             return self
-        density = lambda tokens: measured.get(tokens, assumed(tokens))  # noqa: E731
-        return replace(self, transformer=replace(cost, density=density))
+        return replace(self, transformer=replace(cost, density=lambda tokens: measured.get(tokens, assumed(tokens))))
 
     def load(self, bucket: Bucket) -> BatchShape:
         """The micro-batch of a bucket, in tokens."""

@@ -343,7 +343,5 @@ def missing(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
 
 def picture_fingerprint(sample: Sample) -> str:
     """Identity of a resized and cropped picture, independent of its encoder."""
-    geometry = sample.geometry
-    return digest(
-        {"content": sample.content, "size": geometry.size, "resized": geometry.resized, "crop": geometry.crop}
-    )
+    place = sample.geometry
+    return digest({"content": sample.content, "size": place.size, "resized": place.resized, "crop": place.crop})

@@ -18,24 +18,16 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Fill, verify, explain and clean up the caches of a configuration.", no_args_is_help=True)
 
 
-def parse_share(text: str) -> tuple[int, int]:
-    """Number and count of a share: `2/3` is the second of three."""
-    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
-    number, count = map(int, found.groups()) if found else (0, 0)
-    if not 1 <= number <= count:
-        raise UserError(f"--shard {text!r} is not a shard; 1/3 is the first of three, 3/3 the last.")
-    return number, count
-
-
 @app.command(context_settings=PASS_THROUGH)
 def fill(
     context: typer.Context,
-    shard: Annotated[
-        str, typer.Option(metavar="I/N", help="Encode shard I of N, on N machines that share a disk.")
-    ] = "1/1",
+    shard: Annotated[str, typer.Option(metavar="I/N", help="Shard I, of N machines that share a disk.")] = "1/1",
 ) -> None:
     """Encode every caption and picture that is not cached yet, then stop. Settings follow as in train."""
-    number, count = parse_share(shard)
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard)
+    number, count = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= number <= count:
+        raise UserError(f"--shard {shard!r} is not a shard; 1/3 is the first of three, 3/3 the last.")
     plan = planned(context.args)
     from simpletuner.caching.catalogue import Share
 
@@ -72,8 +64,7 @@ def verify(context: typer.Context) -> None:
         damaged += len(verification.damaged)
     if damaged:
         raise UserError(f"{damaged} damaged entries; the next run encodes them again.")
-    intact = f"Every entry in {', '.join(map(str, folders))} is intact."
-    typer.echo(intact if folders else "There are no caches yet.")
+    typer.echo(f"Every entry in {', '.join(map(str, folders))} is intact." if folders else "There are no caches yet.")
 
 
 @app.command(context_settings=PASS_THROUGH)

@@ -38,7 +38,7 @@ def caption(
             events.say("Every picture and clip has a caption.")
             return
         with events.phase("Loading torch"), uncollected():
-            from simpletuner.annexes.captions.caption import described, write_captions
+            from simpletuner.annexes.captions.captioner import described, write_captions
             from simpletuner.annexes.report.html import thin
         if preview:
             for file, text in described(plan, thin(files, PREVIEWED), wording, events):

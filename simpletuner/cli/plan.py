@@ -14,17 +14,11 @@ from simpletuner.errors import ConfigError
 if TYPE_CHECKING:
     from simpletuner.config.sources import Arguments
 
-DEFAULT_FILE = Path("config/config.json")
-
 
 def plan(
     context: typer.Context,
-    device: Annotated[
-        str | None, typer.Option(metavar="CARD", help="Plan for this card: h100, a100, 4090, 3090, ...")
-    ] = None,
-    device_memory: Annotated[
-        str | None, typer.Option(metavar="GB", help="Plan for a GPU with this much memory.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="CARD", help="Plan for a card: h100, 4090, ...")] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="GB", help="Plan for so much GPU memory.")] = None,
     devices: Annotated[str | None, typer.Option(metavar="N", help="Plan for this many devices together.")] = None,
     machines: Annotated[str | None, typer.Option(metavar="N", help="Plan for devices in this many machines.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as one JSON document, for programs.")] = False,
@@ -70,10 +64,8 @@ def print_plan(arguments: Arguments, *, as_json: bool = False) -> None:
 
 
 def configure(
-    file: Annotated[Path, typer.Argument(help="The file to write, or to edit if it exists.")] = DEFAULT_FILE,
-    defaults: Annotated[
-        bool, typer.Option("--defaults", help="Ask nothing: write the file with every default.")
-    ] = False,
+    file: Annotated[Path, typer.Argument(help="The file to write or edit.")] = Path("config/config.json"),
+    defaults: Annotated[bool, typer.Option("--defaults", help="Ask nothing: take every default.")] = False,
 ) -> None:
     """Write config.json by answering questions; ? explains each. A dataset file that exists is not changed."""
     from simpletuner.annexes.wizard.session import run_session

@@ -35,9 +35,7 @@ def sample(
     context: typer.Context,
     prompt: Prompts = None,
     image: Images = None,
-    strength: Annotated[
-        str, typer.Option("--strength", help="Strength of the LoRA; 0,1 renders the untrained model, too.")
-    ] = "1.0",
+    strength: Annotated[str, typer.Option("--strength", help="Of the LoRA; 0 renders the untrained model.")] = "1.0",
     checkpoint: Annotated[str | None, typer.Option("--checkpoint", help="A step, or latest.")] = None,
     ema: UseEma = False,
     output: Output = None,

@@ -41,27 +41,19 @@ LOOPBACK = "127.0.0.1"
 
 def server(
     host: Annotated[str, typer.Option("--host", "-H", help="Address to listen on.")] = LOOPBACK,
-    port: Annotated[
-        int | None, typer.Option("--port", "-p", help="Port to listen on; 8001, with --mode callback 8002.", max=65535)
-    ] = None,
+    port: Annotated[int | None, typer.Option("--port", "-p", help="8001, or 8002 to take events.", max=65535)] = None,
     mode: Annotated[
         Literal["unified", "trainer", "callback"],
         typer.Option(help="trainer: the page; callback: only take events of runs elsewhere; unified: both."),
     ] = "unified",
     env: Annotated[str | None, typer.Option(help="Start the run of config/NAME/config.json at once.")] = None,
-    root: Annotated[
-        list[Path] | None, typer.Option(help="A folder outside the project that the page may read and write.")
-    ] = None,
+    root: Annotated[list[Path] | None, typer.Option(help="Another folder that the page may read and write.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File with the required token; created if missing.")] = None,
-    no_auth: Annotated[
-        bool, typer.Option("--no-auth", help="Let everybody in who can reach the address, other users included.")
-    ] = False,
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Let everybody in who can reach the address.")] = False,
     ssl: Annotated[bool, typer.Option("--ssl", help="Serve https with --ssl-key and --ssl-cert.")] = False,
     ssl_key: Annotated[Path | None, typer.Option(help="Private key, a PEM file.")] = None,
     ssl_cert: Annotated[Path | None, typer.Option(help="Certificate, a PEM file.")] = None,
-    ssl_no_verify: Annotated[
-        bool, typer.Option("--ssl-no-verify", help="Runs send webhooks to addresses with any certificate.")
-    ] = False,
+    ssl_no_verify: Annotated[bool, typer.Option("--ssl-no-verify", help="Webhooks take any certificate.")] = False,
     reload: Annotated[bool, typer.Option("--reload", help="Restart when the source changes.")] = False,
 ) -> None:
     """Serve the web page of the project in this folder, on http://localhost:8001."""

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 def train(
     context: typer.Context,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", "--dry_run", help="Check all, print the plan, start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "--dry_run", help="Print the plan, start nothing.")] = False,
     page: Annotated[bool, typer.Option("--page", help="Serve the web page of this run.")] = False,
     page_port: Annotated[
         int | None, typer.Option("--page-port", "--page_port", help="The same, on another port than 8001.", max=65535)
@@ -226,8 +224,7 @@ def run_checked(plan: Plan, budget: Budget, events: EventStream, world: World, *
         events.say(f"All {ledger.step} steps are done. An earlier session has not finished: {ledger}.")
         finish_run(plan, ledger, events, open_companions(plan, places, events, world))
         return
-    summary = "\n".join(start_lines(plan, budget))
-    events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
+    events.publish(StateChanged("starting", begun, plan.length.total_steps, "\n".join(start_lines(plan, budget))))
     keep_compiled(machine_folder(plan))
     # torch is imported here, after every check that is quick without it.
     with events.phase("Loading torch", stage="init_torch"), uncollected():

@@ -14,27 +14,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from simpletuner.config import values
 from simpletuner.config.load import Layer, build_group, canonical
 from simpletuner.config.option import Group, Option, accepted, common, describe, option
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys, options_of
 from simpletuner.config.sources import resolve_alias
 from simpletuner.config.upstream import instead_of
-from simpletuner.config.values import (
-    Flag,
-    Integer,
-    Json,
-    Number,
-    PathText,
-    Text,
-    TextList,
-    json_kind,
-    parse_flag,
-    parse_number,
-    plain_key,
-    read_json,
-)
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean, within
+from simpletuner.config.values import Flag, Integer, Json, Number, PathText, Text, TextList
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean, warning, within
 
 # An epoch plans every pass of every sample in memory; longer runs use more epochs.
 MOST_REPEATS = 10_000
@@ -101,7 +89,7 @@ def parse_ratios(value: object) -> list[tuple[float, float]]:
 
 
 def _positive(value: object, *, or_zero: bool = False) -> float:
-    number = parse_number(value, f"holds {value!r}, which is not a number such as 1.5")
+    number = values.parse_number(value, f"holds {value!r}, which is not a number such as 1.5")
     if number < 0 or (number == 0 and not or_zero):
         raise ValueError(f"holds {number:g}; it must be above 0")
     return number
@@ -123,9 +111,7 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     default: Flag = option(False, "The text_embeds entry for datasets that name none.")
     cache_dir: PathText | None = option(None, "Folder for text embeds.")
     cache_dir_vae: PathText | None = option(None, "Folder for latents.")
-    instance_data_dir: PathText | None = common(
-        None, "Folder of the pictures or clips, sub-folders included.", label="Folder"
-    )
+    instance_data_dir: PathText | None = common(None, "Folder of the files, sub-folders included.", label="Folder")
     caption_strategy: CaptionStrategy | None = common(None, "Where captions come from.")
     disable_multiline_split: Flag = option(False, "The whole text file is one caption.")
     prepend_instance_prompt: Flag | None = option(None, "Prepend instance_prompt to all captions.")
@@ -144,12 +130,8 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     crop_style: Literal["random", "center", "centre", "corner", "face"] = option("random", "Where to crop.")
     minimum_aspect_ratio: Number | None = option(None, "Narrower pictures are left out.", gt=0)
     maximum_aspect_ratio: Number | None = option(None, "Wider pictures are left out.", gt=0)
-    max_upscale_threshold: Number | None = option(
-        None, "With closest or random: exclude buckets that enlarge by more than this share.", ge=0, le=1
-    )
-    repeats: Integer | None = common(
-        None, "Extra passes: a sample is seen repeats + 1 times an epoch.", ge=0, le=MOST_REPEATS
-    )
+    max_upscale_threshold: Number | None = option(None, "Largest enlargement, a share (closest, random).", ge=0, le=1)
+    repeats: Integer | None = common(None, "Extra passes: samples are seen repeats + 1 times.", ge=0, le=MOST_REPEATS)
     probability: Number = option(1.0, "Weight among the datasets.", ge=0)
     train_batch_size: Integer | None = option(None, "Batch size of this dataset.", ge=1)
     max_num_samples: Integer | None = option(None, "Use a fixed subset of this size.", ge=1)
@@ -172,16 +154,9 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     delete_unwanted_images: Flag | None = option(None, "Move files outside the limits to quarantine.")
     caption_shuffle: CaptionShuffle | None = option(None, "Shuffle the parts of captions.")
     caption_filter_list: Json | None = option(None, "Texts or expressions removed from captions.")
-    timestep_sampling_offset: Number = option(
-        0.0,
-        "Added before the sigmoid of logit-normal sigmas: above 0 trains on noisier samples, below 0 on cleaner.",
-        ge=-100,
-        le=100,
-    )
+    timestep_sampling_offset: Number = option(0.0, "Added to the logit of sigmas: above 0 is noisier.", ge=-100, le=100)
     is_regularisation_data: Flag = option(False, "The target is the base model's own prediction.")
-    slider_strength: Number | None = option(
-        None, "Multiplies the LoRA's strength in steps on this dataset; 0 or unset is neutral.", ge=-100, le=100
-    )
+    slider_strength: Number | None = option(None, "Factor of the LoRA in its steps; 0 is neutral.", ge=-100, le=100)
     disable_validation: Flag = option(False, "Use none of its samples in validation.")
     hash_filenames: Json | None = accepted(None, "names of entries are always hashes of what they hold")
     ignore_epochs: Json | None = accepted(None, "an epoch counts every dataset that is trained")
@@ -189,16 +164,10 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     conditioning_data: TextList | None = option(None, "Ids of conditioning entries, paired one to one by path.")
     source_dataset_id: Text | None = option(None, "The dataset a conditioning entry belongs to.")
     conditioning: Json | None = option(None, "Generate a conditioning dataset.")
-    allow_private_urls: Flag = option(
-        False, "Allow a table's addresses in private networks, and its files outside of the table's folder."
-    )
+    allow_private_urls: Flag = option(False, "Allow a table's private addresses, and files outside of its folder.")
     huggingface: Json | None = option(None, "The keys of type huggingface inside an object.")
     video: VideoConfig = option(VideoConfig(), "Rules for clips.")  # frozen, so all entries may share it
-    sana_motion_score: Number | None = option(
-        None,
-        "Motion score of its captions (Sana Video), instead of the run's. A caption that already ends with a "
-        "score keeps it.",
-    )
+    sana_motion_score: Number | None = option(None, "Motion score (Sana Video) of captions that do not end with one.")
 
     @property
     def is_conditioning(self) -> bool:
@@ -261,7 +230,7 @@ def read_datasets(path: Path, *, placeholders: dict[str, str]) -> Reading[list[D
         ways = "`simpletuner start FOLDER` writes one, and docs/DATALOADER.md begins with one."
         yield Problem("data_backend_config", f"the dataset file {str(path)!r} does not exist. {ways}")
         return []
-    content = yield from read_json(path, list, "a JSON list of datasets")
+    content = yield from values.read_json(path, list, "a JSON list of datasets")
     if content is None:
         return []
     return (yield from parse_datasets(content, path, placeholders))
@@ -313,7 +282,7 @@ def _check_condition(dataset: DatasetConfig) -> Iterator[Problem]:
         yield Problem(dataset.id, "conditions itself; name it in conditioning_data of what it belongs to.")
     elif dataset.conditioning_data:
         message = "has no effect: this dataset itself conditions others."
-        yield Problem(f"{dataset.id}.conditioning_data", message, fatal=False)
+        yield warning(f"{dataset.id}.conditioning_data", message)
 
 
 def _check_names(dataset: DatasetConfig, key: str, known: Sequence[str]) -> Iterator[Problem]:
@@ -330,19 +299,19 @@ def _check_accepted(entry: DatasetConfig) -> Reading[None]:
     """Keys that are set and never have an effect."""
     for key, declared in options_of(DatasetConfig).items():
         for condition in declared.requires if getattr(entry, declared.name) != declared.default else ():
-            yield Problem(key, condition.lacking, fatal=False)
+            yield warning(key, condition.lacking)
 
 
 def _read_entry(entry: Any, file: str, index: int, placeholders: dict[str, str]) -> Reading[DatasetConfig | None]:
     number = f"{file}[{index}]"
     if not isinstance(entry, dict):
-        yield Problem(number, f"must be an object, not {json_kind(entry)}.")
+        yield Problem(number, f"must be an object, not {values.json_kind(entry)}.")
         return None
     name = entry.get("id") or entry.get("--id")
     where = f"{file}: {name}" if isinstance(name, str | int) and name else number
     found = Problems(check_written(entry))
     keys = found.take(_canonical(_flat(entry), DatasetConfig))
-    if _is_disabled(keys):
+    if str(keys.get("disabled")).strip().lower() in values.TRUE_WORDS:
         return DatasetConfig(id=where, disabled=True)  # and drops what was wrong in it
     # Aliases and comments inside of nested objects; `canonical` handles one level.
     for part in [part for part in PARTS if isinstance(keys.get(part), dict)]:
@@ -382,22 +351,15 @@ def _check_id(name: str, number: str, where: str) -> Iterator[Problem]:
         yield Problem(f"{where}.id", f"{name!r} cannot name a folder: use letters, digits, _ and -.")
 
 
-def _place(values: Mapping[str, str], keys: dict[str, Any]) -> None:
+def _place(words: Mapping[str, str], keys: dict[str, Any]) -> None:
     """Replace the placeholders in the paths of an entry, in place."""
     for folder, key in [(keys, key) for key in PATH_KEYS] + [(keys.get("parquet"), "path")]:
         if isinstance(folder, dict) and isinstance(folder.get(key), str):
-            folder[key] = resolve_alias(PLACEHOLDER.sub(lambda match: values[match.group(1)], folder[key]))
-
-
-def _is_disabled(keys: dict[str, Any]) -> bool:
-    try:
-        return bool(parse_flag(keys.get("disabled", False)))
-    except ValueError:
-        return False  # reported with the other invalid values
+            folder[key] = resolve_alias(PLACEHOLDER.sub(lambda match: words[match.group(1)], folder[key]))
 
 
 def _canonical(entry: dict[str, Any], group: type[Group]) -> Reading[dict[str, Any]]:
     """The keys that are set; those that begin with an underscore are comments."""
-    written = [(key, value) for key, value in entry.items() if not plain_key(key).startswith("_")]
+    written = [(key, value) for key, value in entry.items() if not values.plain_key(key).startswith("_")]
     keys = yield from canonical(Layer("", written), options_of(group), "datasets")
     return {key: value for key, value in keys.items() if value is not None}

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, cast, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -19,9 +19,9 @@ from pydantic_core import ErrorDetails
 
 from simpletuner.config import schema
 from simpletuner.config.option import LIMITS, Group, Option
-from simpletuner.config.upstream import foreign_key_problem
+from simpletuner.config.upstream import File, foreign_key_problem
 from simpletuner.config.values import expand_environment, plain_key, same_value
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean, nearest
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean, nearest, warning
 from simpletuner.redaction import hide_secrets
 
 # Sections whose values nothing needs before something is sent.
@@ -59,8 +59,7 @@ def resolve(
     values, origins = yield from _merge(layers, defaults)
     for name, value in fixed.items():
         if name in values and not same_value(values[name], value):
-            message = f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})"
-            yield Problem(name, message, fatal=False)
+            yield warning(name, f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})")
         values[name], origins[name] = value, schema.FAMILY_FIXED
     # Apart from the others, whose messages already name their layer.
     invalid = Problems()
@@ -99,7 +98,7 @@ def build_group(group: type[schema.GroupType], values: Mapping[str, Any]) -> Rea
 
 
 def canonical(
-    layer: Layer, names: Mapping[str, Option] | None = None, file: Literal["config", "datasets"] = "config"
+    layer: Layer, names: Mapping[str, Option] | None = None, file: File = "config"
 ) -> Reading[dict[str, Any]]:
     """A layer's values by canonical key: `--` stripped, aliases resolved, variables expanded, None for unset.
 
@@ -230,9 +229,8 @@ def _why_not(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
 
 def _allowed(details: ErrorDetails) -> list[str]:
     """The words of a `literal_error`."""
-    expected = str(details.get("ctx", {})["expected"])
     # pydantic writes: 'a', 'b' or 'c'.
-    return [word.strip("' ") for word in expected.replace(" or ", ", ").split(",")]
+    return [word.strip("' ") for word in str(details.get("ctx", {})["expected"]).replace(" or ", ", ").split(",")]
 
 
 def _known_keys(structure: Any, path: str) -> dict[str, Any]:

@@ -12,19 +12,11 @@ from functools import partial
 from typing import Literal
 
 from simpletuner.config.option import Package, check_installed
-from simpletuner.config.precision import BITSANDBYTES, TORCHAO, transformer_dtype
-from simpletuner.config.schema import (
-    CHOSEN,
-    DEFAULT_LEARNING_RATES,
-    OptimizerConfig,
-    OptimizerName,
-    PrecisionConfig,
-    RunConfig,
-    all_options,
-)
+from simpletuner.config.precision import BITSANDBYTES, TORCHAO, PrecisionConfig, transformer_dtype
+from simpletuner.config.schema import CHOSEN, LEARNING_RATES, OptimizerConfig, OptimizerName, RunConfig, all_options
 from simpletuner.config.speed import has_compiler
 from simpletuner.config.values import parse_flag, parse_number
-from simpletuner.errors import NoEffect, Problem, did_you_mean
+from simpletuner.errors import NoEffect, Problem, did_you_mean, warning
 
 PRODIGY = Package("prodigyopt", "prodigyopt>=1.1,<2")
 SCHEDULE_FREE = Package("schedulefree", "schedulefree>=1.4,<2")
@@ -246,7 +238,7 @@ def widens_second_moment(config: OptimizerConfig, mixed_precision: str) -> bool:
 
 def learning_rate(config: OptimizerConfig, model_type: str) -> float:
     """The peak learning rate: the configured one, or the default for a LoRA or a full fine-tune."""
-    return config.learning_rate or DEFAULT_LEARNING_RATES[model_type]
+    return config.learning_rate or LEARNING_RATES[model_type]
 
 
 def peak_learning_rate(config: RunConfig) -> float:
@@ -280,8 +272,7 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[P
     name = optimizer_name(config, mixed_precision)
     spec = OPTIMIZERS[name]
     if name == "adamw_bf16" and mixed_precision != "bf16":
-        message = f"'adamw_bf16' needs mixed_precision bf16, which is {mixed_precision!r}; use adamw or optimi-adamw."
-        yield Problem("optimizer", message)
+        yield Problem("optimizer", f"'adamw_bf16' needs mixed_precision bf16, not {mixed_precision!r}; use adamw.")
     yield from _overrides(config, spec)[1]
     yield from _check_numbers(config, name, spec)
     if mixed_precision == "bf16" and spec.keeps_bf16 and not spec.rounds_randomly:
@@ -315,11 +306,9 @@ def _check_numbers(config: OptimizerConfig, name: str, spec: OptimizerSpec) -> I
     yield from (NoEffect(key, f"has no effect on the optimizer {name!r}.") for key in unused)
     # An unset rate counts: its default of 1e-4 is as wrong.
     if name == "prodigy" and (config.learning_rate or 0) < PRODIGY_LOWEST_RATE:
-        message = "prodigy finds the rate itself and multiplies it by this one, which should be 1."
-        yield Problem("learning_rate", message, fatal=False)
+        yield warning("learning_rate", "prodigy finds the rate and multiplies it by this one, which should be 1.")
     if spec.schedule_free and not config.lr_scheduler.startswith("constant"):
-        message = f"{config.lr_scheduler!r} is ignored: {name} keeps the rate constant after the warm-up."
-        yield Problem("lr_scheduler", message, fatal=False)
+        yield warning("lr_scheduler", f"{config.lr_scheduler!r} is ignored: {name} keeps the rate after the warm-up.")
 
 
 def _check_means(name: OptimizerName, settings: Mapping[str, OptimizerValue]) -> Iterator[Problem]:
@@ -329,11 +318,8 @@ def _check_means(name: OptimizerName, settings: Mapping[str, OptimizerValue]) ->
     kept = ["beta2"] if name == "optimi-lion" else betas[:-1] if betas else ["momentum"]
     for key in kept:
         if is_lost_in_bf16(float(settings[key])):
-            message = (
-                f"{name!r} with {key} {settings[key]}: the weights are bf16, and so is the mean of their gradients, "
-                "which rounding may keep from ever fading. Use .996 or less, or adamw, which has float32 weights."
-            )
-            yield Problem("optimizer", message, fatal=False)
+            message = f"{name!r} with {key} {settings[key]}: in bf16, a mean of gradients may never fade."
+            yield warning("optimizer", f"{message} Use .996 or less, or adamw, which has float32 weights.")
 
 
 def _given(config: OptimizerConfig, keys: dict[str, str]) -> dict[str, OptimizerValue]:

@@ -26,7 +26,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from simpletuner.config.option import JSON_OR_FILE, Group, Package, check_installed, common, option, when
 from simpletuner.config.values import FALSE_WORDS, TRUE_WORDS, Flag, Integer, Text, TextList, Texts, parse_objects
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import Problem, did_you_mean, not_one_of, warning
 from simpletuner.redaction import HIDDEN, REFERENCE, hide_secrets
 from simpletuner.s3 import S3Login
 
@@ -93,43 +93,24 @@ class PublishConfig(Group):
 
     push_to_hub: Flag = common(False, "Upload the result to the Hugging Face hub at the end.")
     hub_model_id: Text | None = on_hub(
-        None,
-        "Repository on the hub: `owner/name`, its address, or a name, which then belongs to the login.",
-        default_note="tracker_project_name",
-        common=True,
+        None, "Repository: `owner/name`, its address, or your `name`.", default_note="tracker_project_name", common=True
     )
     push_checkpoints_to_hub: Flag = on_hub(False, "Also upload every checkpoint; the newest is also at the root.")
     push_to_hub_background: Flag = uploaded(False, "Upload in the background instead of waiting.")
-    model_card_private: Flag = on_hub(
-        True, "Create the repository as private. An existing repository is unchanged.", common=True
-    )
-    model_card_safe_for_work: Flag = option(
-        False, "Tag the model card as safe-for-work; otherwise it is tagged not-for-all-audiences."
-    )
+    model_card_private: Flag = on_hub(True, "Create the repository as private; an existing one stays.", common=True)
+    model_card_safe_for_work: Flag = option(False, "Tag the model card safe-for-work instead of not-for-all-audiences.")
     model_card_note: Text | None = option(None, "A note at the top of the model card.")
-    model_card_trigger: TextList | None = option(
-        None, "Trigger words of the subject, for the model card and the header of weight files."
-    )
+    model_card_trigger: TextList | None = option(None, "Trigger words, for the model card and headers of weight files.")
     modelspec_comment: Texts | None = option(
-        None,
-        "Text or list of texts written into the safetensors header; `{env:X}`, `{current_step}`, "
-        "`{current_epoch}` and `{timestamp}` expand.",
+        None, "Text or list in file headers; `{env:X}`, `{current_step}`, `{current_epoch}`, `{timestamp}` expand."
     )
     publishing_config: Annotated[list[NamedBucket], BeforeValidator(parse_stores)] | None = option(
-        None,
-        "S3 buckets that get a copy of the output folder at the end: an object with `provider` (s3, backblaze_b2), "
-        "`bucket` and more, a list of them, or a file with either; see docs/PUBLISHING.md.",
-        form=JSON_OR_FILE,
-        label="Other Targets",
+        None, "S3 buckets for a copy of all output: docs/PUBLISHING.md.", form=JSON_OR_FILE, label="Other Targets"
     )
     post_checkpoint_script: Text | None = option(
-        None,
-        "A program to run after each checkpoint, with its arguments; `{local_checkpoint_path}`, `{global_step}` and "
-        "`{tracker_run_name}` expand.",
+        None, "Command after each checkpoint; `{local_checkpoint_path}`, `{global_step}`, `{tracker_run_name}` expand."
     )
-    post_upload_script: Text | None = uploaded(
-        None, "The same after each upload, also with `{remote_checkpoint_path}`, the address of the upload."
-    )
+    post_upload_script: Text | None = uploaded(None, "After each upload, whose address is `{remote_checkpoint_path}`.")
 
     @property
     def stores(self) -> list[BucketConfig]:
@@ -179,7 +160,7 @@ def check_typed(publish: PublishConfig) -> Iterator[Problem]:
     """Keys of stores that were given on the command line: `simpletuner publish` cannot find them again."""
     if any(store.secret_key or store.session_token or store.headers for store in publish.stores):
         message = "its keys are not recorded: simpletuner publish finds those in a config file, not on a command line."
-        yield Problem(PUBLISHING_CONFIG, message, fatal=False)
+        yield warning(PUBLISHING_CONFIG, message)
 
 
 def _check_hub(name: str | None, project: str) -> Iterator[Problem]:
@@ -200,7 +181,7 @@ def _check_script(key: str, script: str | None, known: Sequence[str]) -> Iterato
     for word in re.findall(r"\{(\w+)\}", script or ""):
         if word not in known:
             hint = did_you_mean(word, known) or f" There are: {', '.join(known)}."
-            yield Problem(key, f"{{{word}}} is not a placeholder here and stays as it is.{hint}", fatal=False)
+            yield warning(key, f"{{{word}}} is not a placeholder here and stays as it is.{hint}")
     try:
         program = shlex.split(script or "")[:1]
     except ValueError as error:
@@ -229,8 +210,7 @@ class Hook:
     def address(self) -> str:
         """Where to send; empty if none is given. It is a secret."""
         # A raw webhook may have its address under either key.
-        own = self.callback_url if self.webhook_type == "raw" else None
-        return own or self.webhook_url or ""
+        return (self.callback_url if self.webhook_type == "raw" else None) or self.webhook_url or ""
 
     @property
     def host(self) -> str:
@@ -256,14 +236,9 @@ class WebhookConfig(Group):
     requires = when(WEBHOOK_CONFIG)
 
     webhook_config: Hooks | None = common(
-        None,
-        "Where to send what happens in a run: an object with `webhook_type` (discord or raw) and `webhook_url` or "
-        "`callback_url`, a list of them, or a file with either.",
-        form=JSON_OR_FILE,
+        None, "Receivers of events, JSON or a file: `webhook_type`, `webhook_url` or `callback_url`.", form=JSON_OR_FILE
     )
-    webhook_reporting_interval: Integer = option(
-        5, "Seconds between two messages about the training steps; the first and the last are always sent.", ge=1
-    )
+    webhook_reporting_interval: Integer = option(5, "Seconds between messages about steps, first and last aside.", ge=1)
     webhook_images: Literal["data_uri", "base64"] = option(
         "data_uri", "How raw webhooks carry pictures: as data URIs, or as base64 alone. Clips are always data URIs."
     )
@@ -287,8 +262,7 @@ def check_webhooks(config: WebhookConfig) -> Iterator[Problem]:
         elif hook.auth_token and not (hook.auth_token.isascii() and hook.auth_token.isprintable()):
             yield Problem(f"{where}.auth_token", "cannot be sent: a header is one line of ASCII letters.")
         elif not hook.verifies:
-            message = f"the certificate of {hook.host} is not checked, so others could read what is sent there."
-            yield Problem(where, message, fatal=False)
+            yield warning(where, f"the certificate of {hook.host} is not checked, so others could read what is sent.")
 
 
 def _no_verify() -> str:
@@ -318,9 +292,7 @@ class TrackingConfig(Group):
     """Tracking"""
 
     report_to: Text = common(
-        "none",
-        "wandb, tensorboard, comet_ml, swanlab, simpletuner (the local files, always written), all, none, or a "
-        "comma-separated list.",
+        "none", "wandb, tensorboard, comet_ml, swanlab, simpletuner (local files, always written), all, none or a list."
     )
     tracker_project_name: Text = common("simpletuner", "Project name for trackers.")
     tracker_run_name: Text = common("simpletuner-testing", "Run name for trackers.")
@@ -338,20 +310,15 @@ def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
         if name in NOT_AVAILABLE_YET:
             yield Problem("report_to", f"{name!r} is not available yet; choose wandb, tensorboard or none.")
         elif name not in KNOWN:
-            yield Problem("report_to", f"{name!r} is not one of: {', '.join(KNOWN)}.{did_you_mean(name, KNOWN)}")
+            yield Problem("report_to", not_one_of(name, KNOWN))
     if "none" in names and len(set(names)) > 1:
         yield Problem("report_to", f"{config.report_to!r} asks for none and for {', '.join(names)} at once.")
     # `all` means those that are installed.
     for name in PACKAGES if "all" not in names else ():
         if name in names and (reason := why_missing(name)):
-            yield Problem("report_to", reason, fatal=False)
-    yield from check_names(config)
-
-
-def check_names(config: TrackingConfig) -> Iterator[Problem]:
-    """Names become folders inside `logging_dir`."""
-    folders = {"tracker_project_name": config.tracker_project_name, "tracker_run_name": config.tracker_run_name}
-    for key, name in folders.items():
+            yield warning("report_to", reason)
+    # Names become folders inside `logging_dir`.
+    for key, name in config.model_dump(exclude={"report_to"}).items():
         if name.startswith("/") or ".." in name.split("/"):
             yield Problem(key, f"{name!r} points outside logging_dir; it is a name, with no '..' and no '/' in front.")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from simpletuner.config.option import Group, accepted, option
 from simpletuner.config.values import Flag, Integer, Number, PathText, Text, TextList, plain_key
-from simpletuner.errors import Problem
+from simpletuner.errors import Problem, warning
 from simpletuner.redaction import REFERENCE
 
 SECRETS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
@@ -28,9 +28,7 @@ class BucketKeys(Group):
     aws_bucket_name: Text | None = option(None, "Name of the bucket.")
     aws_endpoint_url: Text | None = option(None, "Address of the server; unset: Amazon's own.")
     aws_region_name: Text | None = option(None, "Region; an endpoint decides it by itself.")
-    aws_access_key_id: Text | None = option(
-        None, "Key, best as {env:NAME}; unset: boto3 uses the AWS CLI's credentials."
-    )
+    aws_access_key_id: Text | None = option(None, "Key, best as {env:NAME}; unset: credentials of the AWS CLI.")
     aws_secret_access_key: Text | None = option(None, "Secret of the key, best as {env:NAME}.")
     aws_session_token: Text | None = option(None, "Token of temporary keys, best as {env:NAME}.")
     aws_data_prefix: Text | None = option(None, "Only objects whose keys start with this; like a folder.")
@@ -91,8 +89,7 @@ def check_written(entry: Mapping[str, Any]) -> Iterator[Problem]:
     for key, value in entry.items():
         # Before {env:NAME} expands: a secret and its reference look alike afterwards.
         if plain_key(key) in SECRETS and value and not REFERENCE.search(str(value)):
-            message = "is a secret in a file that people share; write {env:NAME} and set that variable."
-            yield Problem(key, message, fatal=False)
+            yield warning(key, "is a secret in a file that people share; write {env:NAME} and set that variable.")
 
 
 def check_source(name: str, source: str, keys: Mapping[str, Any]) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from simpletuner.config.load import Layer
 from simpletuner.config.schema import option_names
 from simpletuner.config.values import home_path, plain_key, read_json, read_text
-from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, result_of
+from simpletuner.errors import ConfigError, Problem, Problems, Reading, did_you_mean, not_one_of, result_of, warning
 
 if TYPE_CHECKING:
     from simpletuner.data.entries import Collect
@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
 COMMAND_LINE = "command line"  # the origin of what is given there
 # Arguments that choose the config and are not settings themselves, by the name they are stored under.
-SELECTORS = {
-    "env": "env",
-    "example": "example",
-    "config": "config_path",
-    "config_path": "config_path",
-    "config_backend": "config_backend",
-}
+SELECTORS = {**{key: key for key in ("env", "example", "config_path", "config_backend")}, "config": "config_path"}
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # Paths in packaged examples start with this and are redirected into the package.
 EXAMPLES_ALIAS = "config/examples/"
@@ -192,7 +186,10 @@ def locate(selectors: Mapping[str, str]) -> Reading[Located]:
     elif name and name.startswith("examples/"):
         path = example_file(name.removeprefix("examples/"))
     else:
-        path = _first_file(_candidates(name, selectors), name)
+        candidates = _candidates(name, selectors)
+        if not (found := [*filter(os.path.isfile, candidates)]):  # unlike Path's, never raises
+            raise ConfigError([Problem("config", _not_found(candidates, name))])
+        path = found[0]
     return (yield from located_at(path))
 
 
@@ -279,8 +276,7 @@ def read_env_file(path: Path) -> Reading[dict[str, str]]:
             continue
         name = key.rstrip("+")
         if not equals or not ENV_NAME.fullmatch(name):
-            message = f"line {number}, {line.strip()!r:.80}, is not KEY=VALUE and is ignored."
-            yield Problem(str(path), message, fatal=False)
+            yield warning(str(path), f"line {number}, {line.strip()!r:.80}, is not KEY=VALUE and is ignored.")
             continue
         try:
             text = expand_shell(value, {**os.environ, **values})
@@ -329,7 +325,7 @@ def dataset_file(configured: str | None, folder: Path) -> Reading[Path]:
     if configured is not None:
         return Path(resolve_alias(configured)).expanduser()
     path = folder / DATASET_FILE
-    yield Problem("data_backend_config", f"is not set; {path} is used.", fatal=False)
+    yield warning("data_backend_config", f"is not set; {path} is used.")
     return path
 
 
@@ -364,16 +360,8 @@ def _backends(selectors: Mapping[str, str]) -> Sequence[str]:
     """The kinds of files to look for."""
     wanted = selectors.get("config_backend") or os.environ.get("CONFIG_BACKEND") or os.environ.get("CONFIG_TYPE")
     if wanted and wanted not in BACKENDS:
-        message = f"{wanted!r} is not one of: {', '.join(BACKENDS)}.{did_you_mean(wanted, BACKENDS)}"
-        raise ConfigError([Problem("CONFIG_BACKEND", message)])
+        raise ConfigError([Problem("CONFIG_BACKEND", not_one_of(wanted, BACKENDS))])
     return (wanted,) if wanted else BACKENDS
-
-
-def _first_file(candidates: list[Path], name: str | None) -> Path:
-    for path in candidates:
-        if os.path.isfile(path):  # noqa: PTH113 - unlike Path's, never raises
-            return path
-    raise ConfigError([Problem("config", _not_found(candidates, name))])
 
 
 def _not_found(candidates: list[Path], name: str | None) -> str:

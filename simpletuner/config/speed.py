@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.option import Package, check_installed
 from simpletuner.config.schema import PrecisionConfig, RunConfig, SpeedConfig
-from simpletuner.errors import NoEffect, Problem, did_you_mean
+from simpletuner.errors import NoEffect, Problem, not_one_of
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those with CUDA graphs
@@ -116,11 +116,9 @@ def check_mechanism(config: SpeedConfig, mechanism: str) -> Iterator[Problem]:
         package, _ = ATTENTION_PACKAGES[mechanism]
         yield from check_installed(package, "attention_mechanism", mechanism)
         if not plain_math(config):
-            message = f"{mechanism!r} needs speed_plain_math: diffusers' own blocks use torch's attention."
-            yield Problem("attention_mechanism", message)
+            yield Problem("attention_mechanism", f"{mechanism!r} needs speed_plain_math: other blocks use torch's.")
     if mechanism == "xformers" and config.deterministic:
-        message = "'xformers' sums gradients in any order, which deterministic excludes; use diffusers."
-        yield Problem("attention_mechanism", message)
+        yield Problem("attention_mechanism", "'xformers' sums in any order: not deterministic; use diffusers.")
 
 
 def check_compile(config: SpeedConfig, launch: LaunchConfig) -> Iterator[Problem]:
@@ -132,7 +130,6 @@ def check_compile(config: SpeedConfig, launch: LaunchConfig) -> Iterator[Problem
     if backend == "inductor" and not has_compiler():
         yield Problem("dynamo_backend", "'inductor' needs a C compiler, and none was found (cc, gcc, clang or CC).")
     if mode is not None and mode not in COMPILE_MODES:
-        hint = did_you_mean(mode, COMPILE_MODES)
-        yield Problem("dynamo_mode", f"{mode!r} is not one of {', '.join(COMPILE_MODES)}.{hint}")
+        yield Problem("dynamo_mode", not_one_of(mode, COMPILE_MODES))
     elif mode is not None and backend in ("aot_eager", "cudagraphs"):
         yield Problem("dynamo_mode", f"{mode!r} is a mode of inductor; dynamo_backend is {backend!r}.")

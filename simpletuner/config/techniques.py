@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from simpletuner.config.option import Group, TechniqueGroup, common, option, unless, when
 from simpletuner.config.values import Flag, Integer, Number, Text, parse_json_text
-from simpletuner.errors import NoEffect, Problem
+from simpletuner.errors import NoEffect, Problem, warning
 
 if TYPE_CHECKING:
     from simpletuner.config.schema import RunConfig
@@ -154,9 +154,7 @@ class LossConfig(Group):
     huber_schedule: Literal["snr", "exponential", "constant"] = huber("snr", "How huber_c depends on the timestep.")
     huber_c: Number = huber(0.1, "Where huber and smooth_l1 change from quadratic to linear.", gt=0, common=True)
     input_perturbation: Number = option(0.0, "Extra noise on the input only.", ge=0)
-    input_perturbation_steps: Integer = option(
-        0, "Decay input_perturbation linearly to 0 at this step; 0 keeps it constant.", ge=0
-    )
+    input_perturbation_steps: Integer = option(0, "Decay it linearly to 0 at this step; 0 keeps it constant.", ge=0)
     noise_offset: Number = option(0.0, "Offset of the noise mean per sample and channel.", ge=0)
     noise_offset_probability: Number = option(1.0, "Share of samples with noise_offset.", ge=0, le=1)
 
@@ -170,12 +168,8 @@ class LossConfig(Group):
 class MaskedLossConfig(TechniqueGroup):
     """Masked loss"""
 
-    masked_loss_probability: Number = common(
-        1.0, "Share of batches that use masks; the rest learn from the whole picture.", ge=0, le=1
-    )
-    masked_loss_normalise: Flag = option(
-        False, "Divide a sample's loss by the mean of its mask (at least 0.05), so that small masks learn as fast."
-    )
+    masked_loss_probability: Number = common(1.0, "Share of batches with masks; the rest learn everything.", ge=0, le=1)
+    masked_loss_normalise: Flag = option(False, "Divide a sample's loss by the mean of its mask (at least 0.05).")
     masked_loss_floor: Number = option(0.0, "Weight of black areas; white areas weigh 1.", ge=0, le=1)
     masked_loss_prior: Number = option(
         0.0,
@@ -188,7 +182,7 @@ class MaskedLossConfig(TechniqueGroup):
         """Masks for what needs them."""
         if not any(dataset.masks for dataset in datasets if dataset.config.is_trained):
             for key in filter(config.is_explicit, type(self).model_fields):
-                yield Problem(key, "has no effect: no dataset that is trained has masks.", fatal=False)
+                yield warning(key, "has no effect: no dataset that is trained has masks.")
 
 
 class PreservationConfig(TechniqueGroup):
@@ -202,22 +196,13 @@ class PreservationConfig(TechniqueGroup):
         ge=0,
         requires=when(
             model_type="lora",
-            because="the untrained model is the one with the LoRA off. In a full fine-tune, also train on pictures of "
-            "what it should keep",
+            because="the untrained model is the one with the LoRA off. Or also train on pictures of what to keep",
             fatal=True,
         ),
     )
-    preservation_probability: Number = option(
-        0.5,
-        "Share of micro-batches with preservation, which run the model twice more: without and with gradients.",
-        ge=0,
-        le=1,
-    )
+    preservation_probability: Number = option(0.5, "Share of micro-batches with it, at two more passes.", ge=0, le=1)
     preservation_prompt: Text | None = preserved(
-        None,
-        "The class word that replaces preservation_trigger or, without a trigger, the whole caption.",
-        default_note="the empty caption",
-        common=True,
+        None, "Class word in place of the trigger, or of whole captions.", default_note="the empty caption", common=True
     )
     preservation_trigger: Text | None = preserved(None, "The words in captions that name the subject.")
 
@@ -244,8 +229,7 @@ class PreservationConfig(TechniqueGroup):
     def check(self, config: RunConfig) -> Iterator[Problem]:
         """A trigger needs what takes its place."""
         if self.is_on and self.preservation_trigger and not self.preservation_prompt:
-            message = f"{self.preservation_trigger!r} needs preservation_prompt, the class word to put in its place."
-            yield Problem("preservation_trigger", message)
+            yield Problem("preservation_trigger", f"{self.preservation_trigger!r} needs a preservation_prompt.")
 
     def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
         """The trigger must occur in the captions; where it does not, the prompt replaces the whole caption."""
@@ -303,9 +287,7 @@ class ScheduledSamplingConfig(TechniqueGroup):
         2, "Order of unipc and dpm.", ge=1, le=3, requires=when(scheduled_sampling_sampler=("unipc", "dpm"))
     )
     scheduled_sampling_reflexflow: Flag = common(True, "Correct the drift of these samples in the loss (ReflexFlow).")
-    scheduled_sampling_reflexflow_alpha: Number = reflexflow(
-        1.0, "Extra weight of positions where sampling lost content.", ge=0
-    )
+    scheduled_sampling_reflexflow_alpha: Number = reflexflow(1.0, "Extra weight where sampling lost content.", ge=0)
     scheduled_sampling_reflexflow_beta1: Number = reflexflow(10.0, "Weight of the direction (reflexflow_adr).", ge=0)
     scheduled_sampling_reflexflow_beta2: Number = reflexflow(1.0, "Factor of the loss of these samples.", ge=0)
 
@@ -353,8 +335,7 @@ class ScheduledSamplingConfig(TechniqueGroup):
             yield NoEffect(OFFSET, f"has no effect: {reason}.")
         steps = config.validation.validation_num_inference_steps
         if steps is not None and offset > steps:
-            message = f"{offset} is more than the {steps} steps of the sampler (validation_num_inference_steps)."
-            yield Problem(OFFSET, message)
+            yield Problem(OFFSET, f"{offset} exceeds the {steps} steps of validation_num_inference_steps.")
         if config.flow.mixflow_enabled and self.is_on:
             yield Problem("mixflow_enabled", f"cannot be combined with {OFFSET}: both make inputs for the same end.")
 

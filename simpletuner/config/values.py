@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-from simpletuner.errors import Problem, Problems, Reading
+from simpletuner.errors import Problem, Problems, Reading, warning
 from simpletuner.redaction import SECRET_NAME, hide, hide_secrets
 
 # A comma before a closing bracket, and every string (so that commas inside strings are left alone).
@@ -59,7 +59,7 @@ def read_json(path: Path, kind: type = object, needed: str = "") -> Reading[Any]
     repaired = TRAILING_COMMA.sub(lambda match: match.group(1) or " ", text)
     if repaired != text:
         line = 1 + text.count("\n", 0, next(i for i, old in enumerate(text) if repaired[i] != old))
-        yield Problem(str(path), f"has a comma before a closing bracket (line {line}); it was ignored.", fatal=False)
+        yield warning(str(path), f"has a comma before a closing bracket (line {line}); it was ignored.")
 
     twice = Problems()
 

@@ -22,7 +22,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.values import FALSE_WORDS, Size
 from simpletuner.data.chance import fraction
 from simpletuner.data.files import LeftOutError
-from simpletuner.errors import Problem, Reading
+from simpletuner.errors import Problem, Reading, warning
 from simpletuner.models.spec import FamilySpec
 
 ResolutionType = Literal["pixel", "area", "pixel_area"]
@@ -287,11 +287,9 @@ def _check_grid(grid: PixelGrid, spec: FamilySpec) -> Iterator[Problem]:
         message = f"{grid.alignment} is not a multiple of {spec.size_multiple} pixels, which {spec.name} needs."
         yield Problem("aspect_bucket_alignment", message)
     if grid.square > spec.largest_side:
-        message = (
-            f"{grid.resolution:g} {UNITS[grid.resolution_type]} (resolution_type {grid.resolution_type}) is above the "
-            f"limit of {spec.name}, {spec.largest_side} pixels a side."
-        )
-        yield Problem("resolution", message)
+        given = f"{grid.resolution:g} {UNITS[grid.resolution_type]} (resolution_type {grid.resolution_type})"
+        limit = f"the limit of {spec.name}, {spec.largest_side} pixels a side"
+        yield Problem("resolution", f"{given} is above {limit}.")
 
 
 def _check_limits(config: DatasetConfig, grid: PixelGrid) -> Iterator[Problem]:
@@ -300,24 +298,19 @@ def _check_limits(config: DatasetConfig, grid: PixelGrid) -> Iterator[Problem]:
         yield Problem(where, f"{maximum:g} needs target_downsample_size, the size that larger pictures are resized to.")
     suspicious = {"area": maximum >= SUSPICIOUS_AREA, "pixel": maximum < SUSPICIOUS_EDGE, "pixel_area": False}
     if maximum and suspicious[unit] and os.environ.get(UNIT_CHECK_OVERRIDE, "").lower() in (*FALSE_WORDS, ""):
-        message = (
-            f"{maximum:g}: wrong unit? With resolution_type {unit} it is in {UNITS[unit]}"
-            f"{' (an edge)' if unit == 'pixel' else ''}. {UNIT_CHECK_OVERRIDE}=1 allows it."
-        )
-        yield Problem(where, message)
+        message = f"{maximum:g}: wrong unit? With resolution_type {unit} it is in {UNITS[unit]}."
+        yield Problem(where, f"{message} {UNIT_CHECK_OVERRIDE}=1 allows it.")
     low, high = config.minimum_aspect_ratio, config.maximum_aspect_ratio
     if low is not None and high is not None and low > high:
-        message = f"{low:g} is above maximum_aspect_ratio {high:g}: no picture fits."
-        yield Problem("minimum_aspect_ratio", message)
+        yield Problem("minimum_aspect_ratio", f"{low:g} is above maximum_aspect_ratio {high:g}: no picture fits.")
 
 
 def _check_crop(config: DatasetConfig, aspects: Sequence[Aspect], spec: FamilySpec) -> Iterator[Problem]:
     kind, where = config.crop_aspect, "crop_aspect_buckets"
     if config.crop_style == "face":
-        message = "'face' needs a face detector, which simpletuner does not include; use center, random or corner."
-        yield Problem("crop_style", message)
+        yield Problem("crop_style", "'face' needs a face detector, which is not here; use center, random or corner.")
     if not config.crop and kind != "square":
-        yield Problem("crop_aspect", f"{kind!r} has no effect while crop is false.", fatal=False)
+        yield warning("crop_aspect", f"{kind!r} has no effect while crop is false.")
     if config.crop and kind in CHOSEN and not aspects and config.crop_aspect_buckets is None:
         yield Problem(where, f"crop_aspect {kind!r} needs a list of ratios here.")
     for aspect in aspects:

@@ -21,7 +21,7 @@ from simpletuner.data.entries import DataContext, check_dataset_file, latent_dir
 from simpletuner.data.files import LeftOutError
 from simpletuner.data.masks import check_mask_sizes, check_masks, measure_masks
 from simpletuner.data.sample import Rejected, Sample
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean, shorten, within
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean, shorten, warning, within
 
 T = TypeVar("T")
 MOST_COMPARED = 1000  # names of files, for the nearest spelling
@@ -139,9 +139,8 @@ class _Builder:
         # closest and random without a list cannot place anything; that has been reported.
         if dataset is None or (entry.crop and entry.crop_aspect in ("closest", "random") and not dataset.rules.aspects):
             return None
-        repeats = entry.repeats or 0
         # `captions.facts` grows while captions are read, and is saved as the dataset's index.
-        dataset = replace(dataset, facts=captions.facts, partners=partners, clips=clips, repeats=repeats)
+        dataset = replace(dataset, facts=captions.facts, partners=partners, clips=clips, repeats=entry.repeats or 0)
         # Chosen before masks are read, which decodes them.
         dataset = self._read_masks(_choose(self._fill(dataset, captions)))
         self.problems.extend(summarise_rejected(dataset))
@@ -274,7 +273,7 @@ def _check_excluded(entry: DatasetConfig, excluded: frozenset[str], folder: Fold
     if missing := sorted(excluded.difference(folder.listing.files)):
         message = f"{entry.exclude_files} names {len(missing)} files that are not in the folder: {shorten(missing)}."
         hint = did_you_mean(missing[0], folder.listing.files[:MOST_COMPARED])
-        yield Problem(f"{entry.id}.exclude_files", message + hint, fatal=False)
+        yield warning(f"{entry.id}.exclude_files", message + hint)
 
 
 def _hint_at_caption_files(written: DatasetConfig, entry: DatasetConfig, folder: Folder) -> Iterator[Problem]:
@@ -282,11 +281,8 @@ def _hint_at_caption_files(written: DatasetConfig, entry: DatasetConfig, folder:
     count = len(folder.listing.captions)
     # A written `filename` is meant; only the default may surprise.
     if written.caption_strategy is None and entry.caption_strategy == "filename" and count:
-        message = (
-            f"captions come from the file names, and {count} caption files beside them are not used. "
-            "To use them, set caption_strategy to textfile."
-        )
-        yield Problem(f"{entry.id}.caption_strategy", message, fatal=False)
+        message = f"captions come from the file names, and {count} caption files beside them are not used."
+        yield warning(f"{entry.id}.caption_strategy", f"{message} To use them, set caption_strategy to textfile.")
 
 
 def _unused_captions(entry: DatasetConfig, captions: CaptionSource) -> list[Rejected]:
@@ -301,11 +297,8 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
     """The pictures without a partner, and those whose partner cannot take over their size and crop."""
     missing = [name for name in names if partners.name_for(name) is None]
     if missing:
-        message = (
-            f"{len(missing)} of {len(names)} pictures have no partner of the same path and name in "
-            f"{partners.id} ({str(partners.root)!r}): {shorten(missing)}."
-        )
-        yield Problem(dataset.id, message)
+        message = f"{len(missing)} of {len(names)} pictures have no partner of the same path and name in {partners.id}"
+        yield Problem(dataset.id, f"{message} ({str(partners.root)!r}): {shorten(missing)}.")
     if partners.config.conditioning_type in MASKS:
         yield from check_mask_sizes(dataset, partners)
     # A loose reference is cropped by its own rules, and a mask of another ratio was refused above.
@@ -314,11 +307,8 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
     pairs = [(dataset.facts[name].picture_size, partners.facts_for(name)) for name in names]
     count = sum(is_stretched(size, partner.picture_size) for size, partner in pairs if partner and partner.width)
     if count:
-        message = (
-            f"{count} pictures of {partners.id} have another ratio than their partners and are stretched "
-            "to the same size; crop them alike, or use conditioning_type reference_loose."
-        )
-        yield Problem(dataset.id, message, fatal=False)
+        message = f"{count} pictures of {partners.id} have another ratio than their partners and are stretched;"
+        yield warning(dataset.id, f"{message} crop them alike, or use conditioning_type reference_loose.")
 
 
 def _check_speed(dataset: Dataset, model_rate: float | None) -> Iterator[Problem]:
@@ -345,7 +335,7 @@ def _check_speed(dataset: Dataset, model_rate: float | None) -> Iterator[Problem
             f"({slowest} has {slow[slowest]:.4g}): frames are seen up to {rules.rate / slow[slowest]:.2f} times"
         )
     if reasons:
-        yield Problem(f"{dataset.id}.video.frame_rate", f"{'; '.join(reasons)}.", fatal=False)
+        yield warning(f"{dataset.id}.video.frame_rate", f"{'; '.join(reasons)}.")
 
 
 def _in_use(partners: Dataset, names: Sequence[str], used: Sequence[Sample]) -> Dataset:

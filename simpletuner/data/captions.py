@@ -24,7 +24,7 @@ from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetCo
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import FileFacts, Folder, pair_key
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read
-from simpletuner.errors import Problem, Reading, UserError, did_you_mean, shorten
+from simpletuner.errors import Problem, Reading, UserError, did_you_mean, shorten, warning
 
 COARSEST_CLOCK = 3.0  # seconds: file systems round times, FAT to two seconds
 FILTER_SECONDS = 5.0  # for one expression on one caption: some expressions take exponential time
@@ -82,11 +82,9 @@ def caption_source(
     """
     table = folder.listing.table
     if entry.metadata_backend == "parquet" and entry.parquet is not None:
-        rows = yield from read_caption_table(entry.parquet)
-        table, unused = match_rows(rows, folder.usable)
+        table, unused = match_rows((yield from read_caption_table(entry.parquet)), folder.usable)
         if unused:
-            message = f"{len(unused)} names in the table have no picture: {shorten(unused)}."
-            yield Problem("parquet.path", message, fatal=False)
+            yield warning("parquet.path", f"{len(unused)} names in the table have no picture: {shorten(unused)}.")
     edits = tuple(edit for edit in (text_filter(entry), shuffle_edit(entry.caption_shuffle)) if edit is not None)
     return CaptionSource(entry, folder.root, folder.listing.captions, table, edits, {**folder.facts}, folder.gone)
 
@@ -318,8 +316,7 @@ def read_caption_table(config: ParquetConfig) -> Reading[dict[str, tuple[str, ..
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
-        message = "parquet needs the package pyarrow: pip install 'pyarrow>=21,<27'."
-        yield Problem("metadata_backend", message)
+        yield Problem("metadata_backend", "parquet needs the package pyarrow: pip install 'pyarrow>=21,<27'.")
         parquet = None
     # The file is checked without the package, too, so that one start reports both.
     path = Path(config.path)

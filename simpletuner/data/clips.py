@@ -26,7 +26,7 @@ from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import LeftOutError, MediaError, UnreadableError
 from simpletuner.data.media import AVIF_BRANDS, HEIF_BRANDS, decode, fit
-from simpletuner.errors import Problem, Reading, within
+from simpletuner.errors import Problem, Reading, warning, within
 
 if TYPE_CHECKING:
     from simpletuner.data.entries import DataContext
@@ -260,8 +260,7 @@ class ClipRules:
             message = f"{has}, fewer than video.min_frames {self.minimum}; num_frames and min_frames {best} would work"
             raise LeftOutError("too short", message)
         if self.maximum is not None and length > self.maximum:
-            message = f"{has}, more than video.max_frames {self.maximum}; max_frames {length} would work"
-            raise LeftOutError("too long", message)
+            raise LeftOutError("too long", f"{has}, more than video.max_frames {self.maximum}; {length} would work")
         # A clip shorter than one interval keeps its own length.
         return self.num_frames or fitting_frames(length // self.interval * self.interval or length, self.stride)
 
@@ -286,8 +285,7 @@ def build_clip_rules(config: DatasetConfig, context: DataContext) -> Reading[Cli
     if not config.holds_clips or native is None:
         # An explicit `is_i2v: false` is true of pictures.
         if video.model_copy(update={"is_i2v": video.is_i2v or None}) != VideoConfig():
-            message = "has no effect: it is for datasets of clips (dataset_type video)."
-            yield Problem("video", message, fatal=False)
+            yield warning("video", "has no effect: it is for datasets of clips (dataset_type video).")
         return None
     names_size = video.bucket_strategy == "resolution_frames"
     # `+ 1`: the VAEs encode the first frame alone.
@@ -308,21 +306,16 @@ def build_clip_rules(config: DatasetConfig, context: DataContext) -> Reading[Cli
 def _check_length(video: VideoConfig, rules: ClipRules) -> Reading[None]:
     length, wanted = rules.num_frames, video.num_frames
     if video.frame_interval and not rules.names_size:
-        message = "has no effect without bucket_strategy resolution_frames."
-        yield Problem("frame_interval", message, fatal=False)
+        yield warning("frame_interval", "has no effect without bucket_strategy resolution_frames.")
     elif video.frame_interval and wanted:
-        message = f"has no effect: num_frames {wanted} gives every clip the same length."
-        yield Problem("frame_interval", message, fatal=False)
+        yield warning("frame_interval", f"has no effect: num_frames {wanted} gives every clip the same length.")
     if wanted and length != wanted:
-        message = f"{wanted} is not a multiple of {rules.stride} plus 1: {length} frames are trained."
-        yield Problem("num_frames", message, fatal=False)
+        yield warning("num_frames", f"{wanted} is not a multiple of {rules.stride} plus 1: {length} are trained.")
     if length is not None and rules.minimum < length:
         origin = "" if wanted else f" (the default of {DEFAULT_SECONDS} seconds)"
-        message = f"{rules.minimum} is below num_frames {length}{origin}: a clip may be shorter than that."
-        yield Problem("min_frames", message)
+        yield Problem("min_frames", f"{rules.minimum} is below num_frames {length}{origin}: a clip may be shorter.")
     if rules.maximum is not None and rules.maximum < rules.minimum:
-        message = f"{rules.maximum} is below the {rules.minimum} frames that a clip needs: no clip fits."
-        yield Problem("max_frames", message)
+        yield Problem("max_frames", f"{rules.maximum} is below the {rules.minimum} frames a clip needs: none fits.")
 
 
 def _check_condition(rules: ClipRules, context: DataContext) -> Reading[None]:
@@ -331,9 +324,7 @@ def _check_condition(rules: ClipRules, context: DataContext) -> Reading[None]:
         return
     if context.task != "i2v":
         names = [flavour.name for flavour in context.spec.flavours if flavour.task == "i2v"]
-        message = f"this flavour of {context.spec.name} takes no first frame; these do: {', '.join(names)}."
-        yield Problem("is_i2v", message)
+        yield Problem("is_i2v", f"this flavour of {context.spec.name} takes no first frame; use {', '.join(names)}.")
     shortest = rules.stride + 1
     if rules.num_frames is not None and rules.num_frames < shortest:
-        message = f"{rules.num_frames} leaves nothing to train after the first frame; the minimum is {shortest}."
-        yield Problem("num_frames", message)
+        yield Problem("num_frames", f"{rules.num_frames} leaves nothing to train after frame 0: set {shortest}.")

@@ -22,7 +22,7 @@ from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
 from simpletuner.data.discovery import FileFacts, pair_key, save_index
 from simpletuner.data.entries import DataContext
 from simpletuner.data.sample import EXPECTED, LedgerEntry, Rejected, Sample, size_text
-from simpletuner.errors import Problem, Problems, shorten
+from simpletuner.errors import Problem, Problems, shorten, warning
 
 # A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this share.
 STRETCH_TOLERANCE = 0.02
@@ -338,8 +338,8 @@ def summarise_rejected(dataset: Dataset) -> Iterator[Problem]:
     if names and dataset.samples:
         left_out = "; ".join(f"{len(files)} {reason} ({shorten(files)})" for reason, files in names.items())
         total = sum(map(len, names.values()))
-        message = f"{total} files are left out: {left_out}. The plan lists each with its reason."
-        yield Problem(dataset.id, message, fatal=False)
+        files_are = "file is" if total == 1 else "files are"
+        yield warning(dataset.id, f"{total} {files_are} left out: {left_out}. The plan lists each with its reason.")
 
 
 def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:
@@ -352,11 +352,10 @@ def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:
     most = dataset.samples[factors.index(max(factors))]
     before, after = ("x".join(map(str, size)) for size in (most.original_size, most.geometry.resized))
     message = (
-        f"{enlarged} of {len(factors)} files are enlarged to be trained at this resolution, {most.name} the most, "
-        f"from {before} to {after}: the model learns their blur. minimum_image_size leaves small files out; a smaller "
-        "resolution enlarges less."
+        f"{enlarged} of {len(factors)} files are enlarged, {most.name} the most, from {before} to {after}: the model"
     )
-    yield Problem(f"{dataset.id}.resolution", message, fatal=False)
+    advice = "learns their blur. minimum_image_size leaves them out; a smaller resolution enlarges less."
+    yield warning(f"{dataset.id}.resolution", f"{message} {advice}")
 
 
 def check_amount(dataset: Dataset, context: DataContext, problems: Problems) -> Dataset:
@@ -377,7 +376,7 @@ def check_amount(dataset: Dataset, context: DataContext, problems: Problems) -> 
         # `fill` leaves None only where the user set no repeats; an explicit number is never raised.
         if context.defaults.allow_dataset_oversubscription and dataset.config.repeats is None:
             message = f"repeats is raised to {enough}: {count} samples must fill a step of {needed}."
-            problems.append(Problem(dataset.id, message, fatal=False))
+            problems.append(warning(dataset.id, message))
             dataset = replace(dataset, repeats=enough)
         elif not context.defaults.disable_bucket_pruning:
             problems.append(Problem(dataset.id, _too_few(dataset, context, needed, enough)))
@@ -411,4 +410,4 @@ def _warn_of_small_buckets(dataset: Dataset, batch: int) -> Iterator[Problem]:
         shown = shorten([f"{label} ({count})" for label, count in small.items()])
         enough = -(-batch // min(small.values())) - 1
         message = f"buckets with fewer samples than a batch of {batch} are filled by repeating: {shown}."
-        yield Problem(dataset.id, f"{message} repeats {enough} would fill them.", fatal=False)
+        yield warning(dataset.id, f"{message} repeats {enough} would fill them.")

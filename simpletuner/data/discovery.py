@@ -265,8 +265,7 @@ def _inspect(path: Path) -> FileFacts:
         size, mtime_ns = files.check_regular(path, files.LARGEST_CLIP if clip else files.LARGEST_PICTURE)
         # A picture is read once for its hash and its size. A clip may not fit into memory, so it is hashed in chunks.
         data = b"" if clip else files.read(path, files.LARGEST_PICTURE)
-        content = files.content_hash(path) if clip else hashlib.sha256(data).hexdigest()
-        facts = FileFacts(size, mtime_ns, content)
+        facts = FileFacts(size, mtime_ns, files.content_hash(path) if clip else hashlib.sha256(data).hexdigest())
         if clip:
             shown = probe_clip(path)
             return replace(facts, width=shown.width, height=shown.height, clip=shown)

@@ -3,6 +3,7 @@ any file is read."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from simpletuner.config.datasets import MASKS, DatasetConfig
 from simpletuner.config.remote import check_source
 from simpletuner.config.schema import CachingConfig, DatasetDefaults, RunConfig
 from simpletuner.data.discovery import Scan, is_readable, load_index
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean
+from simpletuner.errors import Problem, Problems, Reading, not_one_of, warning
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec, Task
 
@@ -104,10 +105,9 @@ class DataContext:
     def _defaults(self, config: DatasetConfig) -> dict[str, Any]:
         """What an entry takes where it says nothing: the family's defaults, the run's, and what follows from others."""
         is_eval, random_crops = config.dataset_type == "eval", "random" in (config.crop_aspect, config.crop_style)
-        family = {key: self.spec.defaults.get(key) for key in ("resolution", "aspect_bucket_alignment")}
         return {
             # What comes later wins: defaults of the run before those of the family.
-            **family,
+            **{key: self.spec.defaults.get(key) for key in ("resolution", "aspect_bucket_alignment")},
             **{key: value for key, value in self.defaults if value is not None},
             **({"caption_strategy": config.type} if config.type in ("csv", "huggingface") else {}),
             # Evaluation reads sample by sample (`BatchReader.read_sample`).
@@ -124,8 +124,7 @@ class DataContext:
 
 def _folder_name(dataset_id: str) -> str:
     """The id without characters that could lead out of the cache folder."""
-    name = "".join("_" if character in '/\\:*?"<>|' else character for character in dataset_id)
-    return name.replace("..", "__")
+    return re.sub(r'[/\\:*?"<>|]', "_", dataset_id).replace("..", "__")
 
 
 FILE_KINDS = ("image", "video", "conditioning", "eval")
@@ -144,8 +143,7 @@ def text_entry_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> Da
     """The text_embeds entry of a dataset: the one it names, else the default, else the first; None if there is none."""
     texts = [entry for entry in entries if entry.is_text_embeds]
     named = [entry for entry in texts if entry.id == config.text_embeds]
-    defaults = [entry for entry in texts if entry.default]
-    return next(iter([*named, *defaults, *texts]), None)
+    return next(iter([*named, *(entry for entry in texts if entry.default), *texts]), None)
 
 
 def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> str | None:
@@ -174,8 +172,7 @@ def check_dataset_file(
     yield from _check_caches(with_files, texts, context)
     yield from _check_start([entry for entry in entries if entry.is_trained])
     if len(texts) > 1 and not any(entry.default for entry in texts):
-        message = f"no text_embeds entry is the default; the first, {texts[0].id}, is used."
-        yield Problem("default", message, fatal=False)
+        yield warning("default", f"no text_embeds entry is the default; the first, {texts[0].id}, is used.")
 
 
 def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Problem]:
@@ -185,8 +182,7 @@ def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Proble
         if getattr(config, key) is not None:
             yield Problem(f"{config.id}.{key}", "is not available yet; leave it out.")
     for word in filter(lambda word: word not in SKIPPABLE, config.skip_file_discovery or []):
-        message = f"{word!r} is not one of: {', '.join(SKIPPABLE)}.{did_you_mean(word, SKIPPABLE)}"
-        yield Problem(f"{config.id}.skip_file_discovery", message)
+        yield Problem(f"{config.id}.skip_file_discovery", not_one_of(word, SKIPPABLE))
     if config.dataset_type in CACHE_KINDS:
         return
     if config.caption_filter_list is not None:
@@ -200,15 +196,13 @@ def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Proble
 
 
 def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem]:
-    if config.type != "local" and config.dataset_type in CACHE_KINDS:
+    kind = config.dataset_type
+    if config.type != "local" and kind in CACHE_KINDS:
         yield Problem(f"{config.id}.type", f"{config.type!r} is for pictures and clips; caches are local.")
     elif config.type == "csv" and config.is_conditioning:
         message = "'csv' names files by the hash of their address, so they have no partners; use another type."
         yield Problem(f"{config.id}.type", message)
-    elif config.dataset_type not in (*FILE_KINDS, *CACHE_KINDS) or (
-        config.dataset_type == "video" and context.spec.media != "video"
-    ):
-        kind = config.dataset_type
+    elif kind not in (*FILE_KINDS, *CACHE_KINDS) or (kind == "video" and context.spec.media != "video"):
         message = f"{kind!r} is not available for {context.spec.name}{_families_for(kind)}."
         yield Problem(f"{config.id}.dataset_type", message)
     elif holds_files(config) and not config.instance_data_dir:
@@ -280,8 +274,7 @@ def _check_caches(
     for folder, names in owners.items():
         # They would overwrite each other's index, which is in this folder.
         if len(names) > 1:
-            message = f"{str(folder)!r} is the latent cache of several datasets: {', '.join(names)}."
-            yield Problem("cache_dir_vae", message)
+            yield Problem("cache_dir_vae", f"{str(folder)!r} holds latents of several datasets: {', '.join(names)}.")
         if folder in text_folders | {context.text_root.resolve()}:
             message = f"{str(folder)!r} is a text cache; latents need a separate folder."
             yield Problem(f"{names[0]}.cache_dir_vae", message)
@@ -298,7 +291,7 @@ def _check_start(trained: Sequence[DatasetConfig]) -> Iterator[Problem]:
         yield Problem("start_epoch", "no dataset takes part at the start; one must start at epoch 1 and step 0.")
     for config in trained:
         if config.probability == 0:
-            yield Problem(f"{config.id}.probability", "is 0: the dataset is not used.", fatal=False)
+            yield warning(f"{config.id}.probability", "is 0: the dataset is not used.")
 
 
 def link_partners(configs: Sequence[DatasetConfig], context: DataContext) -> Reading[dict[str, list[DatasetConfig]]]:
@@ -317,7 +310,7 @@ def link_partners(configs: Sequence[DatasetConfig], context: DataContext) -> Rea
         yield from chain.from_iterable(_check_link(entry, config, usable) for entry in entries.values())
         yield from _check_partners(config, links[config.id], context)
     message = "is a conditioning dataset that no dataset lists in conditioning_data; it is not used."
-    yield from (Problem(name, message, fatal=False) for name in conditioning if name in unused)
+    yield from (warning(name, message) for name in conditioning if name in unused)
     return links
 
 
@@ -336,7 +329,7 @@ def _check_link(entry: DatasetConfig, source: DatasetConfig, usable: Sequence[st
         yield Problem(f"{entry.id}.conditioning_type", message)
     elif kind not in usable:
         message = f"this flavour cannot use {kind} pictures: those of {entry.id} are neither cached nor used."
-        yield Problem(f"{source.id}.conditioning_data", message, fatal=False)
+        yield warning(f"{source.id}.conditioning_data", message)
 
 
 def _check_partners(config: DatasetConfig, entries: Sequence[DatasetConfig], context: DataContext) -> Iterator[Problem]:
@@ -349,11 +342,8 @@ def _check_partners(config: DatasetConfig, entries: Sequence[DatasetConfig], con
         return
     references = len(entries) - len(masks)
     if context.task == "i2i" and not references:
-        message = (
-            "is required: this flavour edits pictures, so it needs a conditioning dataset with the source pictures "
-            f"(conditioning_type {' or '.join(REFERENCES)})."
-        )
-        yield Problem(where, message)
+        message = "is required: this flavour edits pictures, so it needs a conditioning dataset with source pictures"
+        yield Problem(where, f"{message} (conditioning_type {' or '.join(REFERENCES)}).")
     if references > 1 and context.defaults.conditioning_multidataset_sampling == "combined":
         message = f"{context.spec.name} takes one source picture at a time; use random instead of combined."
         yield Problem("conditioning_multidataset_sampling", message)

@@ -19,9 +19,7 @@ from simpletuner.errors import UserError
 LARGEST_CAPTION, LARGEST_PICTURE, LARGEST_CLIP = 1 << 20, 1 << 30, 1 << 36
 
 # Errors of the file itself: missing, not permitted, a bad name.
-FILE_ERRORS = frozenset(
-    {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
-)
+FILE_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 # This process or machine ran out of a resource: neither the file nor the device is at fault.
 EXHAUSTED = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EINTR})
 # Seconds to wait before each further attempt.

@@ -73,8 +73,7 @@ class BatchLoader:
     @property
     def epochs_done(self) -> int:
         """Number of epochs whose every batch has been handed out."""
-        complete = self.index >= self.sampler.batches_per_epoch(self.epoch)
-        return self.epoch if complete else self.epoch - 1
+        return self.epoch if self.index >= self.sampler.batches_per_epoch(self.epoch) else self.epoch - 1
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data."""

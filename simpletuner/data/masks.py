@@ -22,7 +22,7 @@ from simpletuner.data.entries import DataContext
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import fit
 from simpletuner.data.sample import Sample
-from simpletuner.errors import Problem, shorten
+from simpletuner.errors import Problem, shorten, warning
 
 # A mask of which less than this is white teaches almost nothing.
 TINY_MASK = 0.01
@@ -121,5 +121,4 @@ def check_masks(dataset: Dataset) -> Iterator[Problem]:
         yield Problem(masks.id, f"{message}{shorten(black)}.")
     mean = sum(white.values()) / len(white)
     if mean < TINY_MASK:
-        message = f"only {mean:.2%} of the masks is white on average; masked_loss_normalise makes up for small masks."
-        yield Problem(masks.id, message, fatal=False)
+        yield warning(masks.id, f"only {mean:.2%} of masks is white on average; masked_loss_normalise makes up for it.")

@@ -291,8 +291,7 @@ def _to_rgb(picture: Image.Image, background: str) -> Image.Image:
         return _from_deep_grey(picture)
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
-        behind = Image.new("RGBA", picture.size, background)
-        return Image.alpha_composite(behind, picture).convert("RGB")
+        return Image.alpha_composite(Image.new("RGBA", picture.size, background), picture).convert("RGB")
     return picture if picture.mode == "RGB" else picture.convert("RGB")
 
 

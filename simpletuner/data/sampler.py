@@ -244,7 +244,6 @@ def _next_pass(samples: Sequence[Sample], order: Sequence[Sample], batch: int, r
     if not begun:
         return fresh
     present = {sample.name for sample in order[len(order) - begun :]}
-    missing = batch - begun
-    head = [sample for sample in fresh if sample.name not in present][:missing]
+    head = [sample for sample in fresh if sample.name not in present][: batch - begun]
     chosen = {sample.name for sample in head}
     return head + [sample for sample in fresh if sample.name not in chosen]

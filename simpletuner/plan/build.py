@@ -46,8 +46,7 @@ def resolve_layers(layers: Sequence[Layer], purpose: Purpose) -> Reading[tuple[R
     spec = yield from find_family(layers)
     if spec is None and purpose == "draft":
         spec = next(iter(FAMILIES.values()))
-    config = yield from (resolve(layers, spec.defaults, spec.fixed) if spec else resolve(layers))
-    return config, spec
+    return (yield from (resolve(layers, spec.defaults, spec.fixed) if spec else resolve(layers))), spec
 
 
 def find_family(layers: Sequence[Layer]) -> Reading[FamilySpec | None]:
@@ -247,7 +246,7 @@ def make_plan(arguments: Arguments, purpose: Purpose = "train", rendering: Rende
     if spec is None:
         raise ConfigError([*problems, *check_config(config, purpose)])
     plan, entries = problems.take(_find_model(config, spec, entries, rendering))
-    found = findings(plan, purpose)
+    found = [*findings(plan, purpose)]
     # Of samples, the run has given its warnings.
     problems.extend(each for each in worth_reporting(found, plan.config) if each.fatal or purpose != "sample")
     texts = [entry for entry in entries if entry.is_text_embeds]
@@ -369,5 +368,4 @@ def _check_last_epoch(plan: Plan) -> Iterator[Problem]:
         return
     batches, needed = count_batches(plan.sampler(), last), steps * schedule.gradient_accumulation_steps
     if batches < needed:
-        message = f"{last} is the last epoch of any dataset: {batches} batches, and {steps} steps need {needed}."
-        yield Problem("end_epoch", message)
+        yield Problem("end_epoch", f"{last} is the last with data: {batches} batches, and {steps} steps need {needed}.")

@@ -4,7 +4,7 @@ without effect."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from simpletuner.config.sources import COMMAND_LINE
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.values import check_unset
 from simpletuner.data.captions import control_token
-from simpletuner.errors import NoEffect, Problem, shorten
+from simpletuner.errors import NoEffect, Problem, shorten, warning
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault, vae_fault
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.plan.environment import check_folders, check_launch, check_offload, why_not_writable
@@ -41,31 +41,25 @@ def check_config(config: RunConfig, purpose: Purpose = "train") -> list[Problem]
 
 def unmet(config: RunConfig) -> Iterator[NoEffect]:
     """The keys, set or not, that require what does not hold."""
-    settings = config.flat
     for key, option in all_options().items():
         # A group's switch comes before the conditions of a key; one reason is enough.
-        if lacking := next((each for each in option.requires if not each.holds(settings)), None):
+        if lacking := next((each for each in option.requires if not each.holds(config.flat)), None):
             yield NoEffect(key, lacking.lacking, lacking.fatal)
 
 
 def conflicts(config: RunConfig) -> Iterator[Problem]:
     """What the values of options exclude, refuse or have to say; see `Option.conflicts`."""
-    settings = config.flat
     for option in all_options().values():
         if option.excludes or option.refused or option.remarks:
-            yield from option.conflicts(settings)
+            yield from option.conflicts(config.flat)
 
 
-def findings(plan: Plan, purpose: Purpose) -> list[Problem]:
+def findings(plan: Plan, purpose: Purpose) -> Iterator[Problem]:
     """Everything that shows in the settings and their checkpoint, keys without effect included, set or not.
 
     A survey looks at datasets alone. Samples are made with the settings of a run that gave its warnings, so they need
     only what makes rendering fail. A draft is judged after each answer, so no file of the checkpoint is looked for.
     """
-    return [*_findings(plan, purpose)]
-
-
-def _findings(plan: Plan, purpose: Purpose) -> Iterator[Problem]:
     config, spec, flavour, source = plan.config, plan.spec, plan.flavour, plan.source
     for rule in SAMPLE_RULES if purpose == "sample" else RULES:
         yield from rule(config)
@@ -119,20 +113,19 @@ def check_output(config: RunConfig) -> Iterator[Problem]:
     yield from check_folders(folders)
 
 
-def check_schedule(config: RunConfig) -> Iterator[Problem]:
+def check_length(config: RunConfig) -> Iterator[Problem]:
     """Exactly one of steps and epochs."""
     schedule = config.schedule
     steps, epochs = schedule.max_train_steps or 0, schedule.num_train_epochs
     if steps > 0 and (epochs or 0) > 0:
-        message = f"is {epochs} and max_train_steps is {steps}; set one of them to 0 or leave it out."
-        yield Problem("num_train_epochs", message)
+        yield Problem("num_train_epochs", f"is {epochs} and max_train_steps is {steps}; set one to 0 or leave it out.")
     if steps == 0 and epochs == 0:
         yield Problem("num_train_epochs", "and max_train_steps are both 0; there is nothing to train.")
     if schedule.strict_epoch_limit is not None and schedule.ignore_final_epochs is not None:
-        yield Problem("ignore_final_epochs", "and strict_epoch_limit are both given; strict wins.", fatal=False)
+        yield warning("ignore_final_epochs", "and strict_epoch_limit are both given; strict wins.")
 
 
-def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
+def check_rates(config: RunConfig) -> Iterator[Problem]:
     """A decaying rate must end below its start; a rate must be plausible."""
     optimizer = config.optimizer
     rate = learning_rate(optimizer, config.model.model_type)
@@ -142,23 +135,13 @@ def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
         yield Problem("lr_end", message)
     # Such as 1e4 for 1e-4.
     if rate > HIGHEST_USUAL_RATE and optimizer.optimizer not in RATE_IS_A_FACTOR:
-        message = f"{rate:g} is far above what these models are trained with (about 1e-4); weights will diverge."
-        yield Problem("learning_rate", message, fatal=False)
-
-
-def check_flow(config: RunConfig) -> Iterator[Problem]:
-    """A shift that is set wins over one that follows from the size."""
-    if config.is_explicit("flow_schedule_shift"):
-        yield NoEffect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.")
+        yield warning("learning_rate", f"{rate:g} is far above the usual 1e-4; weights will diverge.")
 
 
 def check_lora(config: RunConfig) -> Iterator[Problem]:
     """Initial values that are computed from the base need one that can hold the rest."""
-    init, base, dtype = (
-        config.lora.lora_init_type,
-        config.precision.base_model_precision,
-        transformer_dtype(config.precision),
-    )
+    init, precision = config.lora.lora_init_type, config.precision
+    base, dtype = precision.base_model_precision, transformer_dtype(precision)
     if init in ("olora", "pissa") and base not in PLAIN_PRECISIONS:
         message = f"{init!r} changes the base, which base_model_precision {base!r} does not allow."
         yield Problem("lora_init_type", f"{message} Use default or gaussian.")
@@ -168,15 +151,12 @@ def check_lora(config: RunConfig) -> Iterator[Problem]:
         yield Problem("lora_init_type", f"{message} {advice}")
 
 
-def check_evaluation(config: RunConfig) -> Iterator[Problem]:
-    """Intervals of the evaluation loss."""
-    evaluation = config.evaluation
-    if evaluation.eval_steps_interval is not None and evaluation.eval_epoch_interval is not None:
-        yield Problem("eval_epoch_interval", "and eval_steps_interval are both given; both are used.", fatal=False)
-
-
 def check_rest(config: RunConfig) -> Iterator[Problem]:
-    """Rules that are kept next to the settings that they are about."""
+    """Rules of a line, and those that are kept next to the settings that they are about."""
+    if config.is_explicit("flow_schedule_shift"):
+        yield NoEffect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.")
+    if None not in (config.evaluation.eval_steps_interval, config.evaluation.eval_epoch_interval):
+        yield warning("eval_epoch_interval", "and eval_steps_interval are both given; both are used.")
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
     if config.model.model_type == "lora":  # of a full fine-tune, no weight is multiplied as it is stored
         yield from check_products(config.precision)
@@ -198,11 +178,10 @@ def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
     """Limits that the family sets, and every key that has no effect on it, set or not."""
     length = config.text.tokenizer_max_length
     if length is not None and length > spec.words.longest:
-        message = f"{length} is more than {spec.title} takes; {spec.words.longest} is used."
-        yield Problem("tokenizer_max_length", message, fatal=False)
+        yield warning("tokenizer_max_length", f"{length} is too long for {spec.title}; {spec.words.longest} is used.")
     if config.validation.validation_decoding == "strips" and not spec.decodes_in_strips:
         message = f"'strips' has no effect: the VAE of {spec.title} takes few frames at a time; tiles take less memory."
-        yield Problem("validation_decoding", message, fatal=False)
+        yield warning("validation_decoding", message)
     if config.caching.vae_enable_temporal_roll and spec.slices_convolutions:
         message = f"diffusers encodes a clip of {spec.title} as a whole and cannot carry convolutions between frames;"
         yield Problem("vae_enable_temporal_roll", f"{message} vae_enable_patch_conv lowers the VAE's memory.")
@@ -212,8 +191,7 @@ def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
         message = f"{frames} is not {stride}k+1; the nearest are {below} and {below + stride}."
         yield Problem("validation_num_video_frames", message, remedy={"validation_num_video_frames": below + stride})
     if config.lora.lora_format == "comfyui" and not spec.in_comfyui:
-        message = f"'comfyui': ComfyUI has no built-in {spec.title} that could load it; use diffusers."
-        yield Problem("lora_format", message)
+        yield Problem("lora_format", f"'comfyui': ComfyUI has no built-in {spec.title} to load it; use diffusers.")
     yield from _unused_keys(spec)
     second = config.precision.text_encoder_2_precision
     if spec.text_encoders > 1 and second in ("bf16", "fp32") and second != text_encoder_dtype(config.precision):
@@ -221,8 +199,7 @@ def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
         yield Problem("text_encoder_2_precision", message)
     vae, base = config.model.pretrained_vae_model_name_or_path, config.model.pretrained_model_name_or_path
     if None not in (vae, base) and vae != base:
-        message = f"{vae!r} is not the same model as pretrained_model_name_or_path {base!r}."
-        yield Problem("pretrained_vae_model_name_or_path", message, fatal=False)
+        yield warning("pretrained_vae_model_name_or_path", f"{vae!r} is not pretrained_model_name_or_path {base!r}.")
 
 
 def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
@@ -232,11 +209,7 @@ def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
         (spec.slices_convolutions, ("vae_enable_patch_conv",), f"the VAE of {spec.title} is not the one it applies to"),
         (spec.frame_rate, FRAME_KEYS, f"{spec.title} has no frames"),
         (spec.fast_blocks, BLOCK_KEYS, f"{spec.title} has no such blocks to choose"),
-        (
-            not spec.cost.guided_together,
-            ("validation_batched_guidance",),
-            f"the pipeline of {spec.title} always does so",
-        ),
+        (not spec.cost.guided_together, ("validation_batched_guidance",), f"{spec.title}'s pipeline always does so"),
         (spec.defaults.get("vae_dtype") != "fp32", BACKGROUND_KEYS, f"the VAE of {spec.title} decodes in float32"),
         (spec.text_encoders > 1, ("text_encoder_2_precision",), f"{spec.title} has one text encoder"),
         *((group is spec.options, group.model_fields, f"{spec.title} is not {group.__doc__}") for group in groups),
@@ -247,13 +220,9 @@ def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
 def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iterator[Problem]:
     """Keys that this flavour does not use, and what training does to it."""
     if flavour.distilled:
-        message = (
-            f"{flavour.name} is distilled; a plain flow loss undoes that, so guidance or more steps may be needed."
-        )
-        yield Problem("model_flavour", message, fatal=False)
+        yield warning("model_flavour", f"{flavour.name} is distilled; trained, it may need guidance or more steps.")
     if config.validation.validation_using_datasets and flavour.task in ("t2i", "t2v"):
-        message = f"has no effect: {flavour.name} starts from noise, not from a picture."
-        yield Problem("validation_using_datasets", message, fatal=False)
+        yield warning("validation_using_datasets", f"has no effect: {flavour.name} starts from noise, not a picture.")
 
 
 def check_block_numbers(config: RunConfig, spec: FamilySpec, source: ModelSource) -> Iterator[Problem]:
@@ -275,18 +244,14 @@ def check_sequence(plan: Plan) -> Iterator[Problem]:
     spec, launch = plan.spec, plan.config.launch
     size, key = launch.sequence_parallel_size, "sequence_parallel_size"
     if spec.heads is None:
-        yield Problem(
-            key, f"{size}: a block of {spec.title} needs all tokens of a sample, so they cannot be shared; use 1."
-        )
+        yield Problem(key, f"{size}: a block of {spec.title} needs all tokens of a sample together; use 1.")
         return
     heads = spec.heads(plan.source.read_config("transformer") or spec.cost.published(plan.flavour.name))
     both = math.gcd(heads, launch.local_processes)
     if both % size:
         allowed = ", ".join(str(each) for each in range(1, both + 1) if both % each == 0)
         processes = f"{launch.local_processes} process{'es' if launch.local_processes > 1 else ''} of each machine"
-        yield Problem(
-            key, f"{size} must divide the {heads} heads of the model and the {processes}: choose one of {allowed}."
-        )
+        yield Problem(key, f"{size} must divide the {heads} heads of the model and the {processes}: use {allowed}.")
 
 
 def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list[Problem]:
@@ -368,23 +333,10 @@ def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
     steps = config.flat
     for key, (is_on, consequence) in consequences.items():
         if is_on and steps[key] >= total_steps > 0:  # 0 in a draft whose epochs decide
-            message = f"{steps[key]} is not below the {total_steps} steps of the run: {consequence}."
-            yield Problem(key, message, fatal=False)
+            yield warning(key, f"{steps[key]} is not below the {total_steps} steps of the run: {consequence}.")
 
 
 # `unmet` first: of several reasons why a key has no effect, `worth_reporting` keeps the first.
-RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    unmet,
-    conflicts,
-    check_output,
-    check_launch,
-    check_schedule,
-    check_learning_rate,
-    check_flow,
-    check_offload,
-    check_lora,
-    check_evaluation,
-    check_rest,
-)
+RULES = (unmet, conflicts, check_output, check_launch, check_length, check_rates, check_offload, check_lora, check_rest)
 # What training needs, such as packages of an optimizer, may be missing here.
 SAMPLE_RULES = (conflicts, check_output, check_offload)

@@ -10,7 +10,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import FlowConfig, RunConfig
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.dataset import Dataset
-from simpletuner.errors import Problem, did_you_mean, within
+from simpletuner.errors import Problem, did_you_mean, warning, within
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
 from simpletuner.plan.environment import check_folders
@@ -26,16 +26,14 @@ OTHER_LAWS = ("flow_use_uniform_schedule", "flow_use_beta_schedule", "mixflow_en
 def check_datasets(plan: Plan) -> Iterator[Problem]:
     """Entries that nothing uses, keys without effect, and what evaluation lacks."""
     config, datasets = plan.config, plan.datasets
-    trained = [each for each in datasets if each.config.is_trained]
-    yield from _check_kinds(config, trained)
+    yield from _check_kinds(config, plan.trained)
     yield from _check_previewed(config.validation.eval_dataset_id or [], datasets)
     for technique in config.techniques_in_use:
         yield from technique.check_datasets(config, datasets)
     evaluation = config.evaluation
     if evaluation.measures_loss and not any(each.config.dataset_type == "eval" for each in datasets):
         key = "eval_steps_interval" if evaluation.eval_steps_interval else "eval_epoch_interval"
-        message = "has no effect: no dataset has dataset_type eval, so there is nothing to measure the loss on."
-        yield Problem(key, message, fatal=False)
+        yield warning(key, "has no effect: no dataset has dataset_type eval, on which to measure the loss.")
     for dataset in datasets:
         yield from _check_resolution(config, dataset)
         yield from _check_cropping(dataset)
@@ -43,7 +41,7 @@ def check_datasets(plan: Plan) -> Iterator[Problem]:
         if dataset.config.slider_strength:
             yield from _check_slider(config, dataset)
         for key in sorted((FAMILY_DATASET_KEYS - plan.spec.words.dataset_keys) & dataset.config.model_fields_set):
-            yield Problem(f"{dataset.id}.{key}", f"has no effect: {plan.spec.title} does not use it.", fatal=False)
+            yield warning(f"{dataset.id}.{key}", f"has no effect: {plan.spec.title} does not use it.")
         if dataset.config.dataset_type == "eval":
             yield from _check_evaluated(plan, dataset)
 
@@ -55,8 +53,7 @@ def _check_evaluated(plan: Plan, dataset: Dataset) -> Iterator[Problem]:
         message = "is required: without source pictures this flavour has no loss on the dataset."
         yield Problem(f"{dataset.id}.conditioning_data", message)
     elif not measures_loss and dataset.id not in (plan.config.validation.eval_dataset_id or []):
-        message = "is not used: eval_steps_interval measures the loss on it, eval_dataset_id starts previews from it."
-        yield Problem(dataset.id, message, fatal=False)
+        yield warning(dataset.id, "is not used: set eval_steps_interval (loss) or eval_dataset_id (previews).")
 
 
 def _check_noise_levels(flow: FlowConfig, dataset: Dataset) -> Iterator[Problem]:
@@ -75,8 +72,7 @@ def _check_kinds(config: RunConfig, trained: Sequence[Dataset]) -> Iterator[Prob
         message = "needs model_type lora: the base model is the one with the LoRA off."
         yield Problem(f"{regularised[0]}.is_regularisation_data", message)
     if config.lora.slider_lora_target and not any(each.config.slider_strength for each in trained):
-        message = "is on, but no trained dataset has a slider_strength: this LoRA is no slider."
-        yield Problem("slider_lora_target", message, fatal=False)
+        yield warning("slider_lora_target", "is on, but no trained dataset has a slider_strength: this is no slider.")
 
 
 def _check_previewed(chosen: Sequence[str], datasets: Sequence[Dataset]) -> Iterator[Problem]:
@@ -84,19 +80,18 @@ def _check_previewed(chosen: Sequence[str], datasets: Sequence[Dataset]) -> Iter
     ids = [each.id for each in datasets]
     for name in chosen:
         if name not in ids:
-            message = f"{name!r} is not the id of a dataset ({', '.join(ids)}).{did_you_mean(name, ids)}"
-            yield Problem("eval_dataset_id", message)
+            yield Problem("eval_dataset_id", f"{name!r} is no dataset ({', '.join(ids)}).{did_you_mean(name, ids)}")
     for each in datasets:
         if each.config.is_trained and each.id in chosen:
             message = f"{each.id} is also trained; give it dataset_type eval if it is for evaluation and previews only."
-            yield Problem("eval_dataset_id", message, fatal=False)
+            yield warning("eval_dataset_id", message)
 
 
 def _check_slider(config: RunConfig, dataset: Dataset) -> Iterator[Problem]:
     """What a strength can be multiplied with."""
     lora, key = config.lora, f"{dataset.id}.slider_strength"
     if not dataset.config.is_trained:
-        yield Problem(key, "has no effect: the dataset is not trained.", fatal=False)
+        yield warning(key, "has no effect: the dataset is not trained.")
     elif config.model.model_type == "full":
         yield Problem(key, "needs model_type lora: it is the strength of the LoRA.")
     elif reason := adapter_kind(lora).no_slider:
@@ -129,9 +124,7 @@ def _check_cropping(dataset: Dataset) -> Iterator[Problem]:
         # The picture is wider than its bucket, by cross-multiplied ratios.
         side = "width" if resized[0] * height > resized[1] * width else "height"
         message = f"{share:.0%} of the {side} of {sample.name} is cropped: {width}x{height} is the nearest size"
-        yield Problem(
-            f"{dataset.id}.resolution", f"{message} on the model's grid; a larger resolution crops less.", fatal=False
-        )
+        yield warning(f"{dataset.id}.resolution", f"{message} on the model's grid; a larger resolution crops less.")
 
 
 def _cropped(geometry: Geometry) -> float:

@@ -47,7 +47,6 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
         return None
     config, family = plan.config, plan.spec.name
     dtype = vae_dtype(config.precision, config.caching)
-    text_folders = [present[role] for role in TEXT_ROLES if role in present]
     # By content: the same files under another path have the same keys.
     return Catalogue(
         datasets={dataset.id: _caches(plan, dataset) for dataset in plan.datasets},
@@ -63,7 +62,7 @@ def make_catalogue(plan: Plan) -> Catalogue | None:
         ),
         text_encoder=EncoderIdentity(
             family,
-            checkpoint_identity(*text_folders),
+            checkpoint_identity(*(present[role] for role in TEXT_ROLES if role in present)),
             text_encoder_dtype(config.precision),
             text_encoder_storage(config.precision, plan.spec.text_encoders),
         ),

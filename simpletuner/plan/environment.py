@@ -14,7 +14,7 @@ from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig, all_options
 from simpletuner.config.speed import graph_key
 from simpletuner.config.values import TRUE_WORDS, parse_flag
 from simpletuner.distributed.world import launched
-from simpletuner.errors import Problem, Reading, UserError, did_you_mean
+from simpletuner.errors import Problem, Reading, UserError, did_you_mean, warning
 
 LEVELS = {logging.getLevelName(level): level for level in range(logging.DEBUG, logging.CRITICAL + 1, 10)}
 ALLOW_OTHER_BATCH_SIZE = "SIMPLETUNER_ALLOW_MODIFYING_BSZ"
@@ -33,7 +33,7 @@ def driver() -> str | None:
 
 def check_environment() -> Reading[None]:
     """Variables with an invalid value."""
-    if _other_batch_size() is None:
+    if allows_other_batch_size() is None:
         yield Problem(ALLOW_OTHER_BATCH_SIZE, f"{os.environ[ALLOW_OTHER_BATCH_SIZE]!r} is not 0 or 1.")
     yield from log_level()
     for name, instead in REPLACED.items():
@@ -81,13 +81,8 @@ def as_rendered(config: RunConfig, folder: str) -> RunConfig:
     return config.with_values(values, "sampling")
 
 
-def allows_other_batch_size() -> bool:
-    """Whether a run may be resumed with another batch size."""
-    return bool(_other_batch_size())
-
-
-def _other_batch_size() -> object | None:
-    """The variable as a flag; None if it is not one."""
+def allows_other_batch_size() -> object | None:
+    """Whether a run may be resumed with another batch size; None if the variable is no flag."""
     try:
         return parse_flag(os.environ.get(ALLOW_OTHER_BATCH_SIZE) or "0")
     except ValueError:
@@ -150,11 +145,8 @@ def _check_shards(config: RunConfig) -> Iterator[Problem]:
     """Optimizers that take a share of a weight for all of it."""
     optimizer = optimizer_name(config.optimizer, config.precision.mixed_precision)
     if config.model.model_type == "full" and not OPTIMIZERS[optimizer].element_wise:
-        message = f"cannot be combined with optimizer {optimizer!r}: its update is not elementwise, and each"
-        advice = (
-            "process only has a shard of every weight. Use an AdamW such as adamw_bf16, or DDP, without fsdp_enable."
-        )
-        yield Problem("fsdp_enable", f"{message} {advice}")
+        message = f"cannot be combined with optimizer {optimizer!r}: its update needs whole weights."
+        yield Problem("fsdp_enable", f"{message} Use an AdamW such as adamw_bf16, or DDP, without fsdp_enable.")
 
 
 def check_offload(config: RunConfig) -> Iterator[Problem]:
@@ -162,20 +154,13 @@ def check_offload(config: RunConfig) -> Iterator[Problem]:
     settings, graphs, disk = config.flat, graph_key(config.launch), "group_offload_to_disk_path"
     moving = [key for key in ("enable_group_offload", "offload_block_inputs") if settings[key]]
     if graphs is not None and moving:
-        message = (
-            f"{settings[graphs]!r} cannot be combined with {moving[0]}: CUDA graphs repeat their work at fixed "
-            "addresses, and offloaded tensors return at different ones; use dynamo_mode max-autotune-no-cudagraphs or "
-            "none."
-        )
-        yield Problem(graphs, message)
+        message = f"{settings[graphs]!r} cannot be combined with {moving[0]}: CUDA graphs work at fixed addresses, and"
+        yield Problem(graphs, f"{message} offloaded tensors move; use dynamo_mode max-autotune-no-cudagraphs or none.")
     folder = settings[disk]
     if folder is None or not all(rule.holds(settings) for rule in all_options()[disk].requires):
         return
     if problem := why_not_writable(disk, Path(folder).expanduser()):
         yield problem
     else:
-        message = (
-            "every training step reads the offloaded weights twice from this disk unless the system keeps them in "
-            "spare memory; a step waits whenever reading takes longer than computing."
-        )
-        yield Problem(disk, message, fatal=False)
+        message = "every step reads the offloaded weights twice from this disk, unless spare memory keeps them;"
+        yield warning(disk, f"{message} it waits whenever reading takes longer than computing.")

@@ -16,20 +16,13 @@ from typing import TYPE_CHECKING, Any
 from simpletuner.caching.keys import checkpoint_identity, digest
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
-from simpletuner.config.precision import (
-    quantisation,
-    text_encoder_dtype,
-    text_encoder_storage,
-    transformer_dtype,
-    vae_dtype,
-)
+from simpletuner.config.precision import compute_dtypes, quantisation
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.values import read_json
 from simpletuner.data.dataset import Dataset
-from simpletuner.errors import Problem, Reading, result_of
+from simpletuner.errors import Problem, Reading, result_of, warning
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.environment import allows_other_batch_size
 from simpletuner.training.manifest import Checkpoint, Identity, select_checkpoint
 
@@ -88,7 +81,7 @@ def _check_batch(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]
     before, size = identity.train_batch_size * identity.num_processes, config.schedule.train_batch_size
     if before == size * processes:
         return
-    allowed = config.run.i_know_what_i_am_doing or allows_other_batch_size()
+    allowed = config.run.i_know_what_i_am_doing or bool(allows_other_batch_size())
     one, other = f"train_batch_size {identity.train_batch_size}", str(size)
     if identity.num_processes != processes:
         one, other = f"{one} in {_processes(identity.num_processes)}", f"{size} in {_processes(processes)}"
@@ -170,25 +163,13 @@ def mathematics(plan: Plan) -> dict[str, Any]:
         "lora_dropout": lora.lora_dropout,
         "quantized_matmul": precision.quantized_matmul,
         "speed_fused_lora": config.speed.speed_fused_lora,
-        **_dtypes(config, spec),
+        **compute_dtypes(precision, config.caching, spec.text_encoders),
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
     }
-    settings = config.flat
-    changeable |= {key: settings[key] for technique in config.techniques for key in technique.related}
+    changeable |= {key: config.flat[key] for technique in config.techniques for key in technique.related}
     # As a manifest gives it back: tuples are lists, other objects text. Old and new are compared so.
     written: dict[str, Any] = json.loads(json.dumps(changeable | fixed, default=str))
     return written
-
-
-def _dtypes(config: RunConfig, spec: FamilySpec) -> dict[str, str]:
-    """The dtypes in which the models compute, however they were chosen."""
-    precision = config.precision
-    text, stored = text_encoder_dtype(precision), text_encoder_storage(precision, spec.text_encoders)
-    return {
-        "mixed_precision.compute": transformer_dtype(precision),
-        "text_encoder_1_precision": text if stored == "no_change" else f"{stored} in {text}",
-        "vae_dtype": vae_dtype(precision, config.caching),
-    }
 
 
 def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
@@ -224,14 +205,11 @@ def sample_order(plan: Plan) -> dict[str, Any]:
 
 
 def _check_weights(source: ModelSource, checkpoint: Checkpoint) -> Iterator[Problem]:
-    old = checkpoint.manifest.identity.weights
     for role, identity in weight_identities(source).items():
         # Older checkpoints do not name their weights.
-        was, part = old.get(role, identity), source[role]
+        was, part = checkpoint.manifest.identity.weights.get(role, identity), source[role]
         if was != identity:
-            message = (
-                f"{part.location!r} holds another {role} ({identity[:12]}) than {checkpoint.path} was trained with"
-            )
+            message = f"{part.location!r} holds another {role} ({identity[:12]}) than {checkpoint.path} used"
             yield Problem(part.key, f"{message} ({was[:12]}); choose another output_dir.")
 
 
@@ -259,7 +237,7 @@ def _check_base(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]:
     new = config.precision.base_model_precision
     if quantisation(old) != quantisation(new):
         message = f"{new!r}: {checkpoint.path.name} was trained with {old!r}, so the base weights differ slightly."
-        yield Problem("base_model_precision", message, fatal=False)
+        yield warning("base_model_precision", message)
 
 
 def fingerprint(datasets: Sequence[Dataset]) -> str:
@@ -277,11 +255,10 @@ def has_same_data(plan: Plan) -> Reading[bool]:
     yield from _check_settings(dataset_mathematics(plan.trained), plan.resume)
     # First what can be named by key; the fingerprint only shows that something differs.
     if changes := list(_changes(identity.order, sample_order(plan))):
-        yield from (Problem(key, f"{name} {change}; its epoch starts over.", fatal=False) for key, change in changes)
+        yield from (warning(key, f"{name} {change}; its epoch starts over.") for key, change in changes)
         return False
     if fingerprint(plan.trained) != identity.datasets:
         if not plan.config.datasets.override_dataset_config:
-            message = f"the datasets are not those that {name} was trained on; its epoch starts over."
-            yield Problem("data_backend_config", message, fatal=False)
+            yield warning("data_backend_config", f"the datasets are not those of {name}; its epoch starts over.")
         return False
     return not any(_check_batch(plan.config, plan.resume))

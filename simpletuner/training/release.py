@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +55,11 @@ class GradientRelease:
         self._sizes: dict[str, Tensor] = {}  # in the order of the backward pass
         self._after: dict[int, dict[str, Any]] = {}  # what this step has changed in parameter groups
         self._updates = False
+        # Weak: the garbage collector does not see what a weight's hooks refer to, and would never free the model.
+        release = WeakMethod(self._release)
         for name, parameter in parameters.items():
             # Called once `.grad` is set; a plain tensor hook comes before.
-            parameter.register_post_accumulate_grad_hook(partial(self._release, name))
+            parameter.register_post_accumulate_grad_hook(partial(_call, release, name))
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -136,6 +139,11 @@ class GradientRelease:
             self._optimizer.step()
         finally:
             self._optimizer.param_groups = whole
+
+
+def _call(release: Callable[[], Callable[[str, nn.Parameter], None] | None], name: str, weight: nn.Parameter) -> None:
+    if (method := release()) is not None:
+        method(name, weight)
 
 
 class HostState:

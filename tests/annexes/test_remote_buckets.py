@@ -59,7 +59,7 @@ def test_a_plan_that_may_not_fetch_asks_no_server(
     fill(bucket)
     here, asked = replace(context, collect=collect_cached), list[str]()
     (fetched,), _ = build(context, entry(server))
-    monkeypatch.setattr("simpletuner.annexes.remote.bucket._login", lambda config: asked.append(config.id))
+    monkeypatch.setattr("simpletuner.annexes.remote.listers._login", lambda config: asked.append(config.id))
     (dataset,), problems = build(here, entry(server))
     assert not fatal(problems)
     assert dataset.samples == fetched.samples

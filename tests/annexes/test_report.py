@@ -16,11 +16,10 @@ import pytest
 from PIL import Image
 
 from simpletuner.annexes.figures import Columns
-from simpletuner.annexes.publishing.card import Result, public_settings
+from simpletuner.annexes.publishing.card import public_settings
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.environment import describe_environment
 from simpletuner.annexes.report.html import (
-    TrainingSample,
     breakable,
     build_grid,
     charts_of,
@@ -44,6 +43,8 @@ from simpletuner.reporting.metrics import MediaRecord
 
 VOID = {"br", "col", "hr", "img", "input", "link", "meta", "source", "wbr"}
 NASTY = "</script><script>alert(1)</script> & \"quotes\" 'too' <img src=x onerror=alert(2)> चमक"
+SAMPLE = {"source": thumbnail(Image.new("RGB", (8, 8))), "captions": ["a star", "one more star"], "is_clip": False,
+          "edited_from": ""}  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -149,9 +150,9 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
             settings=settings_of(config),
             datasets=[(NASTY, 1, 0, [NASTY])],
             ledger=[LedgerEntry(NASTY, NASTY, NASTY, geometry=Geometry(NASTY, (8, 8), (8, 8), (0, 0)))],
-            samples=[TrainingSample(NASTY, thumbnail(Image.new("RGB", (8, 8))), [NASTY])],
+            samples=[{**SAMPLE, "name": NASTY, "captions": [NASTY]}],
             environment={NASTY: NASTY},
-            result=Result(NASTY, 1, NASTY),
+            result={"path": NASTY, "size": "1 B", "snippet": NASTY, "errors": NASTY},
         )
     )
     assert page.tags.count("script") == 4
@@ -249,8 +250,8 @@ def test_the_users_prompts_come_first_and_the_empty_one_last(tmp_path: Path) -> 
 
 def test_training_pictures_are_shown_with_their_captions(tmp_path: Path) -> None:
     source = thumbnail(Image.new("RGB", (2000, 1000), "red"))
-    sample = TrainingSample("stars/a.png", source, ["a star", "one more star"])
-    pair = replace(sample, name="stars/b.png", edited_from=source)
+    sample = {**SAMPLE, "name": "stars/a.png", "source": source}
+    pair = {**sample, "name": "stars/b.png", "edited_from": source}
     page = render(data_of(tmp_path, samples=[sample, pair], datasets=[("stars", 9, 9, [])]))
     assert "a star (and 1 more)" in page.text
     assert "2 of 9" in page.text
@@ -259,10 +260,11 @@ def test_training_pictures_are_shown_with_their_captions(tmp_path: Path) -> None
 
 
 def test_the_result_names_file_size_and_use(tmp_path: Path) -> None:
-    page = render(data_of(tmp_path, state="finished", result=Result("lora.safetensors", 12_300_000, "import torch")))
+    result = {"path": "lora.safetensors", "size": "12.3 MB", "snippet": "import torch", "errors": ""}
+    page = render(data_of(tmp_path, state="finished", result=result))
     for words in ("lora.safetensors", "12.3 MB", "import torch"):
         assert words in page.text
-    comfyui = render(data_of(tmp_path, result=Result("lora.safetensors", 1, "")))
+    comfyui = render(data_of(tmp_path, result={**result, "snippet": ""}))
     assert "ComfyUI" in comfyui.text
 
 

@@ -171,7 +171,7 @@ def test_ids_defaults_and_references(workspace: Workspace, capsys: Capture) -> N
     assert "pictures: is the id of 2 datasets" in told
     assert "two text_embeds entries are the default: text, text2" in told
     assert "pictures.text_embeds: 'nowhere' is not the id" in told
-    assert "eval_dataset_id: 'picture' is not the id of a dataset" in told
+    assert "eval_dataset_id: 'picture' is no dataset" in told
 
 
 @pytest.mark.parametrize("output", ["config/config.json", "config/config.json/below"])

@@ -116,9 +116,7 @@ def test_a_kernel_without_a_fixed_order_is_refused(monkeypatch: pytest.MonkeyPat
     assert not found(attention_mechanism="xformers")["errors"]
     assert not found(attention_mechanism="flash-attn-2", deterministic=True)["errors"]
     (error,) = found(attention_mechanism="xformers", deterministic=True)["errors"]
-    assert error == (
-        "attention_mechanism: 'xformers' sums gradients in any order, which deterministic excludes; use diffusers."
-    )
+    assert error == ("attention_mechanism: 'xformers' sums in any order: not deterministic; use diffusers.")
 
 
 def test_families_without_fast_blocks_say_so() -> None:

@@ -70,7 +70,7 @@ def test_layersync_that_is_right() -> None:
         (
             {"scheduled_sampling_max_step_offset": 9, "scheduled_sampling_probability": 1,
              "validation_num_inference_steps": 8},
-            "scheduled_sampling_max_step_offset: 9 is more than the 8 steps of the sampler",
+            "scheduled_sampling_max_step_offset: 9 exceeds the 8 steps of",
         ),
     ],
 )  # fmt: skip

@@ -96,7 +96,7 @@ def test_48_frames_become_45_with_a_warning(context: DataContext) -> None:
         ({"num_frames": 81, "min_frames": 49}, "min_frames", "49 is below num_frames 81"),
         ({"min_frames": 49}, "min_frames", "49 is below num_frames 121 (the default of 5 seconds)"),
         ({"num_frames": 81, "max_frames": 61}, "max_frames", "61 is below the 81"),
-        ({"num_frames": 61, "is_i2v": True}, "is_i2v", "these do: i2v-lite-5s, i2v-pro-sft-5s"),
+        ({"num_frames": 61, "is_i2v": True}, "is_i2v", "use i2v-lite-5s, i2v-pro-sft-5s"),
     ],
 )
 def test_contradictions(context: DataContext, video: dict[str, Any], where: str, words: str) -> None:
@@ -157,7 +157,7 @@ def test_i2v_is_the_rule_on_i2v_flavours_and_leaves_frames_to_train(context: Dat
         assert rules is not None
         assert (rules.is_i2v, problems) == (expected, [])
     _, problems = rules_of(i2v, {"num_frames": 1})
-    assert "the minimum is 5" in str(problems[0])
+    assert "after frame 0: set 5" in str(problems[0])
 
 
 def test_clips_become_samples(context: DataContext, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_clips_outside_the_lengths_are_counted_with_what_would_do(context: DataC
     assert uses["film_016.mp4"] == (
         "has 16 frames at 24 a second, fewer than video.min_frames 17; num_frames and min_frames 13 would work"
     )
-    assert uses["film_040.mp4"].endswith("more than video.max_frames 30; max_frames 40 would work")
+    assert uses["film_040.mp4"].endswith("more than video.max_frames 30; 40 would work")
     (problem,) = problems
     assert "3 files are left out: 2 too short (film_010.mp4, film_016.mp4); 1 too long" in problem.message
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,6 +202,23 @@ class Runtime:
         del self.locked[address]
 
 
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The GPUs of this thread, the current one last, where there are none."""
+    current = [3]
+
+    @contextmanager
+    def device(number: int) -> Iterator[None]:
+        current.append(number)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    return current
+
+
+@pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize("error", [0, 2])
 def test_what_locking_leaves_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
@@ -220,6 +239,20 @@ def test_what_locking_leaves_behind(
     assert calls == (["forgot"] if error else ["waited"])
 
 
+def test_the_gpu_that_locked_pages_unlocks_them(monkeypatch: pytest.MonkeyPatch, gpus: list[int]) -> None:
+    """Whichever thread collects garbage: it may use the first GPU, where nothing copies, and a context takes memory."""
+    runtime, waited = Runtime(0), list[int]()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(gpus[-1]))
+    flat, owner = image.whole_pages(5000), nn.Identity()
+    image.page_lock(flat, owner)
+    gpus.append(0)
+    del owner
+    gc.collect()
+    assert (waited, runtime.locked, gpus) == ([3], {}, [3, 0])
+
+
+@pytest.mark.usefixtures("gpus")
 def test_memory_is_given_back_quietly_after_the_device_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -241,7 +274,7 @@ def test_pages_that_cannot_be_locked_break_nothing_else(caplog: pytest.LogCaptur
     owners = nn.Identity(), nn.Identity()
     for owner in owners:
         image.page_lock(flat, owner)
-    assert "could not be locked" in caplog.text, "the second time"
+    assert "could not be pinned" in caplog.text, "the second time"
     assert torch.ones(3, device=GPU).add(1).sum().item() == 6
 
 

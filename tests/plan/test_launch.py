@@ -96,12 +96,12 @@ def test_what_sharing_tokens_excludes(settings: dict[str, Any], error: str) -> N
         ("t2v-lite-sft-5s", 8, 1, 4, None),
         ("t2v-pro-sft-10s-hd", 8, 1, 8, None),
         ("t2v-lite-sft-5s", 8, 1, 8, "8 must divide the 28 heads of the model and the 8 processes of each machine: "
-         "choose one of 1, 2, 4."),
+         "use 1, 2, 4."),
         ("t2v-pro-sft-10s-hd", 8, 2, 8, "8 must divide the 32 heads of the model and the 4 processes of each machine: "
-         "choose one of 1, 2, 4."),
+         "use 1, 2, 4."),
         ("t2v-pro-sft-10s-hd", 1, 1, 2, "2 must divide the 32 heads of the model and the 1 process of each machine: "
-         "choose one of 1."),
-        ("2b-480p", 2, 1, 2, "2: a block of Sana Video needs all tokens of a sample, so they cannot be shared; use 1."),
+         "use 1."),
+        ("2b-480p", 2, 1, 2, "2: a block of Sana Video needs all tokens of a sample together; use 1."),
     ],
 )  # fmt: skip
 def test_processes_divide_heads_and_machines(

@@ -201,7 +201,7 @@ def test_a_run_that_would_outlast_its_datasets(workspace: Workspace, capsys: Cap
     workspace.write_datasets([{**DATASETS[0], "end_epoch": 2}, DATASETS[1]])
     warnings(workspace, capsys, "max_train_steps=16")
     problem = complaint(workspace, capsys, "plan", "max_train_steps=17")
-    assert problem == "end_epoch: 2 is the last epoch of any dataset: 16 batches, and 17 steps need 17."
+    assert problem == "end_epoch: 2 is the last with data: 16 batches, and 17 steps need 17."
 
 
 def test_an_offset_of_sigmas_needs_the_law_it_belongs_to(workspace: Workspace, capsys: Capture) -> None:

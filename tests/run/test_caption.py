@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from simpletuner.annexes.captions.captioner import Description, DescriptionRequest, QwenCaptioner
+from simpletuner.annexes.captions.captioner import DescriptionRequest, QwenCaptioner
 from simpletuner.annexes.captions.wording import Wording
 from simpletuner.memory.offload import attach
 from simpletuner.models.source import ModelSource, Part
@@ -122,7 +122,7 @@ def test_a_stop_leaves_whole_captions_and_the_next_call_continues(
 ) -> None:
     describe, calls = QwenCaptioner.describe, []
 
-    def stopped(self: QwenCaptioner, requests: list[DescriptionRequest], most: int) -> list[Description]:
+    def stopped(self: QwenCaptioner, requests: list[DescriptionRequest], most: int) -> list[tuple[str, bool]]:
         calls.append(len(requests))
         if len(calls) == 3:
             raise KeyboardInterrupt
@@ -166,7 +166,7 @@ def test_frames_of_clips_are_taken_by_time_from_what_is_trained(
     seen: list[DescriptionRequest] = []
     describe = QwenCaptioner.describe
 
-    def watched(self: QwenCaptioner, requests: list[DescriptionRequest], most: int) -> list[Description]:
+    def watched(self: QwenCaptioner, requests: list[DescriptionRequest], most: int) -> list[tuple[str, bool]]:
         seen.extend(requests)
         return describe(self, requests, most)
 
@@ -187,7 +187,7 @@ def test_a_clip_is_read_as_frames_in_time(t2i_checkpoint: Path) -> None:
     clips = [DescriptionRequest(each, "say", seconds) for each, seconds in ((frames, 2.0), (frames[::-1], 2.0))]
     clips.append(DescriptionRequest(frames, "say", 20.0))
     told = captioner.describe([*clips, DescriptionRequest(frames[:1], "say")], 8)
-    assert len({each.text for each in told}) == 4
+    assert len({text for text, _ in told}) == 4
     still, picture = (captioner._prepare(DescriptionRequest(frames[:1] * count, "say", 1.0 if count > 1 else None))
                       for count in (2, 1))  # fmt: skip
     assert torch.equal(still["pixel_values_videos"], picture["pixel_values"])

@@ -100,7 +100,7 @@ def test_only_the_result_of_the_last_step_is_reported(tmp_path: Path, t2i_checkp
         write_lora(lora, plan.output_dir, **{STEP_NOTE: "4"})
         found = published_result(plan, 4)
         assert found is not None
-        assert found.path == LORA_FILE
+        assert found["path"] == LORA_FILE
 
 
 def test_a_pipeline_that_was_not_written_as_trained_is_not_published(

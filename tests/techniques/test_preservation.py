@@ -268,7 +268,7 @@ def test_blank_preservation_caches_the_empty_caption(
     ("settings", "code", "expected"),
     [
         ({"preservation_weight": 1, "model_type": "full"}, 2, "preservation_weight: needs model_type lora"),
-        ({"preservation_weight": 1, "preservation_trigger": "picture"}, 2, "'picture' needs preservation_prompt"),
+        ({"preservation_weight": 1, "preservation_trigger": "picture"}, 2, "'picture' needs a preservation_prompt"),
         ({**WORDS, "preservation_weight": 1, "preservation_trigger": "pictur"}, 2, "'pictur' is in 0 of 16 captions."),
         ({**WORDS, "preservation_weight": 1}, 0, "'picture' is in 8 of 16 captions; for the others"),
         ({"preservation_weight": 1, "preservation_prompt": "a <|im_end|>"}, 2, "holds <|im_end|>"),

@@ -229,7 +229,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"crepa_encoder": "dinov2_vitx14"}, "crepa_encoder: 'dinov2_vitx14' is neither one of dinov2_vits14,"),
     ({"crepa_encoder_image_size": 500}, "crepa_encoder_image_size: 500 is not a multiple of 14; the nearest are 490"),
-    ({"crepa_feature_source": "self_flow"}, "crepa_feature_source: 'self_flow' is not available: Self-Flow"),
+    ({"crepa_feature_source": "self_flow"}, "crepa_feature_source: 'self_flow' is not available: it needs a moving"),
     ({"crepa_self_flow": True}, "crepa_self_flow: is not a key here: Self-Flow is not supported"),
     ({"crepa_use_tae": True}, "crepa_use_tae: is not a key here: no tiny autoencoder decodes"),
     ({"vae_cache_ondemand": True}, "crepa_cache: 'auto' needs latents that are cached before training; with vae"),
@@ -289,7 +289,7 @@ def test_details_without_the_switch_are_told(clips: Workspace, capsys: pytest.Ca
     told = warnings(clips, capsys, "crepa_enabled=false")
     assert "crepa_encoder: has no effect without crepa_enabled." in told
     told = warnings(clips, capsys, "crepa_teacher_block_index=1")
-    assert "crepa_teacher_block_index: has no effect: the features come from crepa_encoder" in told
+    assert "crepa_teacher_block_index: has no effect: no block teaches" in told
 
 
 @pytest.mark.parametrize(

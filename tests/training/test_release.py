@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import re
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,15 @@ def updated_alike(name: str, dtype: torch.dtype, device: str, *, on_host: bool) 
 def test_one_weight_at_a_time_is_all_at_once(name: str, dtype: torch.dtype) -> None:
     """For every optimizer that says so, whichever weight comes first; the others give something else."""
     assert updated_alike(name, dtype, "cpu", on_host=False) is OPTIMIZERS[name].per_weight
+
+
+def test_the_model_is_freed_after_the_run(t2i_checkpoint: Path) -> None:
+    """The garbage collector does not look into the hooks of weights."""
+    assembly = full(t2i_checkpoint, **RELEASED)
+    freed = [weakref.ref(weight) for weight in assembly.parameters.values()]
+    del assembly
+    gc.collect()
+    assert {weight() for weight in freed} == {None}
 
 
 @pytest.mark.gpu

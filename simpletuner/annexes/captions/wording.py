@@ -128,10 +128,7 @@ def uncaptioned(datasets: Sequence[Dataset], wanted: str | None = None) -> Itera
 
 def unread(files: Sequence[DatasetFile]) -> list[str]:
     """A note for each dataset that would not be trained with the new captions."""
-    configs = {file.dataset.id: file.dataset.config for file in files}
-    return [
-        f"{name}: its captions come from {config.caption_strategy}; to train with the new ones, set caption_strategy "
-        "to textfile and leave out only_instance_prompt."
-        for name, config in configs.items()
-        if config.caption_strategy != "textfile" or config.only_instance_prompt
-    ]
+    configs = (file.dataset.config for file in files)
+    others = {each.id: each for each in configs if each.caption_strategy != "textfile" or each.only_instance_prompt}
+    advice = "to train with the new ones, set caption_strategy to textfile and leave out only_instance_prompt"
+    return [f"{name}: its captions come from {config.caption_strategy}; {advice}." for name, config in others.items()]

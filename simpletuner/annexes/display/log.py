@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from simpletuner.errors import Problems
+from simpletuner.errors import required
 from simpletuner.plan.environment import log_level
 from simpletuner.redaction import redact
 
@@ -38,9 +38,7 @@ def setup_logging(debug_file: Path | None = Path("debug.log"), process: str = ""
     Raises:
         ConfigError: the level is unknown.
     """
-    problems = Problems()
-    level = problems.take(log_level())
-    problems.raise_if_fatal()
+    level = required(log_level())
     # The hub's own progress bars would overwrite ours; it reads this variable when it is imported, and so do others.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in BARS.keys() & sys.modules.keys():  # a program that calls us may have imported them before

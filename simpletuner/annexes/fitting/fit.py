@@ -153,8 +153,8 @@ def _step_changes(budget: Budget) -> Iterator[Change]:
 def _offload_changes(budget: Budget) -> Iterator[Change]:
     """Changes of where a GPU's run keeps what training needs."""
     config, offload, room = budget.config, budget.config.offload, _room(budget)
-    if config.model.model_type == "full" and _may_be_sharded(config):
-        yield _sharded(budget)
+    if config.model.model_type == "full":
+        yield from _sharding(budget)
     if _may_stream(budget):
         if offload.enable_model_cpu_offload:  # which excludes streaming
             yield Change({**STREAMED, "enable_model_cpu_offload": False})
@@ -229,13 +229,11 @@ def _smaller_samples(budget: Budget) -> Iterator[Change]:
         yield Change({}, words=words, apply=partial(Workload.scaled, spec=spec, sides=share))
 
 
-def _may_be_sharded(config: RunConfig) -> bool:
-    """Whether FSDP2 is allowed, and not set by the user."""
-    return may_shard(config) and not config.launch.fsdp_enable and not config.is_explicit("fsdp_enable")
-
-
-def _sharded(budget: Budget) -> Change:
-    return Change({"fsdp_enable": True}, reason=f"each process keeps a share of the weights, to fit {_room(budget)}")
+def _sharding(budget: Budget) -> list[Change]:
+    """FSDP2, if it is allowed and not set by the user."""
+    config, reason = budget.config, f"each process keeps a share of the weights, to fit {_room(budget)}"
+    is_open = may_shard(config) and not config.launch.fsdp_enable and not config.is_explicit("fsdp_enable")
+    return [Change({"fsdp_enable": True}, reason=reason)] if is_open else []
 
 
 def _room(budget: Budget) -> str:
@@ -253,7 +251,7 @@ def choose(budget: Budget) -> Budget:
     # Phases before training first: what helps them costs no step.
     for change in _open_changes(budget, "encoding"):
         budget = _eased(budget, change)
-    sharded = [_sharded(budget)] if _may_be_sharded(budget.config) else []
+    sharded = _sharding(budget)
     # As configured, then sharded, then with a last resort each; the first start that can be made to fit wins.
     starts = [budget, *(_taken(budget, [change]) for change in (*sharded, *_open_changes(budget, "last")))]
     leanest = [_after(start, _open_changes(start, "time")) for start in starts]
@@ -347,9 +345,8 @@ def _best_level(budget: Budget, selected: Sequence[Change], hopeless: frozenset[
     def fits(level: Sequence[Change], *, on_host: bool = False) -> bool:
         after = _after(budget, level)
         device = after.device if on_host else replace(after.device, host_memory=None)
-        return all(
-            phase.name in hopeless or phase.shortage(device, headroom=HEADROOM) is None for phase in after.phases
-        )
+        phases = (phase for phase in after.phases if phase.name not in hopeless)
+        return all(phase.shortage(device, headroom=HEADROOM) is None for phase in phases)
 
     levels = _levels(budget, {key for change in selected for key in change.values})
     # Every level takes more of the device than the one before, so the levels that fit come first.
@@ -421,9 +418,8 @@ def check_ways(budget: Budget) -> Iterator[Problem]:
         return
     for name, way in find_ways(budget).items():
         if isinstance(way, Budget) and way is not budget and way.fits:
-            message = (
-                f"{name} fits too, and each process sends {gigabytes(way.sent.total)} a step instead of "
-                f"{gigabytes(budget.sent.total)}: FSDP2 gathers the whole model again and again to train a LoRA."
-            )
+            sent = f"{gigabytes(way.sent.total)} a step instead of {gigabytes(budget.sent.total)}"
+            why = "FSDP2 gathers the whole model again and again to train a LoRA"
+            message = f"{name} fits too, and each process sends {sent}: {why}."
             yield Problem("fsdp_enable", message, fatal=False, remedy=WAYS[name])
             return

@@ -278,8 +278,8 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     if previews:
         count, share = preview_rounds(plan), previews / (training + previews)
         yield f"  {_count(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
-    if budget.outcome != UNCORRECTED:
-        yield f"  corrected by the run of {budget.outcome.day}: x{budget.outcome.step:.2f}"
+    if (known := budget.outcome) != UNCORRECTED:
+        yield f"  corrected by earlier runs, the last on {known.day}: x{known.step:.2f}"
     if batch := free_batch(budget, steps_per_epoch(plan)):
         yield f"  the GPU waits for the host, which launches its kernels: train_batch_size {batch} is as fast a step"
 

@@ -1,7 +1,10 @@
-"""Find the runs of a project, and start, stop and continue them. Free of torch."""
+"""The commands that the page starts: runs, which outlive the server and are found, stopped and continued; and plans and
+pages of datasets, which end as soon as nobody waits for them. Free of torch.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -9,23 +12,29 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from simpletuner.annexes.page import project as served
 from simpletuner.annexes.page.files import Configuration
-from simpletuner.annexes.page.plans import PROGRAM
-from simpletuner.annexes.page.project import EXAMPLE, Project, Refusal, chosen_by
+from simpletuner.annexes.page.project import Project, Refusal, project_of, read_object
 from simpletuner.annexes.payloads import EVENTS_FILE, last_id
 from simpletuner.annexes.runs import ACTIVE, CONSOLE_FILE, PROMPT, STARTED_FILE, Run
 from simpletuner.atomic import write_json
 from simpletuner.config.load import canonical
 from simpletuner.config.schema import all_options
 from simpletuner.config.sources import DATASET_FILE, ENV_VARIABLES, example_names, read_config_file
-from simpletuner.distributed.requests import Request, make_request
+from simpletuner.distributed import requests
 from simpletuner.errors import UserError, result_of
 from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.redaction import redact
@@ -36,6 +45,7 @@ from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
 DEPTH, FOLDERS = 4, 2000
 BULKY = frozenset({"cache", "checkpoint", "datasets", "node_modules", "site-packages", "validation_images"})
 NOTHING_RUNS = "No active training job."
+PROGRAM = (sys.executable, "-m", "simpletuner")
 
 
 class Runs:
@@ -81,10 +91,10 @@ class Runs:
     def _configured(self) -> dict[Path, str]:
         """The output folders of all configs; those of packaged examples only if they exist."""
         folders = {}
-        for name in (*(EXAMPLE + each for each in example_names()), *self.project.config_names()):
+        for name in (*(served.EXAMPLE + each for each in example_names()), *self.project.config_names()):
             with suppress(UserError, OSError):
                 folder = self.project.inside(output_dir_of(self.project.config_file(name)))
-                if folder.is_dir() or not name.startswith(EXAMPLE):
+                if folder.is_dir() or not name.startswith(served.EXAMPLE):
                     folders[folder] = name
         return folders
 
@@ -108,7 +118,7 @@ class Runs:
             # Before the process can write events: those after `after` are of the new session.
             write_json(run.folder / STARTED_FILE, {"config": name, "settings": dict(settings), "after": after})
             options = [f"--{key}={text}" for key, text in texts.items()]
-            run.child = self.spawn(run.folder / CONSOLE_FILE, ["train", chosen_by(name, file), *options])
+            run.child = self.spawn(run.folder / CONSOLE_FILE, ["train", served.chosen_by(name, file), *options])
         return run
 
     def started_by(self, name: str, settings: Mapping[str, Any]) -> Run:
@@ -173,7 +183,7 @@ class Runs:
         return name
 
 
-def ask(run: Run, request: Request) -> None:
+def ask(run: Run, request: requests.Request) -> None:
     """Ask the training loop of a run for something; before the loop, only to stop.
 
     Raises:
@@ -183,7 +193,7 @@ def ask(run: Run, request: Request) -> None:
     if not status["can"][request]:
         raise Refusal(400, NOTHING_RUNS)
     if status["status"] == "running" or run.pid is None:
-        make_request(run.folder, request)
+        requests.make_request(run.folder, request)
     else:
         send(run.pid, signal.SIGINT)
 
@@ -255,3 +265,84 @@ def walk(root: Path) -> Iterator[tuple[Path, set[str]]]:
 def run_id(folder: Path) -> str:
     """A name for addresses: that of the folder, made unique by its path."""
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', folder.name)}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:6]}"
+
+
+GONE = 499  # what nginx answers to a client that has left; nobody reads it
+LOOK = 0.25  # seconds between two looks whether the client still waits
+
+
+async def plan_unsaved(request: Request) -> Response:
+    """The document of `simpletuner plan --json` for settings that need not be saved.
+
+    `device_memory_gb` and `device` plan for another GPU. Remote datasets are planned from the files that are here; with
+    `fetch` the others are downloaded first. The plan is made by a process of its own, which ends as soon as the client
+    no longer waits: the page asks again after every change.
+    """
+    body, project = await read_object(request), project_of(request)
+    unsaved = await run_in_threadpool(Configuration.sent, project, body)
+    _, outside, _ = await run_in_threadpool(unsaved.judge)
+    if outside:
+        return JSONResponse({"ok": False, "problems": served.problems_json(outside)})
+    with TemporaryDirectory(prefix="simpletuner-plan-") as folder:
+        command = [*PROGRAM, "plan", "--json", *unsaved.write(Path(folder))]
+        if body.get("fetch") is not True:
+            command.append("--cached")
+        for sent, key in (("device_memory_gb", "plan_device_memory_gb"), ("device", "plan_device")):
+            if body.get(sent) is not None:
+                command.append(f"{key}={body[sent]}")
+        output, messages = await run_while_wanted(request, command, project.folder)
+    return JSONResponse(document_in(output, messages, folder))
+
+
+async def show_datasets(request: Request) -> Response:
+    """The page of `simpletuner dataset`, of a saved config: `?config=NAME`.
+
+    Raises:
+        Refusal: 422 if it leads out of the project, or with what the command said if it made no page.
+    """
+    project, name = project_of(request), request.query_params.get("config", "config")
+    _, outside, _ = await run_in_threadpool(Configuration.saved(project, name).judge)
+    if outside:
+        raise Refusal(422, outside)
+    with TemporaryDirectory(prefix="simpletuner-dataset-") as folder:
+        page, config = Path(folder) / "dataset.html", served.chosen_by(name, project.config_file(name))
+        command = [*PROGRAM, "dataset", "--cached", f"--out={page}", config]
+        _, messages = await run_while_wanted(request, command, project.folder)
+        if not page.is_file():
+            raise Refusal(422, redact(messages.strip()))
+        return HTMLResponse(page.read_bytes(), headers=served.SANDBOX)
+
+
+async def run_while_wanted(request: Request, command: Sequence[str], folder: Path) -> tuple[str, str]:
+    """What a command prints, and its messages.
+
+    Raises:
+        Refusal: the client has left, which ends the command.
+    """
+    pipe = asyncio.subprocess.PIPE
+    child = await asyncio.create_subprocess_exec(*command, cwd=folder, stdout=pipe, stderr=pipe)
+    reading = asyncio.create_task(child.communicate())
+    try:
+        while not (await asyncio.wait([reading], timeout=LOOK))[0]:
+            if await request.is_disconnected():
+                raise Refusal(GONE, "The client has left.")
+        output, messages = reading.result()
+        return output.decode(errors="replace"), messages.decode(errors="replace")
+    finally:
+        if child.returncode is None:
+            # Plans write nothing that a kill could damage.
+            child.kill()
+            await reading
+
+
+def document_in(output: str, messages: str, folder: str) -> dict[str, Any]:
+    """The document that the command printed, without the names of its temporary files."""
+    try:
+        document: dict[str, Any] = json.loads(
+            output.replace(f" ({folder}/config.json)", "").replace(f"{folder}/", "").replace(" (command line)", "")
+        )
+        document["problems"] = [{**each, "message": redact(each["message"])} for each in document["problems"]]
+        return document
+    except json.JSONDecodeError:
+        last = redact(messages.strip().rpartition("\n")[2])
+        return {"ok": False, "problems": [{"key": "", "message": f"The plan failed: {last}", "fatal": True}]}

@@ -30,29 +30,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from simpletuner.annexes.draft import Draft, Judgement
+from simpletuner.annexes.guide import about_flavour
 from simpletuner.annexes.page.project import EXAMPLE, LARGEST_BODY, Project, Refusal, problems_json, project_of, wanted
 from simpletuner.atomic import write_json
+from simpletuner.config import sources
 from simpletuner.config.datasets import parse_datasets, read_datasets
-from simpletuner.config.schema import main_name
-from simpletuner.config.sources import (
-    DATASET_FILE,
-    EXAMPLES,
-    EXTRA_ARGUMENTS,
-    dataset_file,
-    example_names,
-    parse_arguments,
-    read_env_file,
-    read_env_layer,
-    read_json_layer,
-    unwrapped,
-)
+from simpletuner.config.schema import all_options, main_name
 from simpletuner.config.values import read_json
 from simpletuner.data.clips import CLIP_SUFFIXES
 from simpletuner.data.discovery import CAPTION_SUFFIX
 from simpletuner.data.media import PICTURE_SUFFIXES
-from simpletuner.errors import ConfigError, Problem, Problems, result_of
+from simpletuner.errors import ConfigError, Problem, Problems, required, result_of
 from simpletuner.plan.environment import why_not_writable
-from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact
+from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact, redact_settings
 
 SECRET = {"secret": "set"}
 CHANGED = "has changed since it was opened. Nothing was saved: compare, then save again."
@@ -110,7 +100,7 @@ class Configuration:
     def datasets(self) -> Path:
         """The dataset file, wherever it is and whether or not it exists."""
         given = self.values.get("data_backend_config")
-        file = result_of(dataset_file(given if isinstance(given, str) else None, self.file.parent))
+        file = result_of(sources.dataset_file(given if isinstance(given, str) else None, self.file.parent))
         return self.project.folder / file
 
     @property
@@ -134,13 +124,16 @@ class Configuration:
         values, outside = self.project.without_outside(self.values)
         if self.environment.is_file():
             # A config.env sets options as well, and commands that use this config read it.
-            extra = result_of(read_env_file(self.environment)).get(EXTRA_ARGUMENTS, "")
-            beside = [*result_of(read_env_layer(self.environment)).values, *parse_arguments([], extra).settings]
+            extra = result_of(sources.read_env_file(self.environment)).get(sources.EXTRA_ARGUMENTS, "")
+            beside = [
+                *result_of(sources.read_env_layer(self.environment)).values,
+                *sources.parse_arguments([], extra).settings,
+            ]
             outside += self.project.without_outside(dict(beside))[1]
         judgement, problems = Draft(self.file).judge(values), Problems()
         names = {"model_family": judgement.spec.name, "output_dir": judgement.config.run.output_dir}
         if self.entries is not None:
-            datasets = problems.take(parse_datasets(self.entries, Path(DATASET_FILE), names))
+            datasets = problems.take(parse_datasets(self.entries, Path(sources.DATASET_FILE), names))
         elif [*self.project.check_path("data_backend_config", str(self.datasets))]:
             datasets = []
         else:
@@ -155,7 +148,7 @@ class Configuration:
             shutil.copy(self.environment, folder)
         datasets = self.datasets
         if self.entries is not None:
-            datasets = folder / DATASET_FILE
+            datasets = folder / sources.DATASET_FILE
             write_json(datasets, self.entries)
         return [f"config_path={folder / 'config.json'}", f"data_backend_config={datasets}"]
 
@@ -177,7 +170,7 @@ def configs(request: Request) -> Response:
 def examples(request: Request) -> Response:
     """The packaged configs, which can be read and run but not saved."""
     keys = ("model_family", "model_flavour", "model_type")
-    named = {EXAMPLE + name: settings_in(EXAMPLES / name / "config.json") for name in example_names()}
+    named = {EXAMPLE + name: settings_in(sources.EXAMPLES / name / "config.json") for name in sources.example_names()}
     return JSONResponse([{"name": name, **{key: values.get(key) for key in keys}} for name, values in named.items()])
 
 
@@ -270,10 +263,7 @@ def read(path: Path) -> Any:
     Raises:
         ConfigError: it is not readable, or would lose something when written again.
     """
-    problems = Problems()
-    content = problems.take(read_json(path))
-    problems.raise_if_fatal()
-    return content
+    return required(read_json(path))
 
 
 def writable(project: Project, path: Path) -> Path:
@@ -282,7 +272,7 @@ def writable(project: Project, path: Path) -> Path:
     Raises:
         Refusal: 403 if it is packaged, outside the project, another kind of file, or in a folder without permission.
     """
-    if project.inside(path, packaged=True).is_relative_to(EXAMPLES):
+    if project.inside(path, packaged=True).is_relative_to(sources.EXAMPLES):
         raise Refusal(403, "This belongs to a packaged example; `simpletuner examples copy` makes one to change.")
     # `data_backend_config` may name any file of the project: none but JSON is overwritten.
     if path.suffix != ".json":
@@ -325,16 +315,14 @@ def settings_in(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it holds none.
     """
-    problems = Problems()
-    layer = problems.take(read_json_layer(path)) if path.is_file() else None
-    problems.raise_if_fatal()
+    layer = required(sources.read_json_layer(path)) if path.is_file() else None
     return dict(layer.values) if layer else {}
 
 
 def with_values(values: Mapping[str, Any], content: Any) -> Any:
     """The content of a config file with keys set, added or (None) removed, each under the spelling that it has."""
     content = {} if content is None else content
-    settings = unwrapped(content)
+    settings = sources.unwrapped(content)
     for key, value in values.items():
         # All spellings of the key: a stale alias beside the new value would contradict it.
         for name in [name for name in settings if main_name(name) == main_name(key)] or [key]:
@@ -384,6 +372,24 @@ def counterpart(entry: Any, index: int, old: Any) -> Any:
         # By id, since the page may have moved or removed entries.
         return next((each for each in entries if isinstance(each, dict) and each.get("id") == entry["id"]), None)
     return entries[index] if index < len(entries) else None
+
+
+def validate(request: Request, body: dict[str, Any]) -> Response:
+    """The problems, the effective values that are not the defaults of their keys, and the keys without effect that are
+    not errors: those must be changed."""
+    judgement, outside, of_datasets = Configuration.sent(project_of(request), body).judge()
+    defaults = {key: option.default for key, option in all_options().items()}
+    effective = {key: value for key, value in judgement.config.flat.items() if value != defaults[key]}
+    wrong = {problem.where for problem in judgement.problems if problem.fatal}
+    content = {
+        "problems": problems_json([*outside, *judgement.problems, *of_datasets]),
+        "effective": redact_settings(effective),
+        "family": judgement.spec.name,
+        "flavour": judgement.flavour.name,
+        "flavours": {flavour.name: about_flavour(flavour) for flavour in judgement.spec.flavours},
+        "greyed": {key: reason for key, reason in judgement.without_effect.items() if key not in wrong},
+    }
+    return JSONResponse(content)
 
 
 def browse(request: Request) -> Response:

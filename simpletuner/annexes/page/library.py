@@ -20,9 +20,8 @@ from PIL import Image
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
 
-from simpletuner.annexes.captions import editing
-from simpletuner.annexes.captions.editing import ChangedMeanwhileError
-from simpletuner.annexes.captions.library import Library, forget_listings, inspected, stamp_of
+from simpletuner.annexes.captions import library as captions
+from simpletuner.annexes.captions.library import ChangedMeanwhileError, Library, forget_listings, inspected, stamp_of
 from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.files import Configuration, add_dataset, shown, writable
 from simpletuner.annexes.page.jobs import log_of, queue_of
@@ -42,7 +41,7 @@ from simpletuner.data.entries import DataContext
 from simpletuner.data.files import MediaError
 from simpletuner.data.media import PICTURE_SUFFIXES, decode
 from simpletuner.distributed.world import usable_cores
-from simpletuner.errors import Problem, Problems, UserError, result_of
+from simpletuner.errors import Problem, UserError, required, result_of
 from simpletuner.plan.build import settle_task
 from simpletuner.plan.environment import why_not_writable
 
@@ -131,15 +130,15 @@ def put_caption(request: Request, body: dict[str, Any]) -> Response:
     name, seen = name_in(library, body), request.headers.get("if-match", "").strip('"')
     path = project_of(request).inside(library.caption_path(name))
     try:
-        editing.write_caption(path, str(body.get("text", "")), seen)
-    except editing.ChangedMeanwhileError as error:
+        captions.write_caption(path, str(body.get("text", "")), seen)
+    except ChangedMeanwhileError as error:
         return changed_meanwhile(library, name, error)
     if not seen:
         forget_listings()
     return after_change(request, body)
 
 
-def changed_meanwhile(library: Library, name: str, error: editing.ChangedMeanwhileError) -> Response:
+def changed_meanwhile(library: Library, name: str, error: ChangedMeanwhileError) -> Response:
     """The answer to a change of what nobody has seen as it is now; the card has it."""
     return JSONResponse({"problems": problems_json([Problem("", str(error))]), "card": card_html(library, name)}, 412)
 
@@ -150,7 +149,7 @@ def put_excluded(request: Request, body: dict[str, Any]) -> Response:
     if library.fixed:
         raise Refusal(403, library.fixed)
     path = project_of(request).inside(library.root / library.entry.exclude_files)
-    editing.exclude(library.entry, {name_in(library, body)}, path, out=body.get("out") is True)
+    captions.exclude(library.entry, {name_in(library, body)}, path, out=body.get("out") is True)
     return after_change(request, body)
 
 
@@ -187,8 +186,8 @@ def edit(request: Request, body: dict[str, Any]) -> Response:
     """
     library, project = editable(request, body), project_of(request)
     files = {name: project.inside(library.root / name) for name in sorted(library.listing.captions.values())}
-    changes, unreadable = editing.changes_of(files, edit_in(library, body))
-    digest = editing.digest_of(changes)
+    changes, unreadable = captions.changes_of(files, edit_in(library, body))
+    digest = captions.digest_of(changes)
     preview = {
         "count": len(changes),
         "first": [{"name": each.name, "before": each.before, "after": each.after} for each in changes[:FIRST]],
@@ -201,11 +200,11 @@ def edit(request: Request, body: dict[str, Any]) -> Response:
     if body["seen"] != digest:
         message = "The captions have changed since the preview. Nothing was saved."
         return JSONResponse({**preview, "problems": problems_json([Problem("", message)])}, 412)
-    backup = editing.apply(changes, library.root)
+    backup = captions.apply(changes, library.root)
     return JSONResponse({"count": len(changes), "backup": backup, "note": when_used(request, library)})
 
 
-def edit_in(library: Library, body: Mapping[str, Any]) -> editing.Edit:
+def edit_in(library: Library, body: Mapping[str, Any]) -> captions.Edit:
     """The edit that a request asks for.
 
     Raises:
@@ -213,15 +212,12 @@ def edit_in(library: Library, body: Mapping[str, Any]) -> editing.Edit:
     """
     find, trigger, undo = (str(body.get(key) or "") for key in ("find", "trigger", "undo"))
     if find:
-        return editing.replacing(find, str(body.get("replace") or ""))
+        return captions.replacing(find, str(body.get("replace") or ""))
     if trigger.strip():
-        return editing.prefixing(trigger, whole=library.entry.disable_multiline_split)
-    if not editing.BACKUP.fullmatch(undo):
+        return captions.prefixing(trigger, whole=library.entry.disable_multiline_split)
+    if not captions.BACKUP.fullmatch(undo):
         raise Refusal(422, "Enter a text to find, or a trigger word.")
-    problems = Problems()
-    restored = problems.take(editing.restoring(library.root / undo))
-    problems.raise_if_fatal()
-    return restored
+    return required(captions.restoring(library.root / undo))
 
 
 def start_captioning(request: Request, body: dict[str, Any]) -> Response:

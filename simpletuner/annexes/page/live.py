@@ -126,15 +126,8 @@ async def events(request: Request) -> Response:
     # 18 digits fit into 64 bits, whatever a client sends.
     after = int(last[:18]) if last.isdecimal() else await run_in_threadpool(last_id, path)
     headers = {"Cache-Control": "no-store"}
-    stream = with_end(event_stream(path, after, request.app.state.over), partial(last_parts, runs_of(request), run))
+    stream = event_stream(path, after, request.app.state.over, partial(last_parts, runs_of(request), run))
     return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
-
-
-async def with_end(stream: AsyncIterator[str], last: Callable[[], dict[str, str]]) -> AsyncIterator[str]:
-    """A stream, and an event `end` with what the page shows from then on: the port is about to close."""
-    async for text in stream:
-        yield text
-    yield f"event: end\ndata: {json.dumps(await run_in_threadpool(last))}\n\n"
 
 
 def last_parts(runs: Runs, run: Run) -> dict[str, str]:
@@ -142,8 +135,11 @@ def last_parts(runs: Runs, run: Run) -> dict[str, str]:
     return {"list": listed(runs), **{part: drawn(run, part) for part in ("head", "log")}}
 
 
-async def event_stream(path: Path, after: int, over: threading.Event) -> AsyncIterator[str]:
-    """Server-sent events: those after an id, then every new one, until the client leaves or the run is over."""
+async def event_stream(
+    path: Path, after: int, over: threading.Event, last: Callable[[], dict[str, str]]
+) -> AsyncIterator[str]:
+    """Server-sent events: those after an id, then every new one, until the client leaves or the run is over; at its end
+    `last`, since the port is about to close."""
     tail = Tail(path, "id", partial(offset_after, number=after))
     yield ": connected\n\n"
     sent_at = time.monotonic()
@@ -161,6 +157,7 @@ async def event_stream(path: Path, after: int, over: threading.Event) -> AsyncIt
             sent_at = time.monotonic()
             yield ": alive\n\n"
         await asyncio.sleep(0 if lines else POLL)
+    yield f"event: end\ndata: {json.dumps(await run_in_threadpool(last))}\n\n"
 
 
 def recent(request: Request) -> Response:

@@ -199,27 +199,18 @@ def open_store(place: World, meeting_point: str, deadline: float) -> Any:
         try:
             store = TCPStore(address, port, is_master=holds, timeout=left, wait_for_workers=False, multi_tenant=True)
         except (RuntimeError, ValueError) as error:
-            refuse_meeting(error, place, f"{address}:{port}", is_over=time.monotonic() >= deadline)
+            here, text = socket.gethostname(), str(error).partition("\n")[0]
+            if "EADDRINUSE" in text:
+                taken = f"{address}:{port} on {here} is in use by another run or program. Choose another port."
+                raise UserError(f"MASTER_PORT: {taken}") from None
+            if time.monotonic() >= deadline:
+                lost = f"process {place.rank} on {here} cannot reach process 0 at {address}:{port}: {text.rstrip('.')}"
+                advice = "Is it running, is this its address, and is the port open? start_timeout allows more time."
+                raise UserError(f"MASTER_ADDR: {lost}. {advice}") from None
             time.sleep(POLL_SECONDS)
             continue
         store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
         return PrefixStore(f"attempt {os.environ.get(ATTEMPT, '0')}", store)
-
-
-def refuse_meeting(error: Exception, place: World, where: str, *, is_over: bool) -> None:
-    """Raise unless another attempt to reach the store may succeed.
-
-    Raises:
-        UserError: the port is taken, or the time is over.
-    """
-    host, text = socket.gethostname(), str(error).partition("\n")[0]
-    if "EADDRINUSE" in text:
-        raise UserError(f"MASTER_PORT: {where} on {host} is in use by another run or program. Choose another port.")
-    if is_over:
-        raise UserError(
-            f"MASTER_ADDR: process {place.rank} on {host} cannot reach process 0 at {where}: {text.rstrip('.')}. Is it "
-            "running, is this its address, and is the port open? start_timeout allows more time."
-        )
 
 
 def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch:
@@ -289,8 +280,7 @@ def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[
 
 def _usual_meeting(place: World, environment: Mapping[str, str]) -> dict[str, str]:
     """Where processes meet unless the user says where; empty if that is unknown."""
-    here = place.is_on_one_machine
-    job = number_in(environment, "SLURM_JOB_ID") or 0
+    here, job = place.is_on_one_machine, number_in(environment, "SLURM_JOB_ID") or 0
     first = first_host(environment.get("SLURM_STEP_NODELIST", "")) or (LOOPBACK if here else "")
     return {"MASTER_ADDR": first, "MASTER_PORT": str(FIRST_PORT + job % PORTS) if here or job else ""}
 

@@ -103,18 +103,14 @@ def launch_arguments(launch: LaunchConfig, command: list[str]) -> Any:
         with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):  # argparse prints its usage
             arguments = launch_command_parser().parse_args([*words, "-m", "simpletuner", *command])
     except (ValueError, SystemExit):
-        raise UserError(
-            f"{EXTRA}: {extra!r} is not what `accelerate launch` takes; see accelerate launch --help."
-        ) from None
+        raise UserError(f"{EXTRA}: {extra!r} is not what `accelerate launch` takes; see its --help.") from None
     if launch.num_machines > 1:
         needed = {"--machine_rank": arguments.machine_rank, "--main_process_ip": arguments.main_process_ip}
         missing = [name for name, value in needed.items() if value is None]
         if missing:
             example = "--machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500"
-            raise UserError(
-                f"{EXTRA}: num_machines is {launch.num_machines}, so it must have {' and '.join(missing)}, "
-                f"such as {example!r}; only machine_rank differs between the machines."
-            )
+            needs = f"num_machines is {launch.num_machines}, so it must have {' and '.join(missing)}"
+            raise UserError(f"{EXTRA}: {needs}, such as {example!r}; only machine_rank differs between the machines.")
     elif arguments.main_process_port is None:
         arguments.main_process_port = 0  # any free one: another run may use the default
     arguments.signals_to_handle = "SIGQUIT"  # torchrun leaves the others to `signals_passed_on`
@@ -186,10 +182,8 @@ def refuse_shared_gpus(world: World, gpu: str) -> None:
     gpus = world.gather(gpu)
     shared = [str(rank) for rank, each in enumerate(gpus) if each and gpus.count(each) > 1]
     if shared:
-        raise UserError(
-            f"Processes {', '.join(shared)} share GPUs; each needs one of its own. Start fewer, or let the launcher "
-            "show each of them another one (CUDA_VISIBLE_DEVICES)."
-        )
+        advice = "Start fewer, or let the launcher show each of them another one (CUDA_VISIBLE_DEVICES)."
+        raise UserError(f"Processes {', '.join(shared)} share GPUs; each needs one of its own. {advice}")
 
 
 def leave_terminal() -> None:

@@ -16,7 +16,6 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from simpletuner.models.usage import Usage
 from simpletuner.plan.build import Plan
 from simpletuner.redaction import HIDDEN, redact, redact_settings
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, MediaRecord, read_media, read_rows
+from simpletuner.reporting.pace import size_text
 from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER, describe_errors, result_step
 
 CARD_FOLDER, README, SETTINGS_FILE, ASSETS = "model_card", "README.md", "simpletuner_config.json", "assets"
@@ -212,29 +212,15 @@ def front_matter(plan: Plan, base: str) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a finished run published.
+def published_result(plan: Plan, step: int) -> dict[str, str] | None:
+    """What a finished run published; None unless its own note says that it is of `step`.
 
-    Attributes:
-        path: relative to the output folder.
-        size: in bytes.
+    Returns:
+        path: of the file or folder, relative to the output folder.
+        size: in words.
         snippet: Python that loads it and samples with it.
         errors: of a LoRA that was converted from another adapter, in words.
     """
-
-    path: str
-    size: int
-    snippet: str
-    errors: str = ""
-
-    @property
-    def size_text(self) -> str:
-        return f"{self.size / 1e6:,.1f} MB" if self.size < 1e9 else f"{self.size / 1e9:,.1f} GB"
-
-
-def published_result(plan: Plan, step: int) -> Result | None:
-    """The published file or folder with a program that uses it; None unless its own note says that it is of `step`."""
     model_type = plan.config.model.model_type
     if result_step(plan.output_dir, model_type) != step:
         return None
@@ -243,7 +229,8 @@ def published_result(plan: Plan, step: int) -> Result | None:
     notes = read_header(path).get(METADATA, {}) if path.is_file() else {}
     result = str(plan.output_dir if path.is_file() else path)
     snippet = example_program(plan, plan.source["transformer"].location, result)
-    return Result(path.name, sum(file.stat().st_size for file in files), snippet, describe_errors(notes))
+    size = size_text(sum(file.stat().st_size for file in files))
+    return {"path": path.name, "size": size, "snippet": snippet, "errors": describe_errors(notes)}
 
 
 def example_program(plan: Plan, base: str, result: str) -> str:

@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from simpletuner.annexes.display.progress import shown_events
-from simpletuner.annexes.remote.bucket import list_bucket
+from simpletuner.annexes.remote.listers import list_bucket, list_rows, list_table
 from simpletuner.annexes.remote.store import Offer, Store, UnfetchedError
-from simpletuner.annexes.remote.table import list_rows, list_table
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
 from simpletuner.data.entries import DataContext

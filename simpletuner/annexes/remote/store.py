@@ -148,9 +148,7 @@ class Store:
         sweep_files(self.root, deep=True, older_than=3600)
         needed, free = sum(item.size for item in items), shutil.disk_usage(self.root).free
         if needed > free:
-            raise UserError(
-                f"{self.root}: {needed / 1e9:.1f} GB are to be downloaded, and {free / 1e9:.1f} GB are free."
-            )
+            raise UserError(f"{self.root}: {needed / 1e9:.1f} GB are to be downloaded; {free / 1e9:.1f} GB are free.")
         errors: dict[Item, DownloadError] = {}
         pool = ThreadPoolExecutor(WORKERS)
         try:

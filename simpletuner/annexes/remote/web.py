@@ -26,6 +26,7 @@ HEADERS = {"User-Agent": "simpletuner", "Accept": "image/*, video/*, */*;q=0.1",
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 PRIVATE = "which is not a public address"
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_certificates = functools.cache(ssl.create_default_context)  # of this machine: reading them takes a tenth of a second
 
 
 def read_url(url: str, most: int, *, allow_private: bool = False) -> Iterator[bytes]:
@@ -79,12 +80,6 @@ def _chunks(response: httpx.Response, most: int) -> Iterator[bytes]:
         raise UnreachableError(f"ends after {received:,} of {announced:,} bytes") from error
     if max(received, announced) > most:
         raise DownloadError(f"has more than {most >> 20} MB")
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """Those of this machine, for all downloads: reading them takes a tenth of a second."""
-    return ssl.create_default_context()
 
 
 class _PublicTransport(httpx.HTTPTransport):

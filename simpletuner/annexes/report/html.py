@@ -333,23 +333,6 @@ class PreviewGrid:
         return [cells for row in self.rows for cells in (row.plain, row.averaged)]
 
 
-@dataclass(frozen=True)
-class TrainingSample:
-    """A picture or clip of the dataset, cropped as it is trained.
-
-    Attributes:
-        source: the picture, or the first frame of a clip, as a data URI.
-        captions: the alternatives.
-        edited_from: the source picture of a pair, as a data URI; empty if there is none.
-    """
-
-    name: str
-    source: str
-    captions: Sequence[str]
-    is_clip: bool = False
-    edited_from: str = ""
-
-
 def build_grid(
     records: Sequence[MediaRecord], output_dir: Path, link: Callable[[MediaRecord], str] | None = None
 ) -> PreviewGrid:
@@ -456,20 +439,17 @@ def _pack(path: Path, relative: str, modified: int, allowance: int) -> str:
     if suffix in VIDEO_MIME:
         return quote(relative)
     try:
-        with Image.open(path) as picture:
-            return _data_uri("image/webp", _smaller_copy(picture.convert("RGB"), allowance))
+        with Image.open(path) as file:
+            picture = file.convert("RGB")
     except (OSError, ValueError):
         return ""
-
-
-def _smaller_copy(picture: Image.Image, allowance: int) -> bytes:
-    """The picture at the largest side length at which it fits; sides that certainly do not fit are skipped."""
-    content = b""
-    for side in [side for side in SIDES if side**2 * FEWEST_BYTES_PER_PIXEL <= allowance] or SIDES[-1:]:
+    # Sides that certainly do not fit are skipped.
+    sides = [side for side in SIDES if side**2 * FEWEST_BYTES_PER_PIXEL <= allowance] or SIDES[-1:]
+    for side in sides:
         content = webp(picture, side)
         if len(content) <= allowance:
             break
-    return content
+    return _data_uri("image/webp", content)
 
 
 def webp(picture: Image.Image, side: int) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from simpletuner.annexes.figures import Columns, shares_text
 from simpletuner.annexes.publishing.card import published_result
 from simpletuner.annexes.report.environment import describe_environment
-from simpletuner.annexes.report.html import TrainingSample, gallery, render, thin, thumbnail
+from simpletuner.annexes.report.html import gallery, render, thin, thumbnail
 from simpletuner.atomic import write_atomically
 from simpletuner.caching.fill import prepared_picture
 from simpletuner.config.schema import RunConfig, all_options
@@ -149,17 +149,20 @@ class RunReport(Companion):
         return f"Report: {self.plan.output_dir / REPORT_FILE}"
 
     @cached_property
-    def samples(self) -> list[TrainingSample]:
-        """Some training pictures, evenly spaced; decoded once a session."""
+    def samples(self) -> list[dict[str, Any]]:
+        """Some training pictures, or first frames of clips, as they are trained; evenly spaced, decoded once a session.
+
+        Pictures are data URIs; `edited_from` is the source picture of a pair, empty if there is none.
+        """
         samples = [sample for data in self.plan.trained for sample in data.samples]
         return [
-            TrainingSample(
-                name=sample.full_name,
-                source=_thumbnail(sample),
-                captions=sample.captions,
-                is_clip=sample.frames > 1,
-                edited_from=_thumbnail(sample.partner) if sample.partner else "",
-            )
+            {
+                "name": sample.full_name,
+                "source": _thumbnail(sample),
+                "captions": sample.captions,
+                "is_clip": sample.frames > 1,
+                "edited_from": _thumbnail(sample.partner) if sample.partner else "",
+            }
             for sample in thin(samples, SAMPLES)
         ]
 

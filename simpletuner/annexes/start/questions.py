@@ -12,7 +12,7 @@ from typing import Any
 from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name, writes_captions
 from simpletuner.annexes.wizard.talk import HELP, Talk
-from simpletuner.errors import Problem, Problems, did_you_mean
+from simpletuner.errors import Problem, Problems, not_one_of
 
 
 def ask(
@@ -72,15 +72,17 @@ def _check(
     elif target.exists() or target.is_symlink():
         message = f"{target} exists already: go on with `simpletuner train env={name}`, or give --name."
         yield Problem("", message)
-    missing, files = len(material.uncaptioned), len(material.files.files)
-    if not captions and 0 < missing < files + bool(material.sources):
-        message = f"{missing} of {files} files have no caption ({material.uncaptioned[0]} is the first). --caption "
-        message += "writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each."
+    missing, captioned = len(material.uncaptioned), len(material.captioned)
+    if not captions and missing and (captioned or material.sources):
+        first = material.uncaptioned[0]
+        advice = "writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each"
+        message = (
+            f"{missing} of {missing + captioned} files have no caption ({first} is the first). --caption {advice}."
+        )
         yield Problem("", message)
     for option, names in (("purpose", material.purposes), ("model", [*examples])):
         if (value := given[option]) is not None and value not in names:
-            message = f"--{option} {value!r} is not one of: {', '.join(names)}.{did_you_mean(value, names)}"
-            yield Problem("", message)
+            yield Problem("", f"--{option} {not_one_of(value, names)}")
     model = given["model"] or ""
     if captions and missing and model in examples and not writes_captions(examples[model]):
         yield Problem("", f"--caption: the text encoder of {model} writes none; choose another model.")

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from PIL import Image
 
@@ -19,9 +18,7 @@ from simpletuner.atomic import write_json
 from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
 from simpletuner.config.sources import DATASET_FILE, Arguments, configured
-from simpletuner.config.values import Size
 from simpletuner.errors import ConfigError, Problem, Problems
-from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.build import Plan
 from simpletuner.validation.clip_writer import write_mp4
 
@@ -64,30 +61,20 @@ def verdict(plan: Plan, budget: Budget, problems: list[Problem], *, has_data: bo
 
 def provisional_dataset(draft: Draft, folder: Path) -> Path:
     """Writes a dataset with one grey sample of the family's usual size into `folder`; returns its dataset file."""
-    entries = example_datasets(draft)
+    entries, spec, schedule = example_datasets(draft), draft.spec, draft.config.schedule
+    edge = spec.defaults["resolution"]
+    size = spec.native_sizes[edge][0] if edge in spec.native_sizes else (edge, edge)
+    picture = Image.new("RGB", size, "grey")
     for entry in entries:
         if "instance_data_dir" in entry:
-            entry["instance_data_dir"] = str(folder / entry["id"])
             # The dataset must fill at least one step.
-            config = draft.config.schedule
-            entry["repeats"] = config.train_batch_size * config.gradient_accumulation_steps
-            _make_sample(folder / entry["id"], draft, entry)
+            entry["repeats"] = schedule.train_batch_size * schedule.gradient_accumulation_steps
+            entry["instance_data_dir"] = str(place := folder / entry["id"])
+            place.mkdir()
+            (place / "sample.txt").write_text("a sample", encoding="utf-8")
+            if spec.media == "image" or entry["dataset_type"] == "conditioning":
+                picture.save(place / "sample.png", compress_level=1)
+            else:
+                write_mp4(place / "sample.mp4", [picture] * entry["video"]["num_frames"], spec.frame_rate or 1)
     write_json(path := folder / DATASET_FILE, entries)
     return path
-
-
-def _make_sample(folder: Path, draft: Draft, entry: dict[str, Any]) -> None:
-    spec = draft.spec
-    picture = Image.new("RGB", usual_size(spec), "grey")
-    folder.mkdir()
-    (folder / "sample.txt").write_text("a sample", encoding="utf-8")
-    if spec.media == "image" or entry["dataset_type"] == "conditioning":
-        picture.save(folder / "sample.png", compress_level=1)
-        return
-    write_mp4(folder / "sample.mp4", [picture] * entry["video"]["num_frames"], spec.frame_rate or 1)
-
-
-def usual_size(spec: FamilySpec) -> Size:
-    """Width and height that the family was trained at, for its default resolution."""
-    resolution = spec.defaults["resolution"]
-    return spec.native_sizes[resolution][0] if resolution in spec.native_sizes else (resolution, resolution)

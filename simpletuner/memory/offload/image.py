@@ -57,15 +57,21 @@ def page_lock(flat: Tensor, owner: object) -> None:
         # Not by `ulimit -l`: NVIDIA's driver pins pages without counting them against it.
         logger.warning("Offloaded tensors could not be pinned (CUDA error %d): copies will be slower.", error)
         return
-    release = weakref.finalize(owner, _unlock, flat.data_ptr())
+    release = weakref.finalize(owner, _unlock, flat.data_ptr(), torch.cuda.current_device())
     release.atexit = False  # at exit the operating system frees it
 
 
-def _unlock(address: int) -> None:
-    """Unlock after all copies: the streamer may have submitted one that nothing waited for."""
-    with suppress(torch.AcceleratorError):  # on a device that has failed, nothing runs any more
-        torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(address)
+def _unlock(address: int, gpu: int) -> None:
+    """Unlock after all copies: the streamer may have submitted one that nothing waited for.
+
+    Args:
+        gpu: the one that locked it; the thread that collects garbage may have another, or the first without knowing it.
+    """
+    failed = suppress(torch.AcceleratorError)  # on a device that has failed, nothing runs any more
+    with failed, torch.cuda.device(gpu):
+        with failed:
+            torch.cuda.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _forget_error() -> None:

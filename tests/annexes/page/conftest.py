@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.page import control, plans
+from simpletuner.annexes.page import control
 from simpletuner.annexes.page.guard import VARIABLE
 from tests.commands import forked_commands
 from tests.processes import PATIENCE
@@ -39,8 +39,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ..
 
 
 def _start_quickly(patch: pytest.MonkeyPatch, program: tuple[str, ...]) -> None:
-    for module in (plans, control):
-        patch.setattr(module, "PROGRAM", program)
+    patch.setattr(control, "PROGRAM", program)
 
 
 @pytest.fixture

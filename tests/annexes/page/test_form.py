@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from simpletuner.annexes.draft import Draft
+from simpletuner.annexes.page.control import run_while_wanted
 from simpletuner.annexes.page.form import fields
 from simpletuner.annexes.page.guard import Access, Guard
-from simpletuner.annexes.page.plans import run_while_wanted
 from simpletuner.annexes.page.project import Project, Refusal
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.config.schema import all_options
@@ -237,7 +237,7 @@ def test_nothing_outside_the_project_is_touched(
     monkeypatch.setenv("OUTSIDE", str(outside))
     keys, values = (json.loads(json.dumps(each).replace("{outside}", str(outside))) for each in (keys, values))
     opened, looked = client.get("/api/configs/config").json(), list[str]()
-    monkeypatch.setattr("simpletuner.annexes.page.plans.run_while_wanted", lambda *_: looked.append("plan"))
+    monkeypatch.setattr("simpletuner.annexes.page.control.run_while_wanted", lambda *_: looked.append("plan"))
     monkeypatch.setattr("simpletuner.annexes.page.control.Runs.spawn", lambda *_: looked.append("train"))
     entries = [{**opened["datasets"][0], **keys}, opened["datasets"][1]]
     asked = {"values": {**opened["values"], **values}, "datasets": entries}

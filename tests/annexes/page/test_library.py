@@ -22,6 +22,7 @@ from simpletuner.annexes.page.control import Runs
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.runs import Run
+from simpletuner.data import discovery
 from tests.annexes.page.page import opened
 from tests.clips import write_clip
 from tests.processes import PATIENCE
@@ -116,7 +117,7 @@ def test_a_page_reads_only_its_own_files(page: TestClient, folder: Path) -> None
 def test_listing_is_made_again_in_time(page: TestClient, folder: Path) -> None:
     assert len(names(show(page))) == 4
     (folder / "cats/9.png").hardlink_to(folder / "cats/0.png")
-    until, listing = library._listings[folder / "cats", library.wanted_suffixes(*entry(folder))]
+    until, listing = library._listings[folder / "cats", discovery.wanted_suffixes(*entry(folder))]
     assert until - time.monotonic() < 5
     assert len(listing.files) == 4
     library.forget_listings()

@@ -260,7 +260,7 @@ def test_what_a_client_does_not_read_stays_in_the_file(tmp_path: Path) -> None:
     log = tmp_path / EVENTS_FILE
 
     async def ids(after: int, count: int) -> list[int]:
-        stream = event_stream(log, after, threading.Event())
+        stream = event_stream(log, after, threading.Event(), dict)
         try:
             said = [await anext(stream) for _ in range(count + 1)]
         finally:

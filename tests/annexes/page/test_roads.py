@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from simpletuner.annexes.page import plans
+from simpletuner.annexes.page import control
 from simpletuner.annexes.page.project import Project
 from simpletuner.annexes.page.serve import create_app
 from simpletuner.annexes.queue import JOBS, QUEUE_FILE, Job
@@ -48,7 +48,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     async def answer(*given: object) -> tuple[str, str]:
         return json.dumps(document), ""
 
-    monkeypatch.setattr(plans, "run_while_wanted", answer)
+    monkeypatch.setattr(control, "run_while_wanted", answer)
     return document
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from simpletuner.annexes.page import plans, start_card
+from simpletuner.annexes.page import control, start_card
 from simpletuner.annexes.page.control import Runs
 from tests.annexes.page.page import opened
 from tests.annexes.page.test_start_card import files, zipped
@@ -54,7 +54,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return json.dumps(PLAN), ""
 
     monkeypatch.setattr(Runs, "spawn", spawn)
-    monkeypatch.setattr(plans, "run_while_wanted", plan)
+    monkeypatch.setattr(control, "run_while_wanted", plan)
     return commands
 
 

@@ -1,7 +1,9 @@
-"""type csv: a table of addresses, or of paths beside it, with a caption each.
+"""What remote datasets consist of.
 
+type csv: a table of addresses, or of paths beside it, with a caption each.
 type huggingface: rows of a dataset of the hub, or of a folder of the same layout. The package `datasets` downloads and
 reads the tables; media stay as they are, undecoded.
+type aws: the objects of a bucket, by the same names below the folder of downloads.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -26,12 +28,15 @@ from simpletuner.annexes.remote.web import read_url
 from simpletuner.atomic import write_json
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.option import Package, check_installed
+from simpletuner.config.publishing import BOTO3
 from simpletuner.config.remote import CompositeImage, HubKeys, RowFilter
 from simpletuner.config.values import home_path
 from simpletuner.data.captions import check_columns, first_texts, texts_in
+from simpletuner.data.discovery import classify, name_problem
 from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read
 from simpletuner.data.media import decode
-from simpletuner.errors import Problem, Reading, UserError, shorten
+from simpletuner.errors import Problem, Reading, UserError, shorten, warning
+from simpletuner.s3 import S3Login
 
 WEB_PICTURE, WEB_CLIP = 10 << 20, 200 << 20  # bytes of one download
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # of two letters or more: C:\ is a path
@@ -43,13 +48,11 @@ def list_table(config: DatasetConfig, store: Store) -> Reading[Offer]:
     rows = {address: caption for address, caption in table if address}
     where, repeated = f"{config.id}.csv_file", sum(bool(address) for address, _ in table) - len(rows)
     if repeated:
-        message = f"{repeated} rows repeat the address of another; the last of them is used."
-        yield Problem(where, message, fatal=False)
+        yield warning(where, f"{repeated} rows repeat the address of another; the last of them is used.")
     if len(rows) + repeated < len(table):
         empty = [str(number) for number, (address, _) in enumerate(table, 1) if not address]
-        yield Problem(where, f"rows without an address: {shorten(empty)}.", fatal=False)
-    base = Path(config.csv_file or "").parent
-    items = [web_item(address, name_of(address), config, base) for address in rows]
+        yield warning(where, f"rows without an address: {shorten(empty)}.")
+    items = [web_item(address, name_of(address), config, Path(config.csv_file or "").parent) for address in rows]
     return Offer(items, {address: (caption,) if caption else () for address, caption in rows.items()})
 
 
@@ -83,10 +86,8 @@ def web_item(address: str, name: str, config: DatasetConfig, base: Path) -> Item
     """What an address, or a path relative to `base`, refers to."""
     scheme = SCHEME.match(address)
     if scheme is None:
-        path = base / address
-        return Item(
-            address, name, partial(copy_file, path, () if config.allow_private_urls else (base,)), _version(path)
-        )
+        path, folders = base / address, () if config.allow_private_urls else (base,)
+        return Item(address, name, partial(copy_file, path, folders), _version(path))
     if scheme[1].lower() not in ("http", "https"):
         # An item all the same, so that the plan lists its row with the reason.
         return Item(address, name, partial(_refuse, scheme[1]))
@@ -147,9 +148,6 @@ class Rows:
     left_out: Mapping[int, str]
 
 
-_ROWS = TypeAdapter(Rows)
-
-
 def list_rows(config: DatasetConfig, store: Store) -> Reading[Offer]:
     """The rows that pass `filter_func`; the dataset is loaded only if something of it is missing here.
 
@@ -163,7 +161,7 @@ def list_rows(config: DatasetConfig, store: Store) -> Reading[Offer]:
     commit = _commit(config, asks=store.fetches)
     identity = _digest(commit, config.model_dump(include=set(HubKeys.model_fields), mode="json"))
     with suppress(OSError, ValidationError):
-        rows = _ROWS.validate_json((store.root / SAVED).read_bytes())
+        rows = TypeAdapter(Rows).validate_json((store.root / SAVED).read_bytes())
         # Without the table no media can be read, and none need to be if all are here.
         offer = _offer(rows, config, commit, None)
         if rows.identity == identity and not (store.fetches and store.missing(offer.items)):
@@ -215,10 +213,8 @@ def _refusal(name: str, error: Exception) -> str:
 
     # `datasets` wraps the hub's errors, so the text is looked at too.
     if isinstance(error, GatedRepoError | RepositoryNotFoundError) or "gated" in str(error).lower():
-        return (
-            f"the hub has no dataset {name!r}, or it is private or gated: log in with `hf auth login`, and accept its "
-            f"terms on https://huggingface.co/datasets/{name}."
-        )
+        advice = f"log in with `hf auth login`, and accept its terms on https://huggingface.co/datasets/{name}"
+        return f"the hub has no dataset {name!r}, or it is private or gated: {advice}."
     if "scripts are no longer supported" in str(error):
         return f"{name!r} is loaded by a script, which is not run; a copy with parquet files can be used."
     return f"{name!r} cannot be loaded: {' '.join(str(error).split())}"
@@ -372,3 +368,95 @@ def _cut(data: bytes, cut: CompositeImage) -> bytes:
     file = io.BytesIO()
     picture.crop((left, 0, right, picture.height)).save(file, "PNG")
     return file.getvalue()
+
+
+LONGEST_NAME = 255  # bytes of a file's name
+
+
+def list_bucket(config: DatasetConfig, store: Store) -> Reading[Offer]:
+    """The pictures or clips below a prefix, and their caption files.
+
+    Raises:
+        UnfetchedError: nothing of it is here, and the server may not be asked.
+    """
+    if missing := list(check_installed(BOTO3, f"{config.id}.type", "aws")):
+        yield from missing
+        return Offer([])
+    if not store.fetches:
+        items = store.here(f"s3://{config.aws_bucket_name}/{_prefix(config)}")
+        if not items:
+            raise UnfetchedError("its files are")
+        return Offer(items)
+    # An extra, known to be installed only now.
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        client = _login(config).client()
+        objects = dict(_objects(client, config))
+    # botocore raises ValueError for an endpoint that is not a URL.
+    except (BotoCoreError, ClientError, ValueError) as error:
+        why = " ".join(str(error).split())
+        yield Problem(f"{config.id}.aws_bucket_name", f"{_place(config)} cannot be listed: {why}")
+        return Offer([])
+    if not objects:
+        yield Problem(f"{config.id}.aws_data_prefix", f"{_place(config)} holds no objects.")
+    listing = classify([(name, _problem(name)) for name in objects], store.wanted)
+    names, ignored = {*listing.files, *listing.captions.values()}, dict(listing.ignored)
+    for name in {name for name in names if any(str(parent) in names for parent in PurePosixPath(name).parents)}:
+        # A bucket has no folders: `a` and `a/b` may both be objects.
+        names.remove(name)
+        ignored[name] = ("unusable name", "is below a name that is an object, and a file cannot be a folder too")
+    read = partial(_read_object, client, (BotoCoreError, ClientError), config.aws_bucket_name)
+    items = []
+    for name in sorted(names):
+        key = objects[name]["Key"]
+        address = f"s3://{config.aws_bucket_name}/{key}"
+        items.append(Item(address, name, partial(read, key), objects[name]["ETag"], objects[name]["Size"]))
+    return Offer(items, ignored=ignored)
+
+
+def _login(config: DatasetConfig) -> S3Login:
+    return S3Login(
+        endpoint_url=config.aws_endpoint_url,
+        region=config.aws_region_name,
+        access_key=config.aws_access_key_id,
+        secret_key=config.aws_secret_access_key,
+        session_token=config.aws_session_token,
+        pool=config.aws_max_pool_connections,
+    )
+
+
+def _place(config: DatasetConfig) -> str:
+    server = config.aws_endpoint_url or "Amazon S3"
+    return f"the bucket {config.aws_bucket_name!r} of {server}, prefix {_prefix(config)!r},"
+
+
+def _prefix(config: DatasetConfig) -> str:
+    """The prefix as a folder: `photos` is `photos/`, so that it does not match `photos-old/`."""
+    prefix = (config.aws_data_prefix or "").strip("/")
+    return f"{prefix}/" if prefix else ""
+
+
+def _objects(client: Any, config: DatasetConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Facts of each object by its name below the prefix; a key that ends in a slash stands for a folder."""
+    prefix = _prefix(config)
+    pages = client.get_paginator("list_objects_v2").paginate(Bucket=config.aws_bucket_name, Prefix=prefix)
+    for page in pages:
+        for facts in page.get("Contents", ()):
+            if not facts["Key"].endswith("/"):
+                yield facts["Key"].removeprefix(prefix), facts
+
+
+def _problem(name: str) -> tuple[str, str] | None:
+    """Why a key cannot be a path below a folder, or None; `..` counts as hidden."""
+    parts = name.split("/")
+    if any(not part or "\0" in part or "\\" in part or len(part.encode()) > LONGEST_NAME for part in parts):
+        return "unusable name", "has a name that cannot be a path"
+    return next((problem for part in parts if (problem := name_problem(part))), None)
+
+
+def _read_object(client: Any, failures: tuple[type[Exception], ...], bucket: str | None, key: str) -> Iterator[bytes]:
+    try:
+        yield from client.get_object(Bucket=bucket, Key=key)["Body"].iter_chunks(CHUNK)
+    except failures as error:
+        raise DownloadError(f"cannot be read: {error}") from error
