@@ -72,20 +72,23 @@ def _check(
     elif target.exists() or target.is_symlink():
         message = f"{target} exists already: go on with `simpletuner train env={name}`, or give --name."
         yield Problem("", message)
-    missing, captioned = len(material.uncaptioned), len(material.captioned)
-    if not captions and missing and (captioned or material.sources):
-        first = material.uncaptioned[0]
-        advice = "writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each"
-        message = (
-            f"{missing} of {missing + captioned} files have no caption ({first} is the first). --caption {advice}."
-        )
-        yield Problem("", message)
     for option, names in (("purpose", material.purposes), ("model", [*examples])):
         if (value := given[option]) is not None and value not in names:
             yield Problem("", f"--{option} {not_one_of(value, names)}")
-    model = given["model"] or ""
-    if captions and missing and model in examples and not writes_captions(examples[model]):
+    yield from _check_captions(material, examples.get(given["model"] or ""), captions=captions)
+
+
+def _check_captions(material: Material, example: str | None, *, captions: bool) -> Iterator[Problem]:
+    """Captions for some files only, and a model that cannot write those that are missing."""
+    missing, captioned = len(material.uncaptioned), len(material.captioned)
+    if captions and missing and example and not writes_captions(example):
+        model = example.removesuffix("-lora")
         yield Problem("", f"--caption: the text encoder of {model} writes none; choose another model.")
+    if not captions and missing and (captioned or material.sources):
+        first = material.uncaptioned[0]
+        advice = "writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each."
+        message = f"{missing} of {missing + captioned} files have no caption ({first} is the first). --caption {advice}"
+        yield Problem("", message)
 
 
 def _as_json(value: object) -> Any:
