@@ -395,6 +395,11 @@ def checkpoint_interval(steps: int) -> int:
     return -(-steps // CHECKPOINTS)
 
 
+def writes_captions(example: str) -> bool:
+    """Whether the model of an example can write captions; a tiny one only draws."""
+    return example not in DEMOS.values() and bool(FAMILIES[read_example(example)["model_family"]].words.captioner)
+
+
 def run_name(folder: Path) -> str:
     """The name of a run, from that of its folder."""
     # Letters, digits and the vowel signs of scripts such as Devanagari, which \w lacks.
