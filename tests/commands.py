@@ -14,8 +14,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,31 +39,45 @@ sys.exit(int(door.recv(20) or 128 + signal.SIGKILL))
 
 
 @contextmanager
-def forked_commands(folder: Path) -> Iterator[tuple[str, ...]]:
-    """What starts `simpletuner` in place of `(python, "-m", "simpletuner")`; `folder` is for files of its own."""
+def forked_commands(
+    folder: Path, work: Callable[[], object] = run, prepare: Callable[[], object] | None = None
+) -> Iterator[tuple[str, ...]]:
+    """What starts `simpletuner` in place of `(python, "-m", "simpletuner")`.
+
+    Args:
+        folder: for files of its own.
+        work: another program.
+        prepare: what is done once, in the process that is forked.
+    """
     (folder / "client.py").write_text(CLIENT)
     address = folder / "door"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(address))
         listener.listen()
-        process = FORKS.Process(target=_fork_for_each, args=(listener,), daemon=True)
+        process = FORKS.Process(target=_fork_for_each, args=(listener, work, prepare))
         process.start()
-    yield sys.executable, "-S", "-E", str(folder / "client.py"), str(address)
-    process.kill()
-    process.join()
+    try:
+        yield sys.executable, "-S", "-E", str(folder / "client.py"), str(address)
+    finally:
+        process.kill()
+        process.join()
 
 
-def _fork_for_each(listener: socket.socket) -> None:
+def _fork_for_each(listener: socket.socket, work: Callable[[], object], prepare: Callable[[], object] | None) -> None:
+    if prepare is not None:
+        prepare()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombie stays
-    while True:
+    parent = parent_process()
+    assert parent is not None
+    while listener in connection.wait([listener, parent.sentinel]):  # until the parent has ended
         client, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
-            _obey(client)
+            _obey(client, work)
         client.close()
 
 
-def _obey(client: socket.socket) -> NoReturn:
+def _obey(client: socket.socket, work: Callable[[], object]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()  # the terminal's Ctrl-C reaches the client, as it does the real command
     content, streams, _, _ = socket.recv_fds(client, MOST_BYTES, 3)
@@ -78,7 +93,8 @@ def _obey(client: socket.socket) -> NoReturn:
     client.send(str(os.getpid()).encode())
     code = 1
     try:
-        run()
+        work()
+        code = 0
     except SystemExit as stop:
         code = int(stop.code or 0)
     except BaseException:  # noqa: BLE001 - nothing of the process that forked this may run on

@@ -6,6 +6,7 @@ run the tests, and needs no torch itself.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import getpass
 import itertools
@@ -15,6 +16,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,8 +44,27 @@ _frozen_modules = 0
 def pytest_configure(config: pytest.Config) -> None:
     """Only `-m gpu` sees the GPUs of this machine. All other tests are of the CPU, and fork what has imported
     diffusers, which asks for a GPU; CUDA does not work in forks of a process that has asked."""
-    if not config.option.markexpr.startswith("gpu"):
+    if not wants_gpu(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def wants_gpu(config: pytest.Config) -> bool:
+    return str(config.option.markexpr).startswith("gpu")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """xdist starts processes that have imported everything already, unless these are to use a GPU."""
+    if wants_gpu(config):
+        return
+    from tests.workers import forked_workers
+
+    workers = contextlib.ExitStack()
+    config.add_cleanup(workers.close)
+    folder = workers.enter_context(tempfile.TemporaryDirectory())
+    program = workers.enter_context(forked_workers(Path(folder), config.args))
+    for spec in specs:
+        spec.python = program
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for place, part in enumerate(parts):
         part.sort(key=lambda item: item.get_closest_marker("costly_setup") is None)
         size = (len(items) + place) // len(parts)
-        part += [quick.pop() for _ in range(size - len(part))]
+        part += [quick.pop() for _ in range(min(size - len(part), len(quick)))]
     items[:] = itertools.chain.from_iterable(parts)
 
 
@@ -90,6 +111,14 @@ def _freeze_imports() -> None:
     _frozen_modules = len(sys.modules)
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _early_forkserver() -> None:
+    """Processes of tests are forked from what is imported here, before the first test has left anything behind."""
+    from tests.workers import fork_the_forkserver
+
+    fork_the_forkserver()
 
 
 @pytest.fixture(autouse=True)

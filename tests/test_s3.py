@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from moto.server import ThreadedMotoServer
 
-from simpletuner.annexes.publishing.uploads import BucketCopy, Upload
+from simpletuner.annexes.publishing.uploads import BucketCopy
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.s3 import S3Login
 from simpletuner.training.manifest import LORA_FILE
@@ -59,19 +59,18 @@ def test_an_output_folder_is_copied_and_only_once(endpoint: str, tmp_path: Path)
         os.utime(tmp_path / "star" / name, (0, 0))
     bucket = BucketCopy(publish, tmp_path / "star")
     assert bucket.prepare() == ""
-    upload = Upload("step 4", tmp_path / "star", {}, "")
-    assert bucket.upload(upload) == "https://files.example/team/star"
+    assert bucket.upload({}, "") == "https://files.example/team/star"
     expected = {"team/star/.simpletuner", "team/star/a.txt", "team/star/checkpoint-2/w.bin"}
     assert keys_in(client, "runs") == expected
     sent: list[str] = []
     bucket._client.meta.events.register("before-send.s3", lambda request, **_: sent.append(request.method))
     (tmp_path / "star" / "a.txt").write_text("A new text")
-    bucket.upload(upload)
+    bucket.upload({}, "")
     assert sent.count("PUT") == 1, "what is there as it is here stays"
     assert client.get_object(Bucket="runs", Key="team/star/a.txt")["Body"].read() == b"A new text"
     (tmp_path / "star" / "a.txt").write_text("Another 1!")
     os.utime(tmp_path / "star" / "a.txt", (0, 0))
-    bucket.upload(upload)
+    bucket.upload({}, "")
     changed = client.get_object(Bucket="runs", Key="team/star/a.txt")["Body"].read()
     assert changed == b"Another 1!", "in the same size, and older by its own clock than the copy"
 

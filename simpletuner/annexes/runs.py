@@ -20,6 +20,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import psutil
+
 from simpletuner.annexes.figures import Columns
 from simpletuner.annexes.payloads import EVENTS_FILE, read_events
 from simpletuner.config.values import read_json
@@ -49,6 +51,7 @@ ENDED: Mapping[str, Status] = {"completed": "completed", "failed": "error", "can
 STOPS_LATER = "The run will stop at the end of"  # begins the answer to that request
 # Seconds without a sign of life after which a run on another machine, which cannot be asked, counts as ended.
 SILENCE = 900.0
+QUIET = 60.0  # seconds without news from a process of this machine that the page mentions; it may load a large model
 
 
 @dataclass(eq=False)
@@ -170,6 +173,7 @@ class Story:
     """What the events of a run's newest session told.
 
     Attributes:
+        first: the id of the first event.
         id: of the last event.
         status: of the last `training.status` with progress; empty before the first.
         progress: of the steps, with the metrics that were last told.
@@ -179,6 +183,7 @@ class Story:
     """
 
     job_id: str = ""
+    first: int = 0
     id: int = 0
     status: str = ""
     message: str = ""
@@ -210,6 +215,7 @@ class Story:
         """Take in the next event. What the page counts with is a number, or an exception is raised."""
         if event["job_id"] != self.job_id:
             self.begin(str(event["job_id"]), self.progress)
+            self.first = event["id"]
         self.id = event["id"]
         match event["type"]:
             case "training.status" if "progress" in event:
@@ -361,12 +367,14 @@ class Run:
         owner, is_alive = self.owner, self.pid is not None
         story = self.read()
         # Which session spoke is seen from the number of the last event before it; clocks may be set meanwhile.
-        is_silent, before = story.id == self.started.get("after"), owner.after if owner else -1
+        after, before = self.started.get("after"), owner.after if owner else -1
+        is_silent, is_on_console = story.id == after, after in (story.id, story.first - 1)
+        said = said_at_the_end(self.console, only_errors=not is_silent) if is_on_console and not is_alive else ""
         if is_silent or story.id <= before:
             story = Story(progress=story.progress)
-        return *self._judge(owner, is_alive, story, self.console if is_silent else ""), story
+        return *self._judge(owner, is_alive, story, said), story
 
-    def _judge(self, owner: Owner | None, is_alive: bool, story: Story, console: str) -> tuple[Status, str]:
+    def _judge(self, owner: Owner | None, is_alive: bool, story: Story, said: str) -> tuple[Status, str]:
         is_elsewhere = owner is not None and owner.host != socket.gethostname()
         # What a session said of its end counts for more than its process, which may take a while to exit.
         if story.status in ENDED:
@@ -376,7 +384,7 @@ class Run:
             return "running" if story.status in IN_LOOP else "starting", where + story.message
         if is_elsewhere:
             return "interrupted", f"No heartbeat for {clock(time.time() - self.seen)}. {owner}"
-        return self._judge_end(owner is not None or story.status in ("starting", *IN_LOOP), said_at_the_end(console))
+        return self._judge_end(owner is not None or story.status in ("starting", *IN_LOOP), said)
 
     def _judge_end(self, was_at_work: bool, last: str) -> tuple[Status, str]:
         """What became of a session that has not told how it ended; `last` are its last words on the console."""
@@ -384,7 +392,7 @@ class Run:
             return ("cancelled", INTERRUPTED[0]) if last in INTERRUPTED else ("error", last)
         step = last_step(self.folder / METRICS_FILE)[0].get("step", 0)
         if was_at_work:
-            return "interrupted", f"Ended unexpectedly at step {step:,}."
+            return "interrupted", f"Ended unexpectedly {f'at step {step:,}' if step else 'before the first step'}."
         if not step:
             return "idle", ""
         if step == (result_step(self.folder, "lora") or result_step(self.folder, "full")):
@@ -416,24 +424,39 @@ class Run:
         is_active, step, damage = state in ACTIVE, last.get("step", 0), self._events.damage or damage
         if damage and not is_active:
             state, message = "broken", "\n".join(filter(None, (damage, message)))
-        # The record first, then what the events say: a silent session has only the former.
-        progress = blank["progress"] | {"current": step, "metrics": last} | story.progress
+        idle = self._idleness(story) if is_active else ""
+        # Of fast steps the events tell some, and the record has all: a killed run had got as far as it says.
+        progress = blank["progress"] | story.progress
+        progress |= {"current": step or progress["current"], "metrics": progress["metrics"] | last}
+        progress["percent"] = progress["total"] and round(100 * progress["current"] / progress["total"], 1)
         in_loop = (state, story.status) == ("running", "running")
         asked = [*filter(lambda request: (self.folder / FOLDER / request).exists(), REQUESTS if in_loop else ())]
         stop = is_active and story.status != "stopping" and "stop" not in asked
         return blank | {
             "status": state,
             "job_id": story.job_id,
-            "progress": progress if state == "running" else progress | {"eta_seconds": None},
+            "progress": progress if state == "running" and not idle else progress | {"eta_seconds": None},
             "stages": story.stages if is_active else {key: over(stage) for key, stage in story.stages.items()},
             "config": blank["config"] | {"name": self.config},
-            "message": "Stops after this step and its previews." if "stop" in asked else redact(message),
+            "message": idle or ("Stops after this step and its previews." if "stop" in asked else redact(message)),
             "asked": asked,
             "can": blank["can"]
             | dict.fromkeys(("save", "preview", "stop_at_epoch_end"), in_loop)
             | {"stop": stop}
             | ({} if is_active else self._beginnings(step)),
         }
+
+    def _idleness(self, story: Story) -> str:
+        """What to know of a living process that does nothing; empty if it works, or if that cannot be seen from here."""
+        if not (owner := self.owner) or owner.host != socket.gethostname() or owner.is_gone:
+            return ""
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(owner.pid).status() == psutil.STATUS_STOPPED:
+                return f"Process {owner.pid} is stopped. To let it go on: kill -CONT {owner.pid}"
+        told = (self.folder / EVENTS_FILE).stat().st_mtime if story.id else 0.0
+        silence = time.time() - max(told, owner.since)
+        pace = story.progress.get("metrics", {}).get("seconds_per_step") or 0.0
+        return f"Nothing new for {clock(silence)}." if silence > max(QUIET, 3 * pace) else ""
 
     def _beginnings(self, step: int) -> dict[str, bool]:
         """Which sessions can begin when none is at work."""
@@ -453,11 +476,11 @@ def printed(file: Path) -> str:
     return redact("\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines))
 
 
-def said_at_the_end(console: str) -> str:
+def said_at_the_end(console: str, *, only_errors: bool = False) -> str:
     """The errors of the newest session in a console.log, else its last line."""
     lines = re.split(rf"^{re.escape(PROMPT)}.*$", console, flags=re.MULTILINE)[-1].strip().splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return "\n".join(errors or lines[-1:])
+    return "\n".join(errors or ([] if only_errors else lines[-1:]))
 
 
 def as_text(path: str | Path) -> str:

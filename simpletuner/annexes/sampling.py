@@ -17,7 +17,7 @@ from simpletuner.data.buckets import Geometry
 from simpletuner.data.files import MediaError, content_hash
 from simpletuner.data.media import probe
 from simpletuner.data.sample import Sample
-from simpletuner.errors import ConfigError, Problem, Reading, did_you_mean, result_of
+from simpletuner.errors import ConfigError, Problem, Reading, did_you_mean, result_of, warning
 from simpletuner.headers import METADATA, read_header
 from simpletuner.models import lora_keys
 from simpletuner.models.source import Part, tensor_shapes
@@ -147,15 +147,14 @@ def _check_strengths(strengths: Sequence[float], weights: Sequence[Sampled]) -> 
     names = (name for each in weights if each.lora for name in tensor_shapes(each.lora))
     if set(strengths) != {1.0} and any("magnitude" in (lora_keys.role_of(name) or "") for name in names):
         message = "scales the update of a DoRA and not its magnitudes, as in the stock pipeline."
-        yield Problem("--strength", f"{message} At 0 the base model is rendered; there, magnitudes stay.", fatal=False)
+        yield warning("--strength", f"{message} At 0 the base model is rendered; there, magnitudes stay.")
 
 
 def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
     """What a request's source holds, and a checkpoint with the settings of its run, if there is one."""
     if request.source is None:
         if request.sweeps:
-            message = "needs the output folder of a run: simpletuner sweep OUTPUT_DIR"
-            raise ConfigError([Problem("sweep", message)])
+            raise ConfigError([Problem("sweep", "needs the output folder of a run: simpletuner sweep OUTPUT_DIR")])
         return [Sampled("base model")], None
     path = home_path(request.source)
     if not path.exists():

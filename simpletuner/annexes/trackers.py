@@ -86,8 +86,7 @@ class Trackers(Companion):
 def open_trackers(report_to: str, run: TrackedRun) -> Iterator[GuardedTracker]:
     """The trackers named that can work here; secrets in the settings are redacted."""
     names = tracker_names(report_to)
-    settings = redact_settings(run.settings)
-    run = replace(run, project=redact(run.project), name=redact(run.name), settings=settings)
+    run = replace(run, project=redact(run.project), name=redact(run.name), settings=redact_settings(run.settings))
     for name, build in TRACKERS.items():
         if name not in names and "all" not in names:
             continue
@@ -117,8 +116,7 @@ class GuardedTracker:
     def _pass_on(self, tracker: Tracker, event: Event) -> None:
         match event:
             case happened.StepReport():
-                numbers = {name: value for name, value in event.row.items() if name != TIMESTEPS}
-                tracker.log(numbers, event.step)
+                tracker.log({name: value for name, value in event.row.items() if name != TIMESTEPS}, event.step)
                 tracker.log_timesteps(event.timesteps, event.step)
             case happened.Evaluated():
                 tracker.log(event.losses, event.step)

@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import math
-import ssl
 import threading
 import time
 from collections import deque
@@ -32,6 +31,7 @@ from simpletuner.reporting.events import Event, EventStream
 from simpletuner.reporting.metrics import MIME
 
 logger = logging.getLogger(__name__)
+tls_context = functools.cache(httpx.create_ssl_context)  # reading the machine's certificates takes a tenth of a second
 
 TIMEOUT = 5.0  # seconds for a connection, and for a message
 PATIENCE = 30.0  # for a message that is never dropped, and for what is left at the end of a run
@@ -124,7 +124,7 @@ class Delivery:
     _unreachable: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._tls = tls_context(self.hook.verifies)
+        self._tls = tls_context(verify=self.hook.verifies)
         # A daemon: a message in transit does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=f"webhook {self.hook.host}", daemon=True)
         self._thread.start()
@@ -189,12 +189,6 @@ class Delivery:
         if time.monotonic() - self._warned_at >= SECONDS_BETWEEN_WARNINGS:
             self._warned_at = time.monotonic()
             logger.log(level, "The webhook at %s %s", self.hook.host, said)
-
-
-@functools.cache
-def tls_context(verifies: bool) -> ssl.SSLContext:
-    """Shared by all webhooks: reading the machine's certificates takes a tenth of a second."""
-    return httpx.create_ssl_context(verify=verifies)
 
 
 def is_for_people(payload: Payload) -> bool:

@@ -221,19 +221,17 @@ CPU_BYTES = 20e9
 NVLINK_BYTES = 18e9  # bytes/s of one NVLink that exchanges reach, of 25 (second to fourth generation)
 
 
-def find_device(
-    planned_gigabytes: float | None = None, output_dir: Path | None = None, card: Card | None = None
-) -> Device:
+def find_device(gibibytes: float | None = None, output_dir: Path | None = None, card: Card | None = None) -> Device:
     """The device that a run on this machine would use, or the one that the plan's keys ask for.
 
     Args:
-        planned_gigabytes: `plan_device_memory_gb`, memory in GiB of a GPU to plan for instead of this machine's device.
+        gibibytes: `plan_device_memory_gb`, memory of a GPU to plan for instead of this machine's device.
         output_dir: folder that may hold measured rates.
         card: `plan_device`, likewise.
     """
     gpu = query_gpu()
-    if card is not None or planned_gigabytes is not None:
-        return planned_device(planned_gigabytes, card, gpu)
+    if card is not None or gibibytes is not None:
+        return planned_device(gibibytes, card, gpu)
     if gpu and torch_uses_gpus():
         # Processes that a launcher started must decide alike, and hold memory of the device themselves by now.
         taken = gpu.taken if launched(os.environ) is None else 0.0

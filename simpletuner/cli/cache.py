@@ -64,8 +64,7 @@ def verify(context: typer.Context) -> None:
         damaged += len(verification.damaged)
     if damaged:
         raise UserError(f"{damaged} damaged entries; the next run encodes them again.")
-    intact = f"Every entry in {', '.join(map(str, folders))} is intact."
-    typer.echo(intact if folders else "There are no caches yet.")
+    typer.echo(f"Every entry in {', '.join(map(str, folders))} is intact." if folders else "There are no caches yet.")
 
 
 @app.command(context_settings=PASS_THROUGH)

@@ -63,8 +63,7 @@ def show_help(
     """Explain a setting (help learning_rate), a section (help LoRA), or search (help offload)."""
     if not words and context.parent is not None:
         typer.echo(context.parent.get_help())
-    lines = settings_help(" ".join(words)) if words else sections_help()
-    typer.echo("\n".join(lines))
+    typer.echo("\n".join(settings_help(" ".join(words)) if words else sections_help()))
 
 
 def sections_help() -> Iterator[str]:

@@ -224,8 +224,7 @@ def run_checked(plan: Plan, budget: Budget, events: EventStream, world: World, *
         events.say(f"All {ledger.step} steps are done. An earlier session has not finished: {ledger}.")
         finish_run(plan, ledger, events, open_companions(plan, places, events, world))
         return
-    summary = "\n".join(start_lines(plan, budget))
-    events.publish(StateChanged("starting", begun, plan.length.total_steps, summary))
+    events.publish(StateChanged("starting", begun, plan.length.total_steps, "\n".join(start_lines(plan, budget))))
     keep_compiled(machine_folder(plan))
     # torch is imported here, after every check that is quick without it.
     with events.phase("Loading torch", stage="init_torch"), uncollected():

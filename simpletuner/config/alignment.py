@@ -47,11 +47,7 @@ class CrepaConfig(TechniqueGroup):
         None,
         "The teacher's block, counted from 0, for crepa_feature_source backbone.",
         ge=0,
-        requires=when(
-            "crepa_use_backbone_features",
-            crepa_feature_source="backbone",
-            because="the features come from crepa_encoder, not from a block",
-        ),
+        requires=when("crepa_use_backbone_features", crepa_feature_source="backbone", because="no block teaches"),
     )
     crepa_encoder: Text = common(
         "dinov2_vitg14",
@@ -65,17 +61,13 @@ class CrepaConfig(TechniqueGroup):
         ge=64,
         label="Vision Encoder Size",
     )
-    crepa_encoder_resize: Literal["aspect", "square"] = option(
-        "aspect", "square: frames are stretched to a square; aspect: they keep their proportions, with no more patches."
-    )
+    crepa_encoder_resize: Literal["aspect", "square"] = option("aspect", "square stretches frames, aspect does not.")
     crepa_encoder_frames_batch_size: Integer = option(-1, "Frames per batch of the encoder; -1 is a whole clip.", ge=-1)
     crepa_cache: Literal["auto", "disk", "off"] = option(
         "auto", "disk stores features beside the latents, auto if they fit into a fifth of the free space, off never."
     )
     crepa_drop_vae_encoder: Flag = common(False, "Drop the encoder half of the teacher's VAE, which saves memory.")
-    crepa_scheduler: Literal["constant", "linear", "cosine", "polynomial"] = option(
-        "constant", "Decay of the weight from crepa_lambda to crepa_lambda_end."
-    )
+    crepa_scheduler: Literal["constant", "linear", "cosine", "polynomial"] = option("constant", "Decay of the weight.")
     crepa_warmup_steps: Integer = option(0, "Steps of a linear warm-up of the weight from 0.", ge=0)
     crepa_decay_steps: Integer = option(0, "Last step of the decay; 0: the last step of the run.", ge=0)
     crepa_lambda_end: Number = option(0.0, "The weight after the decay.", ge=0, label="End Weight")
@@ -194,9 +186,7 @@ class LayerSyncConfig(TechniqueGroup):
     )
     layersync_student_block: Integer | None = common(None, "The aligned block, counted from 0.", ge=0)
     layersync_teacher_block: Integer | None = common(None, "The deeper block to align with.", ge=0)
-    layersync_lambda: Number | None = option(
-        None, "Weight of the loss.", ge=0, default_note="0.002 for a LoRA, 0.2 for full", label="Weight"
-    )
+    layersync_lambda: Number | None = option(None, "Loss weight.", ge=0, default_note="0.002; full 0.2", label="Weight")
 
     def weight(self, model_type: str) -> float:
         """The weight of the loss; 0 if LayerSync is off."""

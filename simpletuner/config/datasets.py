@@ -14,26 +14,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from simpletuner.config import values
 from simpletuner.config.load import Layer, build_group, canonical
 from simpletuner.config.option import Group, Option, accepted, common, describe, option
 from simpletuner.config.remote import BucketKeys, CompositeImage, HubKeys, RowFilter, TableKeys, check_written
 from simpletuner.config.schema import LARGEST_SIZE, Alignment, CaptionStrategy, SharedKeys, options_of
 from simpletuner.config.sources import resolve_alias
 from simpletuner.config.upstream import instead_of
-from simpletuner.config.values import (
-    TRUE_WORDS,
-    Flag,
-    Integer,
-    Json,
-    Number,
-    PathText,
-    Text,
-    TextList,
-    json_kind,
-    parse_number,
-    plain_key,
-    read_json,
-)
+from simpletuner.config.values import Flag, Integer, Json, Number, PathText, Text, TextList
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean, warning, within
 
 # An epoch plans every pass of every sample in memory; longer runs use more epochs.
@@ -101,7 +89,7 @@ def parse_ratios(value: object) -> list[tuple[float, float]]:
 
 
 def _positive(value: object, *, or_zero: bool = False) -> float:
-    number = parse_number(value, f"holds {value!r}, which is not a number such as 1.5")
+    number = values.parse_number(value, f"holds {value!r}, which is not a number such as 1.5")
     if number < 0 or (number == 0 and not or_zero):
         raise ValueError(f"holds {number:g}; it must be above 0")
     return number
@@ -242,7 +230,7 @@ def read_datasets(path: Path, *, placeholders: dict[str, str]) -> Reading[list[D
         ways = "`simpletuner start FOLDER` writes one, and docs/DATALOADER.md begins with one."
         yield Problem("data_backend_config", f"the dataset file {str(path)!r} does not exist. {ways}")
         return []
-    content = yield from read_json(path, list, "a JSON list of datasets")
+    content = yield from values.read_json(path, list, "a JSON list of datasets")
     if content is None:
         return []
     return (yield from parse_datasets(content, path, placeholders))
@@ -317,13 +305,13 @@ def _check_accepted(entry: DatasetConfig) -> Reading[None]:
 def _read_entry(entry: Any, file: str, index: int, placeholders: dict[str, str]) -> Reading[DatasetConfig | None]:
     number = f"{file}[{index}]"
     if not isinstance(entry, dict):
-        yield Problem(number, f"must be an object, not {json_kind(entry)}.")
+        yield Problem(number, f"must be an object, not {values.json_kind(entry)}.")
         return None
     name = entry.get("id") or entry.get("--id")
     where = f"{file}: {name}" if isinstance(name, str | int) and name else number
     found = Problems(check_written(entry))
     keys = found.take(_canonical(_flat(entry), DatasetConfig))
-    if str(keys.get("disabled")).strip().lower() in TRUE_WORDS:
+    if str(keys.get("disabled")).strip().lower() in values.TRUE_WORDS:
         return DatasetConfig(id=where, disabled=True)  # and drops what was wrong in it
     # Aliases and comments inside of nested objects; `canonical` handles one level.
     for part in [part for part in PARTS if isinstance(keys.get(part), dict)]:
@@ -363,15 +351,15 @@ def _check_id(name: str, number: str, where: str) -> Iterator[Problem]:
         yield Problem(f"{where}.id", f"{name!r} cannot name a folder: use letters, digits, _ and -.")
 
 
-def _place(values: Mapping[str, str], keys: dict[str, Any]) -> None:
+def _place(words: Mapping[str, str], keys: dict[str, Any]) -> None:
     """Replace the placeholders in the paths of an entry, in place."""
     for folder, key in [(keys, key) for key in PATH_KEYS] + [(keys.get("parquet"), "path")]:
         if isinstance(folder, dict) and isinstance(folder.get(key), str):
-            folder[key] = resolve_alias(PLACEHOLDER.sub(lambda match: values[match.group(1)], folder[key]))
+            folder[key] = resolve_alias(PLACEHOLDER.sub(lambda match: words[match.group(1)], folder[key]))
 
 
 def _canonical(entry: dict[str, Any], group: type[Group]) -> Reading[dict[str, Any]]:
     """The keys that are set; those that begin with an underscore are comments."""
-    written = [(key, value) for key, value in entry.items() if not plain_key(key).startswith("_")]
+    written = [(key, value) for key, value in entry.items() if not values.plain_key(key).startswith("_")]
     keys = yield from canonical(Layer("", written), options_of(group), "datasets")
     return {key: value for key, value in keys.items() if value is not None}

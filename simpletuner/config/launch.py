@@ -45,16 +45,8 @@ class LaunchConfig(Group):
                 because="one process checks its result by predictions, which need all. Use DDP, without fsdp_enable",
             )
             & when(model_type="lora"),
-            when(
-                mixed_precision="fp16",
-                because="each process would skip steps by the overflows in its own share of the gradient. Use bf16",
-            )
-            & when(model_type="full"),
-            when(
-                lora_format="comfyui",
-                because="ComfyUI's magnitudes of a DoRA are computed from the whole base weights. Use diffusers",
-            )
-            & when("use_dora"),
+            when(mixed_precision="fp16", because="processes would overflow apart. Use bf16") & when(model_type="full"),
+            when(lora_format="comfyui", because="its DoRA takes whole weights. Use diffusers") & when("use_dora"),
         ),
     )
     fsdp_version: FsdpVersion = sharded("2", "1 is treated as 2.", remarks={"1": "is deprecated and treated as 2"})
@@ -65,10 +57,7 @@ class LaunchConfig(Group):
     fsdp_hybrid: Flag = option(
         False,
         "Shard within each machine, replicate across: less traffic between them, num_machines times the memory.",
-        requires=(
-            when("fsdp_enable"),
-            unless(num_machines=1, because="on one machine, all processes share the weights already"),
-        ),
+        requires=(when("fsdp_enable"), unless(num_machines=1, because="one machine shares the weights already")),
     )
     fsdp_whole_gradients: Flag = option(
         False,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, cast, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from simpletuner.config import schema
 from simpletuner.config.option import LIMITS, Group, Option
-from simpletuner.config.upstream import foreign_key_problem
+from simpletuner.config.upstream import File, foreign_key_problem
 from simpletuner.config.values import expand_environment, plain_key, same_value
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean, nearest, warning
 from simpletuner.redaction import hide_secrets
@@ -98,7 +98,7 @@ def build_group(group: type[schema.GroupType], values: Mapping[str, Any]) -> Rea
 
 
 def canonical(
-    layer: Layer, names: Mapping[str, Option] | None = None, file: Literal["config", "datasets"] = "config"
+    layer: Layer, names: Mapping[str, Option] | None = None, file: File = "config"
 ) -> Reading[dict[str, Any]]:
     """A layer's values by canonical key: `--` stripped, aliases resolved, variables expanded, None for unset.
 

@@ -12,16 +12,8 @@ from functools import partial
 from typing import Literal
 
 from simpletuner.config.option import Package, check_installed
-from simpletuner.config.precision import BITSANDBYTES, TORCHAO, transformer_dtype
-from simpletuner.config.schema import (
-    CHOSEN,
-    DEFAULT_LEARNING_RATES,
-    OptimizerConfig,
-    OptimizerName,
-    PrecisionConfig,
-    RunConfig,
-    all_options,
-)
+from simpletuner.config.precision import BITSANDBYTES, TORCHAO, PrecisionConfig, transformer_dtype
+from simpletuner.config.schema import CHOSEN, LEARNING_RATES, OptimizerConfig, OptimizerName, RunConfig, all_options
 from simpletuner.config.speed import has_compiler
 from simpletuner.config.values import parse_flag, parse_number
 from simpletuner.errors import NoEffect, Problem, did_you_mean, warning
@@ -246,7 +238,7 @@ def widens_second_moment(config: OptimizerConfig, mixed_precision: str) -> bool:
 
 def learning_rate(config: OptimizerConfig, model_type: str) -> float:
     """The peak learning rate: the configured one, or the default for a LoRA or a full fine-tune."""
-    return config.learning_rate or DEFAULT_LEARNING_RATES[model_type]
+    return config.learning_rate or LEARNING_RATES[model_type]
 
 
 def peak_learning_rate(config: RunConfig) -> float:
@@ -280,8 +272,7 @@ def check_optimizer(config: OptimizerConfig, mixed_precision: str) -> Iterator[P
     name = optimizer_name(config, mixed_precision)
     spec = OPTIMIZERS[name]
     if name == "adamw_bf16" and mixed_precision != "bf16":
-        message = f"'adamw_bf16' needs mixed_precision bf16, which is {mixed_precision!r}; use adamw or optimi-adamw."
-        yield Problem("optimizer", message)
+        yield Problem("optimizer", f"'adamw_bf16' needs mixed_precision bf16, not {mixed_precision!r}; use adamw.")
     yield from _overrides(config, spec)[1]
     yield from _check_numbers(config, name, spec)
     if mixed_precision == "bf16" and spec.keeps_bf16 and not spec.rounds_randomly:

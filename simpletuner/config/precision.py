@@ -269,3 +269,13 @@ def transformer_dtype(precision: PrecisionConfig) -> str:
     if precision.base_model_default_dtype is not None and precision.base_model_precision not in PLAIN_PRECISIONS:
         return precision.base_model_default_dtype
     return "fp32" if precision.mixed_precision == "no" else precision.mixed_precision
+
+
+def compute_dtypes(precision: PrecisionConfig, caching: CachingConfig, encoders: int) -> dict[str, str]:
+    """The dtypes in which a transformer, a VAE and so many text encoders compute, however they were chosen."""
+    text, stored = text_encoder_dtype(precision), text_encoder_storage(precision, encoders)
+    return {
+        "mixed_precision.compute": transformer_dtype(precision),
+        "text_encoder_1_precision": text if stored == "no_change" else f"{stored} in {text}",
+        "vae_dtype": vae_dtype(precision, caching),
+    }

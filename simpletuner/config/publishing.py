@@ -105,10 +105,7 @@ class PublishConfig(Group):
         None, "Text or list in file headers; `{env:X}`, `{current_step}`, `{current_epoch}`, `{timestamp}` expand."
     )
     publishing_config: Annotated[list[NamedBucket], BeforeValidator(parse_stores)] | None = option(
-        None,
-        "S3 buckets that get a copy of the output folder at the end: JSON or a file, see docs/PUBLISHING.md.",
-        form=JSON_OR_FILE,
-        label="Other Targets",
+        None, "S3 buckets for a copy of all output: docs/PUBLISHING.md.", form=JSON_OR_FILE, label="Other Targets"
     )
     post_checkpoint_script: Text | None = option(
         None, "Command after each checkpoint; `{local_checkpoint_path}`, `{global_step}`, `{tracker_run_name}` expand."

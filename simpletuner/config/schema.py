@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_type_hints
 
 from pydantic import BeforeValidator
 
+from simpletuner.config import values
 from simpletuner.config.alignment import CrepaConfig, LayerSyncConfig
 from simpletuner.config.launch import LaunchConfig
 from simpletuner.config.lora import LoraConfig
@@ -35,28 +36,16 @@ from simpletuner.config.techniques import (
     ScheduledSamplingConfig,
     TreadConfig,
 )
-from simpletuner.config.values import (
-    Flag,
-    Gigabytes,
-    Integer,
-    Number,
-    PathText,
-    Sizes,
-    Text,
-    TextList,
-    Texts,
-    parse_text,
-    plain_key,
-)
+from simpletuner.config.values import Flag, Gigabytes, Integer, Number, PathText, Sizes, Text, TextList, Texts
 
 CaptionStrategy = Literal[
     "textfile", "filename", "instanceprompt", "instance_prompt", "parquet", "csv", "huggingface"
 ]  # fmt: skip
 # Choices that look like numbers may be written as numbers.
-Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidator(parse_text)]
+Alignment = Annotated[Literal["8", "16", "24", "32", "64", "128"], BeforeValidator(values.parse_text)]
 
 MODELS = Path(__file__).parents[1] / "models"
-DEFAULT_LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
+LEARNING_RATES = {"lora": 1e-4, "full": 5e-5}
 # Pixels of an edge: far beyond any model, so more is a typo.
 LARGEST_SIZE = 100_000
 MOST_SHOTS = 1000  # of a prompt, in a round of previews
@@ -256,7 +245,7 @@ streamed = partial(option, requires=when("enable_group_offload", "group_offload_
 
 def parse_card(value: object) -> object:
     """The name of a card without its maker and series: `RTX 4090` is `4090`."""
-    words = str(parse_text(value)).lower().replace("-", " ").split()
+    words = str(values.parse_text(value)).lower().replace("-", " ").split()
     return "-".join(word for word in words if word not in ("nvidia", "geforce", "rtx"))
 
 
@@ -285,10 +274,7 @@ class OffloadConfig(Group):
         default_note="the device of this machine",
     )
     plan_device: Card | None = option(
-        None,
-        "Plan for this card, with its memory unless that is given: `simpletuner plan --device h100`.",
-        aliases=("device",),
-        default_note="the device of this machine",
+        None, "Plan for this card (`--device h100`).", aliases=("device",), default_note="the device of this machine"
     )
     enable_group_offload: Flag = common(
         False,
@@ -422,11 +408,7 @@ class ValidationConfig(Group):
     """Validation"""
 
     validation_step_interval: Integer | None = common(
-        None,
-        "Steps between rounds.",
-        aliases=("validation_steps",),
-        ge=1,
-        default_note="up to eight rounds, for a tenth of the run; not with validation_epoch_interval",
+        None, "Steps between rounds.", aliases=("validation_steps",), ge=1, default_note="at most 8, a tenth of the run"
     )
     validation_epoch_interval: Integer | None = option(None, "Render after every n-th epoch.", ge=1)
     validation_prompt: Text | None = common(None, "The primary prompt; its files are named `validation`.")
@@ -688,7 +670,7 @@ def sections() -> dict[str, list[Option]]:
 
 def main_name(written: str) -> str:
     """The main name of a key, however it is written; unknown keys stay as they are."""
-    known = option_names().get(plain_key(written))
+    known = option_names().get(values.plain_key(written))
     return known.name if known else written
 
 

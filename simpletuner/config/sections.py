@@ -78,14 +78,8 @@ EVERYDAY_WORDS = {
 }  # fmt: skip
 # What choices mean, on the page and in the wizard.
 CHOICES = {
-    "model_type": {
-        "lora": "a small file that is loaded on top of the model",
-        "full": "the whole model; needs far more memory",
-    },
-    "offload": {
-        "manual": "you, with the options that follow",
-        "auto": "the plan: the fastest settings that fit the card",
-    },
+    "model_type": {"lora": "a small file on top of the model", "full": "the whole model; needs far more memory"},
+    "offload": {"manual": "you, with the options below", "auto": "the plan: the fastest settings that fit the card"},
     "tread_config": {
         "none": "every block sees every token",
         "quarter": "a quarter of the tokens skip it",

@@ -116,8 +116,7 @@ def check_mechanism(config: SpeedConfig, mechanism: str) -> Iterator[Problem]:
         package, _ = ATTENTION_PACKAGES[mechanism]
         yield from check_installed(package, "attention_mechanism", mechanism)
         if not plain_math(config):
-            message = f"{mechanism!r} needs speed_plain_math: diffusers' own blocks use torch's attention."
-            yield Problem("attention_mechanism", message)
+            yield Problem("attention_mechanism", f"{mechanism!r} needs speed_plain_math: other blocks use torch's.")
     if mechanism == "xformers" and config.deterministic:
         yield Problem("attention_mechanism", "'xformers' sums in any order: not deterministic; use diffusers.")
 

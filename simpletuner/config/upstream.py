@@ -21,17 +21,18 @@ NEUTRAL = {
 }
 
 
+File = Literal["config", "datasets"]
+
+
 @functools.cache
-def instead_of(file: Literal["config", "datasets"]) -> dict[str, str]:
+def instead_of(file: File) -> dict[str, str]:
     """What to use instead of each key in a config.json, or in a dataset file with its words for `type`."""
     # Read when somebody has such a key: a run that has none does not need it.
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))[file]
     return {key: words for keys, words in table.items() for key in keys.split()}
 
 
-def foreign_key_problem(
-    written: str, key: str, value: Any, source: str, file: Literal["config", "datasets"]
-) -> Problem | None:
+def foreign_key_problem(written: str, key: str, value: Any, source: str, file: File) -> Problem | None:
     """The problem for a key of another trainer; None for any other key.
 
     A value that switches nothing on is not an error, since the run is what the user wants.

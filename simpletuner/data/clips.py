@@ -315,8 +315,7 @@ def _check_length(video: VideoConfig, rules: ClipRules) -> Reading[None]:
         origin = "" if wanted else f" (the default of {DEFAULT_SECONDS} seconds)"
         yield Problem("min_frames", f"{rules.minimum} is below num_frames {length}{origin}: a clip may be shorter.")
     if rules.maximum is not None and rules.maximum < rules.minimum:
-        message = f"{rules.maximum} is below the {rules.minimum} frames that a clip needs: none fits."
-        yield Problem("max_frames", message)
+        yield Problem("max_frames", f"{rules.maximum} is below the {rules.minimum} frames a clip needs: none fits.")
 
 
 def _check_condition(rules: ClipRules, context: DataContext) -> Reading[None]:
@@ -328,5 +327,4 @@ def _check_condition(rules: ClipRules, context: DataContext) -> Reading[None]:
         yield Problem("is_i2v", f"this flavour of {context.spec.name} takes no first frame; use {', '.join(names)}.")
     shortest = rules.stride + 1
     if rules.num_frames is not None and rules.num_frames < shortest:
-        message = f"{rules.num_frames} leaves nothing to train after the first frame: set {shortest}."
-        yield Problem("num_frames", message)
+        yield Problem("num_frames", f"{rules.num_frames} leaves nothing to train after frame 0: set {shortest}.")

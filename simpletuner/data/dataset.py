@@ -338,7 +338,8 @@ def summarise_rejected(dataset: Dataset) -> Iterator[Problem]:
     if names and dataset.samples:
         left_out = "; ".join(f"{len(files)} {reason} ({shorten(files)})" for reason, files in names.items())
         total = sum(map(len, names.values()))
-        yield warning(dataset.id, f"{total} files are left out: {left_out}. The plan lists each with its reason.")
+        files_are = "file is" if total == 1 else "files are"
+        yield warning(dataset.id, f"{total} {files_are} left out: {left_out}. The plan lists each with its reason.")
 
 
 def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:

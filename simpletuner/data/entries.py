@@ -196,15 +196,13 @@ def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Proble
 
 
 def _check_kind(config: DatasetConfig, context: DataContext) -> Iterator[Problem]:
-    if config.type != "local" and config.dataset_type in CACHE_KINDS:
+    kind = config.dataset_type
+    if config.type != "local" and kind in CACHE_KINDS:
         yield Problem(f"{config.id}.type", f"{config.type!r} is for pictures and clips; caches are local.")
     elif config.type == "csv" and config.is_conditioning:
         message = "'csv' names files by the hash of their address, so they have no partners; use another type."
         yield Problem(f"{config.id}.type", message)
-    elif config.dataset_type not in (*FILE_KINDS, *CACHE_KINDS) or (
-        config.dataset_type == "video" and context.spec.media != "video"
-    ):
-        kind = config.dataset_type
+    elif kind not in (*FILE_KINDS, *CACHE_KINDS) or (kind == "video" and context.spec.media != "video"):
         message = f"{kind!r} is not available for {context.spec.name}{_families_for(kind)}."
         yield Problem(f"{config.id}.dataset_type", message)
     elif holds_files(config) and not config.instance_data_dir:

@@ -121,5 +121,4 @@ def check_masks(dataset: Dataset) -> Iterator[Problem]:
         yield Problem(masks.id, f"{message}{shorten(black)}.")
     mean = sum(white.values()) / len(white)
     if mean < TINY_MASK:
-        message = f"only {mean:.2%} of the masks is white on average; masked_loss_normalise makes up for small masks."
-        yield warning(masks.id, message)
+        yield warning(masks.id, f"only {mean:.2%} of masks is white on average; masked_loss_normalise makes up for it.")

@@ -248,10 +248,8 @@ def _timed(container: InputContainer, stream: VideoStream, last: float) -> Itera
 
 
 def _shown_size(frame: VideoFrame, stream: VideoStream) -> tuple[int, int]:
-    width, height = frame.width, frame.height
-    aspect = float(stream.sample_aspect_ratio or 1)
     # Before turning, since the aspect ratio is that of stored pixels.
-    width = round(width * aspect)
+    width, height = round(frame.width * float(stream.sample_aspect_ratio or 1)), frame.height
     return (height, width) if frame.rotation % 180 else (width, height)
 
 

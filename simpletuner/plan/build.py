@@ -246,7 +246,7 @@ def make_plan(arguments: Arguments, purpose: Purpose = "train", rendering: Rende
     if spec is None:
         raise ConfigError([*problems, *check_config(config, purpose)])
     plan, entries = problems.take(_find_model(config, spec, entries, rendering))
-    found = findings(plan, purpose)
+    found = [*findings(plan, purpose)]
     # Of samples, the run has given its warnings.
     problems.extend(each for each in worth_reporting(found, plan.config) if each.fatal or purpose != "sample")
     texts = [entry for entry in entries if entry.is_text_embeds]

@@ -4,7 +4,7 @@ without effect."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,16 +54,12 @@ def conflicts(config: RunConfig) -> Iterator[Problem]:
             yield from option.conflicts(config.flat)
 
 
-def findings(plan: Plan, purpose: Purpose) -> list[Problem]:
+def findings(plan: Plan, purpose: Purpose) -> Iterator[Problem]:
     """Everything that shows in the settings and their checkpoint, keys without effect included, set or not.
 
     A survey looks at datasets alone. Samples are made with the settings of a run that gave its warnings, so they need
     only what makes rendering fail. A draft is judged after each answer, so no file of the checkpoint is looked for.
     """
-    return [*_findings(plan, purpose)]
-
-
-def _findings(plan: Plan, purpose: Purpose) -> Iterator[Problem]:
     config, spec, flavour, source = plan.config, plan.spec, plan.flavour, plan.source
     for rule in SAMPLE_RULES if purpose == "sample" else RULES:
         yield from rule(config)
@@ -117,7 +113,7 @@ def check_output(config: RunConfig) -> Iterator[Problem]:
     yield from check_folders(folders)
 
 
-def check_schedule(config: RunConfig) -> Iterator[Problem]:
+def check_length(config: RunConfig) -> Iterator[Problem]:
     """Exactly one of steps and epochs."""
     schedule = config.schedule
     steps, epochs = schedule.max_train_steps or 0, schedule.num_train_epochs
@@ -129,7 +125,7 @@ def check_schedule(config: RunConfig) -> Iterator[Problem]:
         yield warning("ignore_final_epochs", "and strict_epoch_limit are both given; strict wins.")
 
 
-def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
+def check_rates(config: RunConfig) -> Iterator[Problem]:
     """A decaying rate must end below its start; a rate must be plausible."""
     optimizer = config.optimizer
     rate = learning_rate(optimizer, config.model.model_type)
@@ -139,14 +135,7 @@ def check_learning_rate(config: RunConfig) -> Iterator[Problem]:
         yield Problem("lr_end", message)
     # Such as 1e4 for 1e-4.
     if rate > HIGHEST_USUAL_RATE and optimizer.optimizer not in RATE_IS_A_FACTOR:
-        message = f"{rate:g} is far above what these models are trained with (about 1e-4); weights will diverge."
-        yield warning("learning_rate", message)
-
-
-def check_flow(config: RunConfig) -> Iterator[Problem]:
-    """A shift that is set wins over one that follows from the size."""
-    if config.is_explicit("flow_schedule_shift"):
-        yield NoEffect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.")
+        yield warning("learning_rate", f"{rate:g} is far above the usual 1e-4; weights will diverge.")
 
 
 def check_lora(config: RunConfig) -> Iterator[Problem]:
@@ -162,15 +151,12 @@ def check_lora(config: RunConfig) -> Iterator[Problem]:
         yield Problem("lora_init_type", f"{message} {advice}")
 
 
-def check_evaluation(config: RunConfig) -> Iterator[Problem]:
-    """Intervals of the evaluation loss."""
-    evaluation = config.evaluation
-    if evaluation.eval_steps_interval is not None and evaluation.eval_epoch_interval is not None:
-        yield warning("eval_epoch_interval", "and eval_steps_interval are both given; both are used.")
-
-
 def check_rest(config: RunConfig) -> Iterator[Problem]:
-    """Rules that are kept next to the settings that they are about."""
+    """Rules of a line, and those that are kept next to the settings that they are about."""
+    if config.is_explicit("flow_schedule_shift"):
+        yield NoEffect("flow_schedule_auto_shift", "has no effect: flow_schedule_shift is set and wins.")
+    if None not in (config.evaluation.eval_steps_interval, config.evaluation.eval_epoch_interval):
+        yield warning("eval_epoch_interval", "and eval_steps_interval are both given; both are used.")
     yield from check_optimizer(config.optimizer, config.precision.mixed_precision)
     if config.model.model_type == "lora":  # of a full fine-tune, no weight is multiplied as it is stored
         yield from check_products(config.precision)
@@ -213,8 +199,7 @@ def family_problems(config: RunConfig, spec: FamilySpec) -> Iterator[Problem]:
         yield Problem("text_encoder_2_precision", message)
     vae, base = config.model.pretrained_vae_model_name_or_path, config.model.pretrained_model_name_or_path
     if None not in (vae, base) and vae != base:
-        message = f"{vae!r} is not the same model as pretrained_model_name_or_path {base!r}."
-        yield warning("pretrained_vae_model_name_or_path", message)
+        yield warning("pretrained_vae_model_name_or_path", f"{vae!r} is not pretrained_model_name_or_path {base!r}.")
 
 
 def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
@@ -235,8 +220,7 @@ def _unused_keys(spec: FamilySpec) -> Iterator[Problem]:
 def check_flavour(config: RunConfig, spec: FamilySpec, flavour: Flavour) -> Iterator[Problem]:
     """Keys that this flavour does not use, and what training does to it."""
     if flavour.distilled:
-        message = f"{flavour.name} is distilled; a plain flow loss undoes that, so it may need guidance or more steps."
-        yield warning("model_flavour", message)
+        yield warning("model_flavour", f"{flavour.name} is distilled; trained, it may need guidance or more steps.")
     if config.validation.validation_using_datasets and flavour.task in ("t2i", "t2v"):
         yield warning("validation_using_datasets", f"has no effect: {flavour.name} starts from noise, not a picture.")
 
@@ -353,18 +337,6 @@ def check_total(config: RunConfig, total_steps: int) -> Iterator[Problem]:
 
 
 # `unmet` first: of several reasons why a key has no effect, `worth_reporting` keeps the first.
-RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    unmet,
-    conflicts,
-    check_output,
-    check_launch,
-    check_schedule,
-    check_learning_rate,
-    check_flow,
-    check_offload,
-    check_lora,
-    check_evaluation,
-    check_rest,
-)
+RULES = (unmet, conflicts, check_output, check_launch, check_length, check_rates, check_offload, check_lora, check_rest)
 # What training needs, such as packages of an optimizer, may be missing here.
 SAMPLE_RULES = (conflicts, check_output, check_offload)

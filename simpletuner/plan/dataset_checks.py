@@ -53,8 +53,7 @@ def _check_evaluated(plan: Plan, dataset: Dataset) -> Iterator[Problem]:
         message = "is required: without source pictures this flavour has no loss on the dataset."
         yield Problem(f"{dataset.id}.conditioning_data", message)
     elif not measures_loss and dataset.id not in (plan.config.validation.eval_dataset_id or []):
-        message = "is not used: eval_steps_interval measures the loss on it, eval_dataset_id starts previews from it."
-        yield warning(dataset.id, message)
+        yield warning(dataset.id, "is not used: set eval_steps_interval (loss) or eval_dataset_id (previews).")
 
 
 def _check_noise_levels(flow: FlowConfig, dataset: Dataset) -> Iterator[Problem]:

@@ -33,7 +33,7 @@ def driver() -> str | None:
 
 def check_environment() -> Reading[None]:
     """Variables with an invalid value."""
-    if _other_batch_size() is None:
+    if allows_other_batch_size() is None:
         yield Problem(ALLOW_OTHER_BATCH_SIZE, f"{os.environ[ALLOW_OTHER_BATCH_SIZE]!r} is not 0 or 1.")
     yield from log_level()
     for name, instead in REPLACED.items():
@@ -81,13 +81,8 @@ def as_rendered(config: RunConfig, folder: str) -> RunConfig:
     return config.with_values(values, "sampling")
 
 
-def allows_other_batch_size() -> bool:
-    """Whether a run may be resumed with another batch size."""
-    return bool(_other_batch_size())
-
-
-def _other_batch_size() -> object | None:
-    """The variable as a flag; None if it is not one."""
+def allows_other_batch_size() -> object | None:
+    """Whether a run may be resumed with another batch size; None if the variable is no flag."""
     try:
         return parse_flag(os.environ.get(ALLOW_OTHER_BATCH_SIZE) or "0")
     except ValueError:

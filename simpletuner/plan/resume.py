@@ -16,20 +16,13 @@ from typing import TYPE_CHECKING, Any
 from simpletuner.caching.keys import checkpoint_identity, digest
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.optimizers import optimizer_name, trained_precision
-from simpletuner.config.precision import (
-    quantisation,
-    text_encoder_dtype,
-    text_encoder_storage,
-    transformer_dtype,
-    vae_dtype,
-)
+from simpletuner.config.precision import compute_dtypes, quantisation
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.values import read_json
 from simpletuner.data.dataset import Dataset
 from simpletuner.errors import Problem, Reading, result_of, warning
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.source import ModelSource
-from simpletuner.models.spec import FamilySpec
 from simpletuner.plan.environment import allows_other_batch_size
 from simpletuner.training.manifest import Checkpoint, Identity, select_checkpoint
 
@@ -88,7 +81,7 @@ def _check_batch(config: RunConfig, checkpoint: Checkpoint) -> Iterator[Problem]
     before, size = identity.train_batch_size * identity.num_processes, config.schedule.train_batch_size
     if before == size * processes:
         return
-    allowed = config.run.i_know_what_i_am_doing or allows_other_batch_size()
+    allowed = config.run.i_know_what_i_am_doing or bool(allows_other_batch_size())
     one, other = f"train_batch_size {identity.train_batch_size}", str(size)
     if identity.num_processes != processes:
         one, other = f"{one} in {_processes(identity.num_processes)}", f"{size} in {_processes(processes)}"
@@ -170,24 +163,13 @@ def mathematics(plan: Plan) -> dict[str, Any]:
         "lora_dropout": lora.lora_dropout,
         "quantized_matmul": precision.quantized_matmul,
         "speed_fused_lora": config.speed.speed_fused_lora,
-        **_dtypes(config, spec),
+        **compute_dtypes(precision, config.caching, spec.text_encoders),
         "gradient_accumulation_steps": config.schedule.gradient_accumulation_steps,
     }
     changeable |= {key: config.flat[key] for technique in config.techniques for key in technique.related}
     # As a manifest gives it back: tuples are lists, other objects text. Old and new are compared so.
     written: dict[str, Any] = json.loads(json.dumps(changeable | fixed, default=str))
     return written
-
-
-def _dtypes(config: RunConfig, spec: FamilySpec) -> dict[str, str]:
-    """The dtypes in which the models compute, however they were chosen."""
-    precision = config.precision
-    text, stored = text_encoder_dtype(precision), text_encoder_storage(precision, spec.text_encoders)
-    return {
-        "mixed_precision.compute": transformer_dtype(precision),
-        "text_encoder_1_precision": text if stored == "no_change" else f"{stored} in {text}",
-        "vae_dtype": vae_dtype(precision, config.caching),
-    }
 
 
 def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:

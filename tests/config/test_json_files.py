@@ -75,7 +75,7 @@ def test_what_nothing_could_work_with_is_refused(tmp_path: Path, text: str | byt
 def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
     problems = Problems()
     assert problems.take(read_json(tmp_path)) is None
-    assert "cannot be read" in problems[0].message
+    assert "is not a regular file" in problems[0].message
 
 
 def test_a_key_twice_is_told_and_the_rest_is_still_read(tmp_path: Path) -> None:

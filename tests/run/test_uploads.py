@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from simpletuner.annexes.payloads import EVENTS_FILE, read_events
-from simpletuner.annexes.publishing.uploads import Upload, Uploads
+from simpletuner.annexes.publishing.uploads import Uploads
 from simpletuner.config.publishing import PublishConfig
 from simpletuner.headers import METADATA, read_header
 from simpletuner.reporting.events import CheckpointSaved, EventStream, PhaseStarted, Uploaded
@@ -223,9 +223,9 @@ class Slow:
     def prepare(self) -> str:
         return ""
 
-    def upload(self, upload: Upload) -> str:
+    def upload(self, files: Mapping[str, Path], message: str) -> str:
         assert self.gate.wait(PATIENCE)
-        self.seen.append((upload.name, upload.folder.is_dir()))
+        self.seen.append((message, all(map(Path.is_file, files.values()))))
         if len(self.seen) == 1:
             raise RuntimeError("the line broke")
         return "slow://there"
@@ -258,7 +258,7 @@ def test_uploads_in_the_background_hold_nothing_up_and_lose_nothing(tmp_path: Pa
     assert place.seen == []
     place.gate.set()
     uploads.finish(Ledger(9, 1, ("card", "uploads", "end")))
-    assert [name for name, _ in place.seen] == ["checkpoint-1", "checkpoint-1", "checkpoint-2", "step 9"]
+    assert [message for message, _ in place.seen] == [f"Trained for {step} steps." for step in (1, 1, 2, 9)]
     assert all(there for _, there in place.seen)
     assert described == [1, 2, 9]
     assert (uploads.failed, uploads.in_use) == ([], [])

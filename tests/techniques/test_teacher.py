@@ -289,7 +289,7 @@ def test_details_without_the_switch_are_told(clips: Workspace, capsys: pytest.Ca
     told = warnings(clips, capsys, "crepa_enabled=false")
     assert "crepa_encoder: has no effect without crepa_enabled." in told
     told = warnings(clips, capsys, "crepa_teacher_block_index=1")
-    assert "crepa_teacher_block_index: has no effect: the features come from crepa_encoder" in told
+    assert "crepa_teacher_block_index: has no effect: no block teaches" in told
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
             for side, factor in zip("AB", factors, strict=True)
         }
         header = {**file_settings(_lora_settings(lora.ranks), form), **publication.note, **errors}
-        pipeline = publication.adapter.load_bare_pipeline()
-        write_verified(folder, weights, header, form, pipeline)
+        write_verified(folder, weights, header, form, publication.adapter.load_bare_pipeline())
         return lora, errors
 
     @torch.no_grad()

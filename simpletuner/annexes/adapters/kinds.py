@@ -20,7 +20,7 @@ from typing import Any
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.option import Package, check_installed
 from simpletuner.config.values import read_json
-from simpletuner.errors import Problem, Problems, Reading, did_you_mean, result_of
+from simpletuner.errors import Problem, Problems, Reading, did_you_mean, result_of, warning
 from simpletuner.models.adapter_kinds import AdapterKind, Shapes
 from simpletuner.models.cost import Shape
 from simpletuner.models.lora_keys import Targets, matching_modules
@@ -188,7 +188,7 @@ def _check_settings(settings: Mapping[str, Any], quantised: bool) -> Iterator[Pr
         if settings.get(key):
             yield Problem(KEY, f"{key} is not supported: {reason}.")
     for key in filter(settings.get, UNUSED):
-        yield Problem(KEY, f"{key} has no effect: only linear layers and 1x1 convolutions are adapted.", fatal=False)
+        yield warning(KEY, f"{key} has no effect: only linear layers and 1x1 convolutions are adapted.")
     for key, value in settings.items():
         if value is not None and (allowed := _why_not(key, value)):
             yield Problem(KEY, f"{key} {value!r} is not {allowed}.")

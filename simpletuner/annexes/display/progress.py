@@ -157,15 +157,11 @@ class LastingStream:
         try:
             yield
         except OSError:
-            silence(self._stream)
-
-
-def silence(stream: TextIO) -> None:
-    """Redirect a dead stream to /dev/null: flushing its buffer at exit would raise."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    with suppress(OSError):  # a stream in memory has no file number
-        os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+            # To /dev/null from now on: flushing the buffer of a dead stream at exit would raise.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            with suppress(OSError):  # a stream in memory has no file number
+                os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 class PlainDisplay(Display):
@@ -224,16 +220,21 @@ class PlainDisplay(Display):
             self._stream.flush()
 
 
+def key_figures(pace: Pace, report: events.StepReport) -> dict[str, str]:
+    """What displays show of the last step, by name; without memory where that is unknown."""
+    memory = {} if report.memory_bytes is None else {"memory": size_text(report.memory_bytes)}
+    return {
+        "loss": f"{pace.loss:.4f}",
+        "lr": f"{report.learning_rate:.2e}",
+        "pace": pace_text(pace.seconds_per_step),
+        "epoch": f"{report.epoch}/{report.epochs}" if report.epochs else str(report.epoch),
+        **memory,
+    }
+
+
 def step_line(pace: Pace, report: events.StepReport) -> str:
     """`step 40/300  epoch 2  loss 0.2134  lr 1.0e-04  1.92 s/step  8:19 left  11.4 GB  compute 99 %, …`"""
-    parts = [
-        f"step {report.step}/{pace.total_steps}",
-        f"epoch {report.epoch}" + (f"/{report.epochs}" if report.epochs else ""),
-        f"loss {pace.loss:.4f}",
-        f"lr {report.learning_rate:.2e}",
-        pace_text(pace.seconds_per_step),
-        f"{clock(pace.remaining_seconds)} left",
-        *([size_text(report.memory_bytes)] if report.memory_bytes is not None else []),
-        pace.speed,
-    ]
-    return "  ".join(parts)
+    figures, left = key_figures(pace, report), f"{clock(pace.remaining_seconds)} left"
+    named = [f"{name} {figures[name]}" for name in ("epoch", "loss", "lr")]
+    parts = [f"step {report.step}/{pace.total_steps}", *named, figures["pace"], left, figures.get("memory"), pace.speed]
+    return "  ".join(filter(None, parts))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import TextIO, cast
 
@@ -15,10 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from simpletuner.annexes.display.progress import Display, LastingStream
+from simpletuner.annexes.display.progress import Display, LastingStream, key_figures
 from simpletuner.annexes.figures import Pace, ending, line_of
 from simpletuner.reporting import events
-from simpletuner.reporting.pace import clock, pace_text, size_text
+from simpletuner.reporting.pace import clock
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
@@ -118,7 +117,8 @@ def training_panel(pace: Pace) -> Panel:
     left = f"{share:.0%}  {clock(pace.remaining_seconds)} left" if pace.last else f"{share:.0%}"
     bar.add_row(ProgressBar(total=max(1, pace.total_steps), completed=done), Text(left))
     numbers = Table.grid(padding=(0, 3))
-    numbers.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in _numbers(pace)))
+    figures = key_figures(pace, pace.last) if pace.last else {"waiting for": "the first step"}
+    numbers.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures.items()))
     course = Text(sparkline(pace.losses, SPARK_WIDTH), style="cyan")
     title = f"[bold]Training[/]  step {done:,} of {pace.total_steps:,}"
     speed = Text(pace.speed if pace.last else "", style="dim")
@@ -135,16 +135,3 @@ def sparkline(values: list[float], width: int) -> str:
     low, span = min(means), max(means) - min(means)
     top = len(SPARKS) - 1
     return "".join(SPARKS[round((mean - low) / span * top) if span else 0] for mean in means)
-
-
-def _numbers(pace: Pace) -> Iterator[tuple[str, str]]:
-    report = pace.last
-    if report is None:
-        yield "waiting for", "the first step"
-        return
-    yield "loss", f"{pace.loss:.4f}"
-    yield "lr", f"{report.learning_rate:.2e}"
-    yield "pace", pace_text(pace.seconds_per_step)
-    yield "epoch", f"{report.epoch}/{report.epochs}" if report.epochs else str(report.epoch)
-    if report.memory_bytes is not None:
-        yield "memory", size_text(report.memory_bytes)

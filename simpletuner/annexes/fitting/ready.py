@@ -29,7 +29,7 @@ from simpletuner.config.precision import check_capability, multiplied
 from simpletuner.config.sources import Arguments
 from simpletuner.config.values import check_unset
 from simpletuner.distributed.world import launched
-from simpletuner.errors import ConfigError, Problem, Problems, Reading, result_of
+from simpletuner.errors import ConfigError, Problem, Problems, Reading, result_of, warning
 from simpletuner.plan.build import Plan, make_plan
 from simpletuner.plan.environment import existing, why_not_writable
 
@@ -168,7 +168,7 @@ def check_gpu(plan: Plan, budget: Budget, *, yes: bool = False) -> Iterator[Prob
     if needs_consent(plan, budget) and not yes:
         advice += " To train on the CPU, run train --yes or set i_know_what_i_am_doing."
     time = f"about {duration(seconds)} on the CPU, {duration(budget.step_seconds)} a step"
-    yield Problem(MISSING_GPU, f"{why}: {time}.{advice}", fatal=False)
+    yield warning(MISSING_GPU, f"{why}: {time}.{advice}")
 
 
 def needs_consent(plan: Plan, budget: Budget) -> bool:

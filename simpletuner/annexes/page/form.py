@@ -22,6 +22,7 @@ from simpletuner.config.option import Group, Option, describe
 from simpletuner.config.schema import all_options
 from simpletuner.config.sections import CHOICES, DATASETS, EVERYDAY_WORDS, SECTIONS, TABS, section_of
 from simpletuner.config.techniques import ROUTES
+from simpletuner.errors import not_one_of
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.spec import FamilySpec
 from simpletuner.redaction import SECRET_NAME
@@ -57,7 +58,7 @@ def tab(request: Request) -> Response:
     """The form of one tab alone."""
     name = request.path_params["tab"]
     if name not in TABS:
-        raise Refusal(404, f"{name!r} is not one of: {', '.join(TABS)}.")
+        raise Refusal(404, not_one_of(name, TABS))
     return rendered("page/tab.html.jinja", tab=name)
 
 
@@ -106,7 +107,7 @@ def spec_named(family: str) -> FamilySpec:
     """
     spec = FAMILIES.get(canonical_family_name(family))
     if spec is None:
-        raise Refusal(404, f"{family!r} is not one of: {', '.join(FAMILIES)}.")
+        raise Refusal(404, not_one_of(family, FAMILIES))
     return spec
 
 

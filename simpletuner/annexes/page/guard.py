@@ -247,10 +247,8 @@ def page_token(file: Path | None) -> tuple[str, str]:
     Raises:
         UserError: it is too short, others can read it, or it cannot be kept.
     """
-    if file is None and VARIABLE in os.environ:
-        token, source = os.environ[VARIABLE], VARIABLE
-    else:
-        token, source = _kept_token(file)
+    from_variable = file is None and VARIABLE in os.environ
+    token, source = (os.environ[VARIABLE], VARIABLE) if from_variable else _kept_token(file)
     if not TOKEN.fullmatch(token):
         raise UserError(f"{source} must hold a token of at least 16 letters, digits or any of . _ ~ -")
     return token, source

@@ -27,7 +27,7 @@ from simpletuner.annexes.start.receive import LARGEST_FILE, MOST_FILES, USED, ZI
 from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name
 from simpletuner.atomic import free_path, writing_to
 from simpletuner.config.sources import example_names
-from simpletuner.errors import Problem, did_you_mean
+from simpletuner.errors import Problem, not_one_of
 
 MOST_SKIPPED = 20  # named
 # Texts of the card by language and English text.
@@ -68,7 +68,7 @@ def look(request: Request, body: dict[str, Any]) -> Response:
         "folder": files.shown(project, material.folder),
         "name": start.name,
         "described": material.describe(),
-        "files": len(material.files.files),
+        "files": len(material.captioned) + len(material.uncaptioned),
         "uncaptioned": len(material.uncaptioned),
         "held_out": start.held_out,
         "skipped": ignored[:MOST_SKIPPED],
@@ -111,14 +111,13 @@ def answered(project: Project, material: Material, body: dict[str, Any]) -> Star
     models = {model.removesuffix("-lora"): model for model in material.models}
     purpose, model = one_of(material.purposes, body, "purpose"), one_of([*models], body, "model")
     free = free_path(project.folder / "config" / run_name(material.folder)).name
-    missing = len(material.uncaptioned)
     return Start(
         name=str(body.get("name") or free).strip(),
         material=material,
         purpose=purpose,
         trigger=str(body.get("trigger") or TRIGGER).strip() if purpose != "edit" else "",
         example=models[model],
-        captions=body.get("captions") is True or missing < len(material.files.files),
+        captions=body.get("captions") is True or bool(material.captioned),
         root=project.folder,
     )
 
@@ -131,8 +130,7 @@ def one_of(choices: Sequence[str], body: dict[str, Any], key: str) -> str:
     """
     answer = str(body.get(key) or choices[0]).strip()
     if answer not in choices:
-        hint = did_you_mean(answer, choices)
-        raise Refusal(422, [Problem(key, f"{answer!r} is not one of: {', '.join(choices)}.{hint}")])
+        raise Refusal(422, [Problem(key, not_one_of(answer, choices))])
     return answer
 
 

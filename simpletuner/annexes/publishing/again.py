@@ -15,7 +15,7 @@ from simpletuner.config.publishing import PUBLISHING_CONFIG, PublishConfig, chec
 from simpletuner.config.sources import Arguments, read_config_file
 from simpletuner.config.values import check_unset, read_json
 from simpletuner.distributed.requests import signals_as_interrupt
-from simpletuner.errors import Problem, Problems, Reading, SimpleTunerError, UserError, result_of
+from simpletuner.errors import Problem, Problems, Reading, SimpleTunerError, UserError, result_of, warning
 from simpletuner.run.lock import lock_output
 from simpletuner.training.manifest import find_checkpoints
 
@@ -78,6 +78,6 @@ def _stores_with_keys(origin: str) -> Reading[Any]:
     stores = values.get(PUBLISHING_CONFIG)
     if stores is None:
         nowhere = f", and {origin!r} does not hold them" if origin else ""
-        message = f"its keys are not recorded{nowhere}; give them again: --{PUBLISHING_CONFIG}=stores.json."
-        yield Problem(PUBLISHING_CONFIG, message, fatal=False)
+        lost = f"its keys are not recorded{nowhere}"
+        yield warning(PUBLISHING_CONFIG, f"{lost}; give them again: --{PUBLISHING_CONFIG}=stores.json.")
     return stores

@@ -147,8 +147,7 @@ class Uploads(Companion):
         folder, step = (regular[-1].path, regular[-1].step) if step is None else (self.output_dir, step)
         if repository:
             move_card(self.output_dir, repository)
-        checkpoints = self._pushed(regular)
-        self._add(lambda: self._send(folder, step, 0, checkpoints, self.destinations))
+        self._add(lambda: self._send(folder, step, 0, self._pushed(regular), self.destinations))
         self.join()
 
     def join(self) -> None:
@@ -202,20 +201,21 @@ class Uploads(Companion):
         # In the worker, in turn: an upload before this one still needs the card of its step.
         if self.describe and self._plan:
             self.describe(self._plan, step, epoch)
-        upload = make_upload(self.output_dir, folder, step, checkpoints)
+        files, message = contents(self.output_dir, folder, step, checkpoints)
+        what = f"step {step}" if folder == self.output_dir else folder.name
         for place in places:
-            name = f"{upload.name} to {place.title}"
+            name = f"{what} to {place.title}"
             with suppress(UploadError), self.events.phase(f"Uploading {name}", kind=UPLOADING):
-                url = self._attempt(name, place, upload)
+                url = self._attempt(name, partial(place.upload, files, message))
                 self.events.publish(Uploaded(name, url, step))
                 if script := self.publish.post_upload_script:
                     self._run_script("post_upload_script", script, folder, step, url)
 
-    def _attempt(self, name: str, place: Destination, upload: Upload) -> str:
+    def _attempt(self, name: str, upload: Callable[[], str]) -> str:
         # None: no attempt follows.
         for wait in (*self.waits, None):
             try:
-                return place.upload(upload)
+                return upload()
             except Exception as error:  # noqa: BLE001 - whatever a library raises, the run goes on
                 reason = f"Uploading {name} failed ({type(error).__name__}: {error})"
             if wait is not None:
@@ -254,23 +254,6 @@ FORBIDDEN = {
 }
 
 
-@dataclass(frozen=True)
-class Upload:
-    """One state of a run that is uploaded as a whole.
-
-    Attributes:
-        name: for people (`step 300`, `checkpoint-100`).
-        folder: the output folder or a checkpoint.
-        files: local files by their path in the repository.
-        message: of the commit; its first line is the title.
-    """
-
-    name: str
-    folder: Path
-    files: Mapping[str, Path]
-    message: str
-
-
 def loaded_files(folder: Path) -> dict[str, Path]:
     """What users load from an output folder or a checkpoint, by its path in a repository."""
     pipeline = folder / PIPELINE_FOLDER
@@ -283,14 +266,17 @@ def _relative(root: Path, paths: Iterable[Path]) -> dict[str, Path]:
     return {path.relative_to(root).as_posix(): path for path in sorted(paths) if path.is_file()}
 
 
-def make_upload(output_dir: Path, folder: Path, step: int, checkpoints: Iterable[Path] = ()) -> Upload:
-    """The upload of the weights in a folder at the root, with the model card, and of checkpoints in their folders."""
+def contents(output_dir: Path, folder: Path, step: int, checkpoints: Iterable[Path]) -> tuple[dict[str, Path], str]:
+    """One state of a run that is uploaded as a whole: local files by their path in the repository, and the message of
+    the commit, whose first line is the title.
+
+    The weights in a folder are at the root, beside the model card, and checkpoints in their folders.
+    """
     card = output_dir / CARD_FOLDER
     files = loaded_files(folder) | _relative(card, card.rglob("*"))
     for checkpoint in checkpoints:
         files |= {f"{checkpoint.name}/{path}": local for path, local in loaded_files(checkpoint).items()}
-    name = f"step {step}" if folder == output_dir else folder.name
-    return Upload(name, folder, files, read_notes(card).get("summary", f"Trained for {step} steps."))
+    return files, read_notes(card).get("summary", f"Trained for {step} steps.")
 
 
 @dataclass
@@ -348,12 +334,12 @@ class Hub:
         warning = f"model_card_private has no effect: {self.repository} exists on the hub and is public."
         return warning if self.private and is_public else ""
 
-    def upload(self, upload: Upload) -> str:
+    def upload(self, files: Mapping[str, Path], message: str) -> str:
         """Upload in one commit, without large files that were already uploaded. Returns the address."""
         from huggingface_hub import CommitOperationAdd
 
-        added = [CommitOperationAdd(path, local) for path, local in upload.files.items()]
-        title, _, description = upload.message.partition("\n")
+        added = [CommitOperationAdd(path, local) for path, local in files.items()]
+        title, _, description = message.partition("\n")
         self._api.create_commit(self.repository, added, commit_message=title, commit_description=description.strip())
         return f"{self._api.endpoint}/{self.repository}"
 
@@ -393,8 +379,8 @@ class BucketCopy:
             raise UserError(f"publishing_config: {self.title} cannot be written: {error}") from None
         return ""
 
-    def upload(self, upload: Upload) -> str:
-        """Upload what is not there yet as it is here; returns the address."""
+    def upload(self, files: Mapping[str, Path], message: str) -> str:
+        """Upload what is not there yet of the whole folder as it is here; returns the address."""
         from boto3.s3.transfer import TransferConfig
 
         # S3 takes at most 5 GiB in one part.

@@ -35,7 +35,7 @@ from simpletuner.data.captions import check_columns, first_texts, texts_in
 from simpletuner.data.discovery import classify, name_problem
 from simpletuner.data.files import LARGEST_CLIP, LARGEST_PICTURE, MediaError, check_regular, read
 from simpletuner.data.media import decode
-from simpletuner.errors import Problem, Reading, UserError, shorten
+from simpletuner.errors import Problem, Reading, UserError, shorten, warning
 from simpletuner.s3 import S3Login
 
 WEB_PICTURE, WEB_CLIP = 10 << 20, 200 << 20  # bytes of one download
@@ -48,13 +48,11 @@ def list_table(config: DatasetConfig, store: Store) -> Reading[Offer]:
     rows = {address: caption for address, caption in table if address}
     where, repeated = f"{config.id}.csv_file", sum(bool(address) for address, _ in table) - len(rows)
     if repeated:
-        message = f"{repeated} rows repeat the address of another; the last of them is used."
-        yield Problem(where, message, fatal=False)
+        yield warning(where, f"{repeated} rows repeat the address of another; the last of them is used.")
     if len(rows) + repeated < len(table):
         empty = [str(number) for number, (address, _) in enumerate(table, 1) if not address]
-        yield Problem(where, f"rows without an address: {shorten(empty)}.", fatal=False)
-    base = Path(config.csv_file or "").parent
-    items = [web_item(address, name_of(address), config, base) for address in rows]
+        yield warning(where, f"rows without an address: {shorten(empty)}.")
+    items = [web_item(address, name_of(address), config, Path(config.csv_file or "").parent) for address in rows]
     return Offer(items, {address: (caption,) if caption else () for address, caption in rows.items()})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name
 from simpletuner.annexes.wizard.talk import HELP, Talk
-from simpletuner.errors import Problems, UserError, did_you_mean
+from simpletuner.errors import Problems, UserError, not_one_of
 
 
 def ask(
@@ -78,11 +78,12 @@ def _as_json(value: object) -> Any:
 
 
 def _check_captions(material: Material, *, captions: bool) -> None:
-    missing, files = len(material.uncaptioned), len(material.files.files)
-    if captions or not missing or (missing == files and not material.sources):
+    missing, captioned = len(material.uncaptioned), len(material.captioned)
+    if captions or not missing or not (captioned or material.sources):
         return
+    first = material.uncaptioned[0]
     advice = "--caption writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each"
-    raise UserError(f"{missing} of {files} files have no caption ({material.uncaptioned[0]} is the first). {advice}.")
+    raise UserError(f"{missing} of {missing + captioned} files have no caption ({first} is the first). {advice}.")
 
 
 def _with_captioner(starts: Mapping[str, Start], given: str | None) -> dict[str, Start]:
@@ -105,7 +106,7 @@ def _choose(talk: Talk, text: str, choices: Mapping[str, str], given: str | None
     """The given choice, the only one, or the answer to a question; the first is the default."""
     names = list(choices)
     if given is not None and given not in names:
-        raise UserError(f"{option} {given!r} is not one of: {', '.join(names)}.{did_you_mean(given, names)}")
+        raise UserError(f"{option} {not_one_of(given, names)}")
     if given is not None or len(names) == 1:
         return given or names[0]
     return talk.pick(text, choices)

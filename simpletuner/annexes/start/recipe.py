@@ -111,6 +111,10 @@ class Material:
         return ("motion", "subject", "style") if self.holds_clips else ("subject", "style")
 
     @cached_property
+    def captioned(self) -> list[str]:
+        return [name for name in self.files.files if pair_key(name) in self.files.captions]
+
+    @cached_property
     def uncaptioned(self) -> list[str]:
         names = (name for name in self.files.files if pair_key(name) not in self.files.captions)
         return [name for name in names if (self.folder / name).is_file()]  # no link to nowhere
@@ -163,13 +167,12 @@ class Material:
 
     def describe(self) -> str:
         """One line."""
-        texts = len(self.files.files) - len(self.uncaptioned)
         sources = f", each with a picture in {self.sources.name}" if self.sources else ""
         sizes = " to ".join(dict.fromkeys(f"{width}x{height}" for width, height in (*self.sizes[:1], *self.sizes[-1:])))
         seconds = sorted(clip.seconds for clip in self.clips) if self.holds_clips else []
         lengths = " to ".join(dict.fromkeys(f"{each:.1f}" for each in (*seconds[:1], *seconds[-1:])))
         facts = [f"{len(self.files.files)}{sources}", sizes, lengths and f"{lengths} s"]
-        return f"{self.noun}: {', '.join(filter(None, facts))}; with a caption: {texts}"
+        return f"{self.noun}: {', '.join(filter(None, facts))}; with a caption: {len(self.captioned)}"
 
 
 def _pair(folder: Path) -> tuple[Path, Path] | None:

@@ -17,7 +17,7 @@ from simpletuner.annexes.guide import about_flavour
 from simpletuner.config.optimizers import optimizer_name
 from simpletuner.config.option import Option
 from simpletuner.config.publishing import PACKAGES, why_missing
-from simpletuner.config.schema import DEFAULT_LEARNING_RATES, all_options
+from simpletuner.config.schema import LEARNING_RATES, all_options
 from simpletuner.config.sections import CHOICES, Section, section_of
 from simpletuner.config.techniques import ROUTES
 from simpletuner.models.registry import FAMILIES
@@ -64,8 +64,7 @@ class Question:
 
     def applies(self, draft: Draft) -> bool:
         """Whether to ask: the setting has an effect with the answers so far, and nothing excludes it."""
-        settings = draft.config.flat
-        excluded = any(rule.holds(settings) for rule in self.option.excludes)
+        excluded = any(rule.holds(draft.config.flat) for rule in self.option.excludes)
         return self.key not in draft.judgement.without_effect and not excluded and self.when(draft)
 
     def default(self, draft: Draft) -> Any:
@@ -169,9 +168,7 @@ QUESTIONS = (
         follows=True,
     ),
     Question("optimizer", "Optimizer", propose=_optimizer),
-    Question(
-        "learning_rate", "Learning rate", propose=lambda draft: DEFAULT_LEARNING_RATES[draft.config.model.model_type]
-    ),
+    Question("learning_rate", "Learning rate", propose=lambda draft: LEARNING_RATES[draft.config.model.model_type]),
     Question("lr_scheduler", "Schedule of the learning rate"),
     Question("lr_warmup_steps", "Warm-up steps"),
     Question("crepa_enabled", "CREPA (steadier video)?", when=lambda draft: draft.spec.media == "video"),

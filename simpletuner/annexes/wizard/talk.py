@@ -14,7 +14,7 @@ from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.wizard.questions import Question, stale_keys
 from simpletuner.config.techniques import ROUTES
 from simpletuner.config.values import parse_flag, plain_key
-from simpletuner.errors import ConfigError, Problem, UserError, did_you_mean, nearest
+from simpletuner.errors import ConfigError, Problem, UserError, nearest, not_one_of
 
 HELP, NONE, BACK = "?", "-", "back"
 # Other answers that leave out an optional setting.
@@ -128,7 +128,7 @@ class Talk:
             if answer == HELP:
                 self.say("    Type a number or a word of the list; Enter takes the one in brackets.", "cyan")
                 continue
-            self.refuse(f"{answer!r} is not one of: {', '.join(names)}.{did_you_mean(answer, names)}")
+            self.refuse(not_one_of(answer, names))
         return names[0]
 
     def refuse(self, reason: str) -> None:
@@ -199,8 +199,7 @@ def _problems_of(question: Question, draft: Draft, value: Any) -> list[Problem]:
     if question.key in draft.loaded and value == draft.values.get(question.key):
         return []
     changes = question.changes(value, draft)
-    judged = {**dict.fromkeys(stale_keys(draft, changes)), **changes}
-    return draft.weigh(question.key, judged)
+    return draft.weigh(question.key, {**dict.fromkeys(stale_keys(draft, changes)), **changes})
 
 
 def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[str, str]) -> Any:

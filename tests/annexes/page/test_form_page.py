@@ -85,6 +85,27 @@ def test_conflict_stands_beside_its_field(page: Any) -> None:
     expect(told).to_have_count(0)
 
 
+def test_what_changes_on_disk_is_shown_when_somebody_comes_back(page: Any, workspace: Workspace) -> None:
+    card, steps = page.locator(".dataset-card").first, page.locator("#f-max_train_steps")
+    come_back = "dispatchEvent(new Event('focus'))"
+    workspace.write_config(my_own_key=None, max_train_steps=9)
+    page.evaluate(come_back)
+    expect(steps).to_have_value("9")
+    expect(page.locator("#problems")).to_be_empty()
+    page.get_by_role("tab", name="Dataset").click()
+    expect(card.locator(".used")).to_have_text("2 of 2 files used")
+    workspace.add_pictures("datasets/pictures", 3)
+    page.evaluate(come_back)
+    expect(card.locator(".used")).to_have_text("3 of 3 files used")
+    # What is not saved stays, and the page says that there is something else in the file.
+    page.get_by_role("tab", name="Basic").click()
+    steps.fill("5")
+    workspace.write_config(seed=3)
+    page.evaluate(come_back)
+    expect(page.locator("#saved")).to_have_text("The file has changed on disk, too; Save compares both.")
+    expect(steps).to_have_value("5")
+
+
 def test_a_required_choice_is_no_default_and_captions_are_told_where_they_are_set(
     page: Any, workspace: Workspace
 ) -> None:

@@ -123,6 +123,19 @@ def stopped_at_once(folder: Path) -> None:
     (folder / CONSOLE_FILE).write_text("$ simpletuner train\nTraceback (most recent call last):\nKeyboardInterrupt\n")
 
 
+def without_room_for_its_last_event(folder: Path) -> None:
+    """The page started it, and a full disk ended it, of which it could tell on the console alone."""
+    start_from_the_page(folder)
+    tell(folder, *STEPS)
+    (folder / CONSOLE_FILE).write_text("$ simpletuner train\nTraining\nerror: no space left on the disk.\n")
+
+
+def killed_after_speaking(folder: Path) -> None:
+    """As before, but its last words are no reason."""
+    without_room_for_its_last_event(folder)
+    (folder / CONSOLE_FILE).write_text("$ simpletuner train\nTraining\n")
+
+
 def told_by_a_clock_set_back(folder: Path) -> None:
     """The page started it, and the clock was set back a year before it ended."""
     start_from_the_page(folder)
@@ -156,6 +169,8 @@ def uploaded(folder: Path) -> None:
         (old_record, "cancelled", "Stopped at step 3."),
         (refused, "error", "seed: is odd.\nepochs: none."),
         (stopped_at_once, "cancelled", "Interrupted."),
+        (without_room_for_its_last_event, "error", "no space left on the disk."),
+        (killed_after_speaking, "interrupted", "Ended unexpectedly at step 3."),
         (told_by_a_clock_set_back, "completed", "what became of it"),
         (uploaded, "running", ""),
     ],
@@ -214,6 +229,11 @@ def test_a_killed_process_leaves_no_state_behind(tmp_path: Path) -> None:
     assert (status["status"], run.pid) == ("running", process.pid)
     assert (status["progress"]["current"], status["progress"]["total"]) == (3, 9)
     assert status["progress"]["eta_seconds"] == pytest.approx(12)
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    status = run.status()
+    assert status["message"] == f"Process {process.pid} is stopped. To let it go on: kill -CONT {process.pid}"
+    assert (status["status"], status["progress"]["eta_seconds"]) == ("running", None)
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # nobody has collected it
     status = run.status()
@@ -222,6 +242,29 @@ def test_a_killed_process_leaves_no_state_behind(tmp_path: Path) -> None:
     assert status["can"]["continue"]
     assert not status["can"]["cancel"]
     process.communicate()
+
+
+def test_a_living_run_that_tells_nothing_is_not_said_to_be_nearly_done(tmp_path: Path) -> None:
+    run = Run("run", tmp_path)
+    tell(tmp_path, *STEPS)
+    own(tmp_path)
+    assert run.status()["progress"]["eta_seconds"] is not None
+    age(tmp_path, 90)
+    assert "Nothing new for 1:0" in run.status()["message"], "no longer than it holds the folder"
+    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(replace(this_process(), since=0.0))))
+    status = run.status()
+    assert "Nothing new for 1:3" in status["message"]
+    assert (status["status"], status["progress"]["eta_seconds"]) == ("running", None)
+
+
+def test_all_numbers_of_a_killed_run_are_those_of_its_last_step(tmp_path: Path) -> None:
+    killed(tmp_path)
+    with (tmp_path / METRICS_FILE).open("a") as record:
+        record.write('{"step": 4, "train_loss": 0.25}\n')  # a second had not passed since the last event about steps
+    status = Run("run", tmp_path).status()
+    assert status["message"] == "Ended unexpectedly at step 4."
+    assert (status["progress"]["current"], status["progress"]["percent"]) == (4, 44.4)
+    assert status["progress"]["metrics"]["train_loss"] == 0.25
 
 
 def test_a_session_that_has_not_spoken_yet_is_not_running_and_can_be_stopped(tmp_path: Path) -> None:

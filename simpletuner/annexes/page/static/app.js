@@ -1,5 +1,5 @@
 // The page: tabs, search, the open config, and the check after every change.
-import { allConfigs, api, ask, bindField, changes, complete, defaultOf, isDirty, open, page, problemLine, refuseName, remember, save, sentences, showField, state, tell, element } from "./form.js";
+import { allConfigs, api, ask, bindField, changes, complete, defaultOf, isDirty, open, page, problemLine, refuseName, remember, reread, save, sentences, showField, state, tell, element } from "./form.js";
 import { refreshDatasets, showDatasets, startDatasets, tellDatasets, tellLedger } from "./datasets.js";
 import { showPlan } from "./plan.js";
 
@@ -247,6 +247,16 @@ export async function maySwitch() {
 }
 
 document.addEventListener("back", () => { if (!inRun) { listConfigs(); check(); } });
+
+// Files change while the page is open: it shows them as they are, and plans anew when somebody comes back to it.
+async function lookAgain({ type }) {
+  if (inRun || document.hidden || page("dialog[open]")) return;
+  if (await reread()) isDirty() ? showSaved("The file has changed on disk, too; Save compares both.") : await refill();
+  else if (type !== "beat") check();
+}
+document.addEventListener("beat", lookAgain);
+document.addEventListener("visibilitychange", lookAgain);
+for (const type of ["focus", "hashchange"]) addEventListener(type, lookAgain);
 page("#config").addEventListener("change", async ({ target }) => {
   if (await maySwitch()) await openConfig(target.value);
   target.value = state.config;

@@ -20,14 +20,15 @@ export async function api(path, { method = "GET", body, etag, signal } = {}) {
   return { ok: response.ok, status: response.status, etag: response.headers.get("ETag"), data };
 }
 
-// Asks now and then whether the server is there, and says so while it is not; the event "back" tells that it is again.
+// Asks now and then whether the server is there, and says so while it is not; the event "back" tells that it is again,
+// "beat" that it still is.
 export async function watch() {
   clearTimeout(timer);
   const notice = page("#away"), wasAway = !notice.hidden;
   const { ok, status, statusText } = await fetch("/health", { signal: AbortSignal.timeout(10000) }).catch(() => ({}));
   notice.hidden = Boolean(ok);
   if (!ok && !wasAway) notice.textContent = `The server ${status ? `answers "${status} ${statusText}"` : "does not answer"}. What you typed stays here; the page goes on when the server is back.`;
-  if (ok && wasAway) document.dispatchEvent(new Event("back"));
+  if (ok) document.dispatchEvent(new Event(wasAway ? "back" : "beat"));
   clearTimeout(timer);
   timer = setTimeout(watch, ok ? 10000 : 1500);
 }
@@ -209,6 +210,16 @@ export async function open(name, isNew = false) {
   takeDatasets(datasets.ok ? datasets : { data: { entries: [] }, etag: datasets.etag });
   for (const [part, answer] of Object.entries({ config, datasets })) if (isBroken(answer)) state.broken[part] = answer.data;
   return null;
+}
+
+// Takes the files of the open config if they have changed and nothing is unsaved; resolves to whether they have changed.
+export async function reread() {
+  const known = () => [state.config, state.etag, state.datasets.etag], before = known();
+  if (!state.etag) return false;
+  const { config, datasets } = await load(state.config), now = [before[0], config.etag, datasets.etag];
+  if (!config.etag || same(now, before) || !same(known(), before)) return false; // gone, the same, or just saved
+  if (!isDirty()) await open(state.config);
+  return true;
 }
 
 // Why a new config cannot have this name; empty if it can.
