@@ -116,4 +116,4 @@ def _device_message(path: Path, error: OSError) -> str:
     failed = (
         f"{path}: {error.strerror or error}, {len(RETRY_DELAYS) + 1} times, by the device or network behind {mount}."
     )
-    return f"{failed} The file is not at fault, and none is marked as damaged. Start again when it can be read."
+    return f"{failed} It is not the file's fault: no file is marked as damaged. Start again when it can be read."
