@@ -285,6 +285,7 @@ PACKAGES = {"wandb": "pip install wandb", "tensorboard": "pip install 'tensorboa
 NOT_AVAILABLE_YET = ("comet_ml", "swanlab")
 KNOWN = (*PACKAGES, *NOT_AVAILABLE_YET, "simpletuner", "none", "all")
 DEFAULT_ADDRESS = "https://api.wandb.ai"
+OUTSIDE = re.compile(r"/|(.*/)?\.\.(/|\Z)", re.DOTALL)  # a path that is absolute, or has .. as one of its parts
 MODES_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")  # dryrun is the old name of offline
 
 
@@ -319,7 +320,7 @@ def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
             yield warning("report_to", reason)
     # Names become folders inside `logging_dir`.
     for key, name in config.model_dump(exclude={"report_to"}).items():
-        if name.startswith("/") or ".." in name.split("/"):
+        if OUTSIDE.match(name):
             yield Problem(key, f"{name!r} points outside logging_dir; it is a name, with no '..' and no '/' in front.")
 
 
