@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,19 +37,20 @@ def ask(
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"])
     trigger = (given["trigger"] or "").strip() or _ask_trigger(talk, purpose)
     captioned = captions or not material.uncaptioned
-    values = {key: _as_json(value) for key, value in settings.items()}
-
-    def start(example: str) -> Start:
-        return Start(name, material, purpose, trigger, example, captioned, values)
-
-    # To write captions, only those whose model can.
-    able = {model for model in examples if not (captions and material.uncaptioned) or writes_captions(examples[model])}
-    starts = {model: start(example) for model, example in examples.items() if model in able}
+    values = _as_json(settings)
+    able = _with_captioner(examples) if captions and material.uncaptioned else examples
+    answers = name, material, purpose, trigger
+    starts = {model: Start(*answers, example, captioned, values) for model, example in able.items()}
     made = starts[_choose_model(talk, starts, given["model"])]
-    # Before anything is written; the files beside the config come with it.
-    judged = {key: value for key, value in made.config().items() if key not in FILES or key in values}
-    Problems(Draft(made.folder / "config.json", judged).judgement.problems).raise_if_fatal()
+    # Before anything is written.
+    Problems(_check_settings(made)).raise_if_fatal()
     return made
+
+
+def _check_settings(made: Start) -> Sequence[Problem]:
+    """What is wrong with the config; the files beside it come with it."""
+    judged = {key: value for key, value in made.config().items() if key not in FILES or key in made.settings}
+    return Draft(made.folder / "config.json", judged).judgement.problems
 
 
 def _ask_trigger(talk: Talk, purpose: str) -> str:
@@ -91,11 +92,18 @@ def _check_captions(material: Material, example: str | None, *, captions: bool) 
         yield Problem("", message)
 
 
-def _as_json(value: object) -> Any:
-    """A value as JSON has it: 500 and not "500"."""
-    with suppress(ValueError):
-        return json.loads(value) if isinstance(value, str) else value
-    return value
+def _as_json(settings: Mapping[str, object]) -> dict[str, Any]:
+    """Values as JSON has them: 500 and not "500"."""
+    values = dict(settings)
+    for key, value in settings.items():
+        with suppress(ValueError):
+            values[key] = json.loads(value) if isinstance(value, str) else value
+    return values
+
+
+def _with_captioner(examples: Mapping[str, str]) -> dict[str, str]:
+    """Those whose model can write the captions."""
+    return {model: example for model, example in examples.items() if writes_captions(example)}
 
 
 def _choose_model(talk: Talk, starts: Mapping[str, Start], given: str | None) -> str:
