@@ -307,17 +307,20 @@ def leaves(tensor: Any) -> list[Tensor]:
 @contextmanager
 def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]:
     """Temporarily remove some parameters and buffers, given by `id`, from their modules."""
-    parts = [vars(part) for module in modules for part in module.modules()]
-    tables: list[dict[str, Any]] = [part[kind] for part in parts for kind in ("_parameters", "_buffers")]
-    held = [(table, dict(table)) for table in tables if any(id(value) in tensors for value in table.values())]
-    for table, before in held:
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in modules:
+        for part in module.modules():
+            for table in cast("tuple[dict[str, Any], ...]", (part._parameters, part._buffers)):
+                if any(id(value) in tensors for value in table.values()):
+                    tables.append((table, dict(table)))
+    for table, before in tables:
         for name, value in before.items():
             if id(value) in tensors:
                 del table[name]
     try:
         yield
     finally:
-        for table, before in held:
+        for table, before in tables:
             after = {name: value if id(value) in tensors else table[name] for name, value in before.items()}
             table.clear()
             table.update(after)  # in the original order, which is that of the state dict
