@@ -331,10 +331,7 @@ class Start:
             "resolution": self.material.resolution(trained["resolution"], square=square),
         }
         trained |= {"hold_out": self.held_out} if self.held_out else {}
-        if self.phrase and not self.captions:
-            trained |= {"caption_strategy": "instanceprompt", "instance_prompt": self.phrase}
-        elif self.phrase and not self.captioned_as:
-            trained |= {"instance_prompt": f"{self.phrase},", "prepend_instance_prompt": True}
+        trained |= self._captions()
         if "video" in trained:
             frames = self.material.frames(self.spec, read_example(self.example)["validation_num_video_frames"])
             trained["video"] |= {"num_frames": frames, "min_frames": frames}
@@ -342,6 +339,13 @@ class Start:
             others[0]["instance_data_dir"] = self._written(self.material.sources)
         # What the command line sets for all datasets would have no effect beside a value of the dataset's own.
         return [{key: value for key, value in trained.items() if key not in self.settings}, *others]
+
+    def _captions(self) -> dict[str, Any]:
+        """Keys of the dataset by which its captions name what is learned."""
+        if self.phrase and not self.captions:
+            return {"caption_strategy": "instanceprompt", "instance_prompt": self.phrase}
+        is_named = not self.phrase or self.captioned_as
+        return {} if is_named else {"instance_prompt": f"{self.phrase},", "prepend_instance_prompt": True}
 
     def _written(self, folder: Path) -> str:
         return (folder.relative_to(self.root) if folder.is_relative_to(self.root) else folder).as_posix()
