@@ -447,7 +447,7 @@ class Run:
         }
 
     def _idleness(self, story: Story) -> str:
-        """What to know of a living process that does nothing; empty if it works, or if that cannot be seen from here."""
+        """What to know of a living process that does nothing; empty if it works, or is not seen from here."""
         if not (owner := self.owner) or owner.host != socket.gethostname() or owner.is_gone:
             return ""
         with suppress(psutil.NoSuchProcess):
