@@ -161,8 +161,9 @@ class Material:
         return largest if is_enough else min(largest, max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP))
 
     def frames(self, rate: float, stride: int, longest: int) -> int:
-        """How many frames to train, so that few clips are too short."""
-        lengths = sorted(clip.frames_at(rate) for clip in self.clips) or [longest]
+        """How many frames to train, so that few clips are too short, not counting stills among clips that move."""
+        lengths = sorted(clip.frames_at(rate) for clip in self.clips)
+        lengths = [length for length in lengths if length > stride] or lengths or [longest]
         return fitting_frames(min(longest, lengths[len(lengths) * SMALL_ONES // 100]), stride)
 
     def describe(self) -> str:
