@@ -42,8 +42,8 @@ _frozen_modules = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Only `-m gpu` sees the GPUs of this machine. All other tests are of the CPU, and fork what has imported diffusers,
-    which asks for a GPU; CUDA does not work in forks of a process that has asked."""
+    """Only `-m gpu` sees the GPUs of this machine. All other tests are of the CPU, and fork what has imported
+    diffusers, which asks for a GPU; CUDA does not work in forks of a process that has asked."""
     if not wants_gpu(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 
 import pytest
@@ -49,6 +49,7 @@ def _work() -> None:
 
 def fork_the_forkserver() -> None:
     """Let multiprocessing's server of forks be one itself, of this process as it is now."""
+    resource_tracker.ensure_running()  # which the other would start
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(util, "spawnv_passfds", _fork_instead)
         forkserver.ensure_running()

@@ -214,11 +214,9 @@ def checkpoint_identity(*folders: Path) -> str:
 
 
 def _folder_identity(folder: Path) -> str:
-    parts = []
-    for path in [folder] if folder.is_file() else sorted(folder.rglob("*")):
-        identity = _file_identity(path) if path.is_file() else None
-        if identity is not None:
-            parts.append([path.relative_to(folder).as_posix(), identity])
+    paths = [folder] if folder.is_file() else sorted(folder.rglob("*"))
+    found = [(path, _file_identity(path)) for path in paths if path.is_file()]
+    parts = [[path.relative_to(folder).as_posix(), identity] for path, identity in found if identity is not None]
     if not parts:
         raise FileNotFoundError(f"{folder}: no checkpoint here")
     return hash_text(canonical_json(parts))
@@ -229,7 +227,7 @@ def _file_identity(path: Path) -> str | None:
     if path.suffix == ".json":
         return _json_identity(path)
     if path.suffix in WHOLE_FILES:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hash_file(path)
     if path.suffix == ".safetensors":
         return _safetensors_identity(path)
     if path.suffix in WEIGHT_FILES:

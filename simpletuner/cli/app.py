@@ -56,12 +56,13 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+Version = Annotated[
+    bool, typer.Option("--version", "-v", help="Show the version.", callback=_print_version, is_eager=True)
+]
+
+
 @app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", "-v", help="Show the version and exit.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
+def options(version: Version = False) -> None:
     """Options that come before a command."""
 
 

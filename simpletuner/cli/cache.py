@@ -15,14 +15,12 @@ if TYPE_CHECKING:
     from simpletuner.plan.build import Plan
     from simpletuner.plan.entries import Listing
 
+Shard = Annotated[str, typer.Option(metavar="I/N", help="Encode shard I, on N machines that share a disk.")]
 app = typer.Typer(help="Fill, verify, explain and clean up the caches of a configuration.", no_args_is_help=True)
 
 
 @app.command(context_settings=PASS_THROUGH)
-def fill(
-    context: typer.Context,
-    shard: Annotated[str, typer.Option(metavar="I/N", help="Shard I, of N machines that share a disk.")] = "1/1",
-) -> None:
+def fill(context: typer.Context, shard: Shard = "1/1") -> None:
     """Encode every caption and picture that is not cached yet, then stop. Settings follow as in train."""
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard)
     number, count = map(int, found.groups()) if found else (0, 0)
@@ -68,9 +66,7 @@ def verify(context: typer.Context) -> None:
 
 
 @app.command(context_settings=PASS_THROUGH)
-def gc(
-    context: typer.Context, remove: Annotated[bool, typer.Option("--remove", help="Delete what is listed.")] = False
-) -> None:
+def gc(context: typer.Context, remove: Annotated[bool, typer.Option("--remove", help="Delete them.")] = False) -> None:
     """List entries that this configuration does not refer to; delete them only with --remove.
 
     Entries of other model families in a shared folder are left alone. Entries of another configuration of the same

@@ -10,6 +10,7 @@ import typer
 from simpletuner.cli.settings import Cached, logged_events, planned, uncollected
 
 PREVIEWED = 3
+Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")]
 
 
 def caption(
@@ -48,11 +49,7 @@ def caption(
             events.say(f"Captions written: {written}; files left out: {len(files) - written}.")
 
 
-def dataset(
-    context: typer.Context,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path("dataset.html"),
-    cached: Cached = False,
-) -> None:
+def dataset(context: typer.Context, out: Out = Path("dataset.html"), cached: Cached = False) -> None:
     """Write a page that shows each file as it will be trained: crop, caption, near-duplicates, what is left out.
 
     No file of a dataset is touched. Settings follow as in train.

@@ -56,10 +56,7 @@ class SettingsCommand(TyperCommand):
         return rest
 
 
-def show_help(
-    context: typer.Context,
-    words: Annotated[list[str] | None, typer.Argument(help="A setting, a section, or words to search for.")] = None,
-) -> None:
+def show_help(context: typer.Context, words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     """Explain a setting (help learning_rate), a section (help LoRA), or search (help offload)."""
     if not words and context.parent is not None:
         typer.echo(context.parent.get_help())

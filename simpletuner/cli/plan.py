@@ -74,9 +74,7 @@ def configure(
     run_session(file, Talk(defaults=defaults))
 
 
-def publish(
-    context: typer.Context, output_dir: Annotated[Path, typer.Argument(help="The output folder of a run.")]
-) -> None:
+def publish(context: typer.Context, output_dir: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
     """Upload the result of a run: the first time, again, or the rest of an upload that failed. Nothing is trained.
 
     Where to is what the run's settings say; without any it is the hub. Settings of the section Publishing override

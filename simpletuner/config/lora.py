@@ -27,7 +27,7 @@ class LoraConfig(Group):
     lora_rank: Integer = ranked(16, "Rank; for lokr, half the larger factor trains it in full.", ge=1, common=True)
     lora_alpha: Number | None = ranked(None, "Scale is alpha / rank.", gt=0, default_note="the rank", common=True)
     lora_dropout: Number = common(
-        0.0, "Dropout.", ge=0, lt=1, requires=when(lora_type="standard", because="LyCORIS has its own", fatal=True)
+        0.0, "Dropout rate.", ge=0, lt=1, requires=when(lora_type="standard", because="LyCORIS has its own", fatal=True)
     )
     lora_init_type: Literal["default", "gaussian", "loftq", "olora", "pissa"] = standard(
         "default",
@@ -158,8 +158,7 @@ class ValidationAdapterConfig(Group):
     validation_adapter_strength: Number = of_adapter(1.0, "Its strength.", gt=0)
     validation_adapter_mode: Literal["adapter_only", "comparison", "none"] = option(
         "comparison",
-        "comparison also renders without further LoRAs; adapter_only does not, unless validation_adapter_config lists "
-        "runs; none ignores all of them.",
+        "comparison: also without further LoRAs; adapter_only: so if validation_adapter_config is set; none: only so.",
     )
     validation_adapter_config: Annotated[list[AdapterEntry], BeforeValidator(parse_runs)] | None = option(
         None, "More runs: paths, or objects with `path`, `paths` or `adapters`, `strength` and `label`.", form="JSON"

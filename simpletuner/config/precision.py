@@ -87,7 +87,7 @@ class PrecisionConfig(Group):
     )
     gradient_checkpointing: Flag = common(True, "Recompute block activations in the backward pass; same gradients.")
     gradient_checkpointing_interval: Integer | None = recomputed(None, "Only every n-th block.", ge=1, default_note="1")
-    gradient_checkpointing_kept_blocks: Integer = recomputed(0, "Blocks, evenly spaced, that are not recomputed.", ge=0)
+    gradient_checkpointing_kept_blocks: Integer = recomputed(0, "Blocks, evenly spaced, that keep activations.", ge=0)
     attention_mechanism: Literal[
         "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
     ] = common(

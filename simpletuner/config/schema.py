@@ -115,7 +115,7 @@ class RunOptions(Group):
         le=math.inf,  # a seed is no quantity, so LARGEST_NUMBER does not apply
     )
     seed_for_each_device: Flag = option(True, "Samples draw their own noise; false: processes draw the same.")
-    resume_from_checkpoint: PathText = common("latest", "`latest` (or a new run), a name, a path, or `none`: step 0.")
+    resume_from_checkpoint: PathText = common("latest", "`latest` (else a new run), a name or path, or `none`: step 0.")
     i_know_what_i_am_doing: Flag = option(False, "Turn safety errors that mention this key into warnings.")
 
 
@@ -292,7 +292,7 @@ class OffloadConfig(Group):
     )
     group_offload_blocks_per_group: Integer = streamed(1, "Blocks streamed together, in two slots.", ge=1, common=True)
     group_offload_resident_blocks: Integer = option(
-        0, "Blocks, evenly spaced, that stay on the device: fewer copies.", ge=0, requires=when("enable_group_offload")
+        0, "So many blocks, evenly spaced, stay on the device, uncopied.", ge=0, requires=when("enable_group_offload")
     )
     group_offload_use_stream: Flag = streamed(False, "Overlap copies with compute (CUDA).", common=True)
     group_offload_to_disk_path: PathText | None = streamed(None, "Folder for offloaded weights; read twice in a step.")
@@ -302,7 +302,7 @@ class OffloadConfig(Group):
         "Stream the blocks of the VAE, while caching and in previews; saves little, since VAEs are small.",
         excludes=when("enable_model_cpu_offload", because="one moves parts of the VAE, the other all of it"),
     )
-    offload_block_inputs: Flag = recomputed(False, "Keep saved inputs in host memory.", label="Offload Block Inputs")
+    offload_block_inputs: Flag = recomputed(False, "Keep saved block inputs on the host.", label="Offload Block Inputs")
     offload_optimizer_state: Flag = option(
         False,
         "Keep optimizer state in host memory and copy it to the device for updates (CUDA); same results.",
@@ -484,8 +484,8 @@ class SharedKeys(Group):
     """Keys of a dataset that mean the same for all of them."""
 
     minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
-    maximum_image_size: Number | None = option(None, "Shrink larger to target_downsample_size.", ge=0, le=LARGEST_SIZE)
-    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0, le=LARGEST_SIZE)
+    maximum_image_size: Number | None = option(None, "Larger pictures are downsampled.", ge=0, le=LARGEST_SIZE)
+    target_downsample_size: Number | None = option(None, "What larger pictures shrink to.", ge=0, le=LARGEST_SIZE)
     instance_prompt: Texts | None = option(None, "Text to prepend to captions, or to use instead.")
     skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
 

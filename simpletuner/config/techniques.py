@@ -200,7 +200,7 @@ class PreservationConfig(TechniqueGroup):
             fatal=True,
         ),
     )
-    preservation_probability: Number = option(0.5, "Share of micro-batches with it, at two more passes.", ge=0, le=1)
+    preservation_probability: Number = option(0.5, "Share of micro-batches that preserve; two more passes.", ge=0, le=1)
     preservation_prompt: Text | None = preserved(
         None, "Class word in place of the trigger, or of whole captions.", default_note="the empty caption", common=True
     )

@@ -113,7 +113,7 @@ def with_retries(path: Path, attempt: Callable[[], T]) -> T:
 
 def _device_message(path: Path, error: OSError) -> str:
     mount = next(folder for folder in path.absolute().parents if folder.is_mount() or folder == folder.parent)
-    return (
-        f"{path}: {error.strerror or error}, {len(RETRY_DELAYS) + 1} times. This is an error of the device or network "
-        f"behind {mount}, not of the file: no file is marked as damaged. Start again when it can be read."
+    failed = (
+        f"{path}: {error.strerror or error}, {len(RETRY_DELAYS) + 1} times, by the device or network behind {mount}."
     )
+    return f"{failed} The file is not at fault, and none is marked as damaged. Start again when it can be read."

@@ -44,8 +44,7 @@ def sample_sigmas(place: Place, flow: FlowConfig, shift: float, offset: float = 
         # One permutation for all processes: no two samples of the group share a slice.
         slices = torch.randperm(place.group, generator=place.shared_generator("slices"))[list(place.slots)]
         shares = (slices + shares) / place.group
-    sigmas = shift_sigmas(law_quantiles(shares, flow, offset), shift)
-    return sigmas.clamp(SMALLEST_SIGMA, 1.0).float()
+    return shift_sigmas(law_quantiles(shares, flow, offset), shift).clamp(SMALLEST_SIGMA, 1.0).float()
 
 
 def law_quantiles(shares: Tensor, flow: FlowConfig, offset: float = 0.0) -> Tensor:

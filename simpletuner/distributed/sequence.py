@@ -54,8 +54,7 @@ class SequenceGroup:
     def connect(cls, world: World, size: int) -> SequenceGroup:
         """The group of this process; groups are of consecutive ranks. Collective."""
         # Twice the watch's limit, as for all processes: the watch names who is missing, a timeout of torch would not.
-        patience = timedelta(seconds=2 * EXCHANGE_SECONDS)
-        handle, _ = distributed.new_subgroups(group_size=size, timeout=patience)
+        handle, _ = distributed.new_subgroups(group_size=size, timeout=timedelta(seconds=2 * EXCHANGE_SECONDS))
         return cls(world.rank % size, size, handle)
 
     def attach(self, blocks: Sequence[nn.Module], rope: int) -> None:
@@ -90,18 +89,15 @@ class SequenceGroup:
 
     def gathered(self, x: Tensor) -> Tensor:
         """All tokens `B S D` from this process's share `B s D`."""
-        whole: Tensor = Gather.apply(x, self)
-        return whole
+        return Gather.apply(x, self)
 
     def by_head(self, x: Tensor) -> Tensor:
         """All tokens of this process's heads, `B S H/P D`, from its tokens of all heads, `B s H D`."""
-        swapped: Tensor = Swap.apply(x, self, HEADS, TOKENS)
-        return swapped
+        return Swap.apply(x, self, HEADS, TOKENS)
 
     def by_token(self, x: Tensor) -> Tensor:
         """The opposite of `by_head`."""
-        swapped: Tensor = Swap.apply(x, self, TOKENS, HEADS)
-        return swapped
+        return Swap.apply(x, self, TOKENS, HEADS)
 
     def swap(self, x: Tensor, split: int, join: int) -> Tensor:
         """Divide a dimension of `B s H D` or `B S h D` among the processes, and join the other one."""

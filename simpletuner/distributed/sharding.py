@@ -236,10 +236,9 @@ def _set_aside(found: dict[str, Tensor], path: str, tensor: Tensor) -> Tensor:
 
 
 def _make_room(found: dict[str, Tensor], parameter: nn.Parameter, path: str, tensor: Tensor) -> Tensor:
-    if not tensor.is_meta:
-        return tensor
-    found[path] = room_for(tensor, parameter)
-    return found[path]
+    if tensor.is_meta:
+        found[path] = room_for(tensor, parameter)
+    return found.get(path, tensor)
 
 
 def replaced(state: Any, replace: Callable[[str, Tensor], Tensor], path: str = "") -> Any:

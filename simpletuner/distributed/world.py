@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 from simpletuner.distributed.requests import Stop
 from simpletuner.errors import UserError
@@ -182,23 +182,13 @@ def compute_threads(wanted: int | None = None) -> int:
     return max(1, min(wanted or usable, usable, int(given) if given.isdecimal() else usable))
 
 
-class Launcher(NamedTuple):
-    """The environment variables with which a launcher tells a process its place."""
-
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-
-
+# The variables with which a launcher tells a process its rank, the size, and both among the processes of its machine.
 LAUNCHERS = (
-    Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate
     # Only srun sets the size of a step. In a batch script, which is no step, SLURM_PROCID is set too.
-    Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-    Launcher(
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
-    ),
-    Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
 
@@ -208,15 +198,16 @@ def launched(environment: Mapping[str, str]) -> World | None:
     Raises:
         UserError: a variable is missing or is no number.
     """
-    for launcher in LAUNCHERS:
+    for names in LAUNCHERS:
+        rank_name, size_name, *_ = names
         # A launcher that has started one process changes nothing.
-        if environment.get(launcher.size, "").strip() not in ("", "0", "1"):
-            rank, size, local_rank, local_size = (number_in(environment, name) for name in launcher)
+        if environment.get(size_name, "").strip() not in ("", "0", "1"):
+            rank, size, local_rank, local_size = (number_in(environment, name) for name in names)
             if rank is None or size is None or rank >= size:
-                given = environment.get(launcher.rank, "not set")
                 raise UserError(
-                    f"{launcher.size} is {environment[launcher.size]}, as if a launcher had started several processes, "
-                    f"but {launcher.rank} is {given}. Let one launcher set both, or unset {launcher.size}."
+                    f"{size_name} is {environment[size_name]}, as if a launcher had started several processes, but "
+                    f"{rank_name} is {environment.get(rank_name, 'not set')}. Let one launcher set both, or unset "
+                    f"{size_name}."
                 )
             # Kubernetes sets no local ones: it starts one process in each machine.
             return World(rank, size, local_rank or 0, local_size or 1)

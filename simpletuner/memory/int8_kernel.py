@@ -60,9 +60,8 @@ def scaled_product(rows: Tensor, levels: Tensor, scale: Tensor, columns: Tensor 
     (m, k), n = rows.shape, levels.shape[1]
     out = rows.new_empty((m, n), dtype=dtype)
     tiles = triton.cdiv(m, TILE["rows_of_tile"]) * triton.cdiv(n, TILE["columns_of_tile"])
-    has_columns = columns is not None
     _kernel[(tiles,)](
         rows, levels, scale, scale if columns is None else columns, out, m, n, k, *levels.stride(),
-        has_columns=has_columns, **SETTINGS,
+        has_columns=columns is not None, **SETTINGS,
     )  # fmt: skip
     return out

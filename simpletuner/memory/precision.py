@@ -32,7 +32,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from simpletuner.config.precision import UNPACKED, Quantisation, check_capability, instead, multiplied
 from simpletuner.config.schema import PrecisionConfig
@@ -111,7 +110,7 @@ class WeightFormat(Protocol):
 
     def product(self, inputs: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:
         """`inputs` (..., in) times the weight plus the bias: (..., out)."""
-        return functional.linear(inputs, self.unpack(*packed), bias)
+        return nn.functional.linear(inputs, self.unpack(*packed), bias)
 
     def input_gradient(self, gradient: Tensor, *packed: Tensor) -> Tensor:
         """The gradient of the inputs (..., in) from the gradient of the product (..., out)."""
@@ -202,8 +201,7 @@ class ScaledGroups(WeightFormat):
     def unpack(self, *packed: Tensor) -> Tensor:
         data, scale, shift = packed
         slices = [(data >> offset) & (2**self.bits - 1) for offset in range(0, 8, self.bits)]
-        levels = torch.cat(slices)[: self.groups]
-        return (scale * levels - shift).reshape(self.shape)
+        return (scale * torch.cat(slices)[: self.groups] - shift).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -234,11 +232,10 @@ class TorchaoWeight(WeightFormat):
     shape: torch.Size
 
     def unpack(self, *packed: Tensor) -> Tensor:
-        weight: Tensor = self._assemble(packed).dequantize()
-        return weight
+        return self._assemble(packed).dequantize()
 
     def product(self, inputs: Tensor, bias: Tensor | None, *packed: Tensor) -> Tensor:
-        return functional.linear(inputs, self._assemble(packed), bias)
+        return nn.functional.linear(inputs, self._assemble(packed), bias)
 
     def _assemble(self, packed: tuple[Tensor, ...]) -> Any:
         inner = {**dict(zip(self.names, packed, strict=True)), **dict.fromkeys(self.absent)}
@@ -258,8 +255,7 @@ def _pack_quanto(weight: Tensor, kind: str) -> Packed:
     scale, shift = _usable(scale, weight.dtype), shift.to(weight.dtype)
     settings = {"qtype": qtype, "axis": 0, "group_size": group, "optimized": False}
     packed = quantize_weight(exact, scale=scale.float(), shift=shift.float(), **settings)
-    shape = (weight.shape[0], weight.shape[1])
-    format_ = ScaledGroups(qtype.bits, weight.numel() // group, shape)
+    format_ = ScaledGroups(qtype.bits, weight.numel() // group, (weight.shape[0], weight.shape[1]))
     return format_, {"data": packed._data._data, "scale": scale, "shift": shift}
 
 
@@ -340,8 +336,7 @@ class QuantisedLinear(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         if not inputs.requires_grad:  # torch 2.11 cannot compile a function whose inputs have no gradient
             return self.form.product(inputs, self.bias, *self.packed)
-        product: Tensor = FrozenProduct.apply(inputs, self.bias, self.form, *self.packed)
-        return product
+        return FrozenProduct.apply(inputs, self.bias, self.form, *self.packed)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={type(self.form).__name__}"
@@ -368,8 +363,7 @@ def quantise(
     device = torch.device("cpu") if via == "cpu" else accelerator
     # Layers of an earlier call are packed already.
     inside = {module for part in within or [model] for module in part.modules() if type(module) is not QuantisedLinear}
-    wanted = [name for name, layer in chosen.items() if layer in inside]
-    for _, block in groupby(wanted, key=block_of):
+    for _, block in groupby((name for name, layer in chosen.items() if layer in inside), key=block_of):
         for _, group in groupby(block, key=block_of if via == "accelerator" else str):
             _quantise_together(model, list(group), quantisation, device)
         trim_heap()

@@ -20,15 +20,8 @@ from torch import Tensor, nn
 from simpletuner.config.schema import RunConfig
 from simpletuner.config.values import Size
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds
+from simpletuner.models import loading
 from simpletuner.models.blocks import FastBlocks
-from simpletuner.models.loading import (
-    load_denoiser,
-    load_scheduler,
-    load_vae,
-    share_zero_weights,
-    stock_pipeline,
-    with_solver,
-)
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec, Flavour
 from simpletuner.models.usage import Usage
@@ -125,8 +118,7 @@ class LatentEncoder(ABC):
 
     def pixels(self, latents: Tensor) -> Tensor:
         """The VAE's pixels in [-1, 1], float32."""
-        pixels: Tensor = self.vae.decode(latents.to(self.device, self.dtype)).sample.float().clamp(-1, 1)
-        return pixels
+        return self.vae.decode(latents.to(self.device, self.dtype)).sample.float().clamp(-1, 1)
 
     def use_less_memory(self) -> bool:
         """Enable a setting that lowers peak memory and changes latents only by rounding.
@@ -325,7 +317,7 @@ class FamilyAdapter(ABC):
 
     def load_vae(self, device: torch.device, dtype: torch.dtype) -> Any:
         """Load the VAE onto a device."""
-        return load_vae(self.spec, self.source, self.caching, device, dtype)
+        return loading.load_vae(self.spec, self.source, self.caching, device, dtype)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
         """Load the VAE onto a device, to make latents."""
@@ -338,8 +330,7 @@ class FamilyAdapter(ABC):
         family that cannot do so reads them.
         """
         self.dtype = dtype
-        transformer: nn.Module = load_denoiser(self.transformer_class, self.source["transformer"], dtype, empty=empty)
-        return transformer
+        return loading.load_denoiser(self.transformer_class, self.source["transformer"], dtype, empty=empty)
 
     def prepare(self, noisy: NoisyBatch) -> NoisyBatch:
         """Apply the flavour's changes to a noisy batch before anything else reads it.
@@ -371,7 +362,7 @@ class FamilyAdapter(ABC):
         `from_picture` means clips that start from a given frame.
         """
         overrides = {} if shift is None else {"shift": shift}
-        return with_solver(load_scheduler(self.source["scheduler"], **overrides), self.solver)
+        return loading.with_solver(loading.load_scheduler(self.source["scheduler"], **overrides), self.solver)
 
     @abstractmethod
     def load_preview_pipeline(
@@ -389,4 +380,6 @@ class FamilyAdapter(ABC):
         settings = self.transformer_class.load_config(self.source["transformer"].fetch())
         with torch.device("meta"):
             transformer = self.transformer_class.from_config(settings)
-        return stock_pipeline(self.pipeline_class, self.source, transformer=share_zero_weights(transformer))
+        return loading.stock_pipeline(
+            self.pipeline_class, self.source, transformer=loading.share_zero_weights(transformer)
+        )

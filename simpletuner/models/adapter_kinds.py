@@ -50,8 +50,7 @@ OTHERS = "simpletuner.annexes.adapters.kinds:KINDS"  # by value of `lora_type`
 
 def adapter_kind(config: LoraConfig) -> AdapterKind:
     """The kind of adapter of a run."""
-    kind: AdapterKind = LORA if config.lora_type == "standard" else pkgutil.resolve_name(OTHERS)[config.lora_type]
-    return kind
+    return LORA if config.lora_type == "standard" else pkgutil.resolve_name(OTHERS)[config.lora_type]
 
 
 def planned_adapters(config: LoraConfig, spec: FamilySpec, targets: Targets, shapes: Shapes) -> Adapters:

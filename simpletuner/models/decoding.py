@@ -24,7 +24,6 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
-from torch.nn import functional
 
 from simpletuner.config.schema import Decoding
 from simpletuner.models.cost import OVERLAP, TILE
@@ -33,7 +32,6 @@ from simpletuner.models.loading import attend_by_frame
 ROWS = 8  # of a strip, which computes its two neighbours as well: a quarter more work
 RESNETS = (ResnetBlock2D, HunyuanVideoResnetBlockCausal3D, LTX2VideoResnetBlock3d)
 UPSAMPLERS = (Upsample2D, HunyuanVideoUpsampleCausal3D, LTX2VideoUpsampler3d)
-OnRows = Callable[[Tensor], Tensor]  # `... H W` -> `... H' W'`, for some of the rows
 
 
 def decode_in(how: Decoding, vae: Any, stride: int) -> None:
@@ -105,14 +103,14 @@ def resnet_in_strips(block: Any, x: Tensor, temb: None = None, generator: None =
     return out
 
 
-def normaliser(norm: nn.Module, x: Tensor) -> OnRows:
+def normaliser(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
     """A function that normalises rows of a sample `1 C ... H W` with the statistics of all rows, like `norm`."""
     if not isinstance(norm, nn.GroupNorm):
         return norm  # of single positions
     mean, variance = channel_statistics(norm, x)
     weight, bias, eps = norm.weight.float(), norm.bias.float(), norm.eps
     # Batch norm, because it takes statistics as arguments; `group_norm` would compute those of the strip.
-    return lambda rows: functional.batch_norm(rows, mean, variance, weight, bias, eps=eps)
+    return lambda rows: nn.functional.batch_norm(rows, mean, variance, weight, bias, eps=eps)
 
 
 def channel_statistics(norm: nn.GroupNorm, x: Tensor) -> tuple[Tensor, Tensor]:

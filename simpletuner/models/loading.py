@@ -24,8 +24,6 @@ from accelerate import init_empty_weights
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoCausalConv3d, HunyuanVideoMidBlock3D
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.functional import scaled_dot_product_attention
 
 from simpletuner.config.schema import CachingConfig
 from simpletuner.errors import UserError, shorten
@@ -52,7 +50,7 @@ def full_float32() -> Iterator[None]:
 def full_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b in full float32; an operation, since compiled code cannot change torch's settings."""
     with full_float32():
-        return functional.linear(x, weight, bias)
+        return nn.functional.linear(x, weight, bias)
 
 
 @full_linear.register_fake
@@ -85,8 +83,7 @@ def keep_full_float32(transformer: nn.Module) -> None:
 
 def _full_forward(layer: nn.Linear, x: Tensor) -> Tensor:
     """As `nn.Linear`; a weight that is stored in bf16 is cast to the dtype of the input."""
-    out: Tensor = full_linear(x, layer.weight.to(x.dtype), layer.bias)
-    return out
+    return full_linear(x, layer.weight.to(x.dtype), layer.bias)
 
 
 @contextmanager
@@ -217,7 +214,7 @@ def sliced_forward(module: Any, x: Tensor) -> Tensor:
         first = frame * stride - before  # of the input
         # In the order W, H, T of `pad`; in time, only before the first frame of the clip.
         padding = (*sides, max(-first, 0), 0)
-        part = conv(functional.pad(x[:, :, max(first, 0) : first + kernel], padding, mode=module.pad_mode))
+        part = conv(nn.functional.pad(x[:, :, max(first, 0) : first + kernel], padding, mode=module.pad_mode))
         if frame == 0:
             out = part.new_empty((*part.shape[:2], total, *part.shape[3:]))
         out[:, :, frame : frame + 1] = part
@@ -245,10 +242,10 @@ class FrameCausalProcessor:
         frames = []
         for start in range(0, normed.shape[1], per_frame):
             end = start + per_frame
-            frames.append(scaled_dot_product_attention(query[:, :, start:end], key[:, :, :end], value[:, :, :end]))
+            parts = query[:, :, start:end], key[:, :, :end], value[:, :, :end]
+            frames.append(nn.functional.scaled_dot_product_attention(*parts))
         attended = attn.to_out[0](torch.cat(frames, dim=2).transpose(1, 2).flatten(2))
-        result: Tensor = (attended + hidden_states) / attn.rescale_output_factor
-        return result
+        return (attended + hidden_states) / attn.rescale_output_factor
 
 
 def attend_by_frame(vae: nn.Module) -> int:

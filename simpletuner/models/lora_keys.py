@@ -96,7 +96,6 @@ METADATA_KEY = "lora_adapter_metadata"  # the adapter's settings in the header o
 # What the names in a file begin with. diffusers silently loads nothing from keys with a prefix it does not expect.
 LoraForm = Literal["diffusers", "comfyui"]
 PREFIXES: dict[LoraForm, str] = {"diffusers": "transformer.", "comfyui": "diffusion_model."}
-KNOWN_PREFIXES = (*PREFIXES.values(), "base_model.model.")
 KOHYA_PREFIX = "lora_unet_"
 MAGNITUDE = ".lora_magnitude_vector"
 COMFYUI_MAGNITUDE = ".dora_scale"
@@ -123,7 +122,7 @@ def lora_file(path: Path) -> Path:
 
 def without_prefix(key: str) -> str:
     """A key without the prefix that a program puts before module names."""
-    for prefix in KNOWN_PREFIXES:
+    for prefix in (*PREFIXES.values(), "base_model.model."):
         key = key.removeprefix(prefix)
     return key
 
@@ -190,8 +189,7 @@ def _check_layers(
     key = "init_lora"
     ranks = {module_of(name, modules): shape[0] for name, shape in shapes.items() if role_of(name) == "A" and shape}
     if not ranks or (modules and not ranks.keys() & set(modules)):
-        first = next(iter(shapes), "no key")
-        yield Problem(key, f"no key of {str(path)!r} belongs to this model (the first is {first!r}).")
+        yield Problem(key, f"no key of {str(path)!r} belongs to this model (the first is {next(iter(shapes))!r}).")
         return
     others = sorted({rank for module, rank in ranks.items() if module in (wanted or ranks)} - {config.lora_rank})
     if others:
@@ -347,8 +345,7 @@ def _check_owners(
         out, into = modules[owner]
         features, side = (shapes[name][1], into) if role == "A" else (shapes[name][0], out)
         if features != side:
-            message = f"is for other layers: {owner} has {out}x{into}, {name} {features}."
-            yield Problem(key, f"{str(path)!r} {message}")
+            yield Problem(key, f"{str(path)!r} is for other layers: {owner} has {out}x{into}, {name} {features}.")
             return
 
 

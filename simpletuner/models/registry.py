@@ -24,5 +24,4 @@ def canonical_family_name(name: str) -> str:
 
 def load_adapter(spec: FamilySpec) -> type[FamilyAdapter]:
     """Import the adapter class that a spec names, and torch with it."""
-    adapter: type[FamilyAdapter] = resolve_name(spec.adapter)
-    return adapter
+    return resolve_name(spec.adapter)

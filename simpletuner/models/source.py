@@ -218,11 +218,10 @@ class Part:
 
         # Its files in the repository, without the older formats that single-model repositories also contain.
         wanted = [f"{self.folder}/*"] if self.folder else ["*.json", "*.safetensors"]
-        return Path(
-            snapshot_download(
-                self.location, revision=self.revision, allow_patterns=wanted, local_files_only=local_files_only
-            )
+        folder = snapshot_download(
+            self.location, revision=self.revision, allow_patterns=wanted, local_files_only=local_files_only
         )
+        return Path(folder)
 
     def fetch(self) -> Path:
         """The folder on this machine, downloaded if necessary.
@@ -289,18 +288,14 @@ class ModelSource:
         for part in self.parts.values():
             by_location.setdefault(part.location, []).append(part)
         for location, parts in by_location.items():
+            key = parts[0].key
             if not parts[0].is_local:
                 if not HUB_ID.fullmatch(location):
-                    message = f"{location!r} is neither an existing folder nor a valid hub id."
-                    problems.append(Problem(parts[0].key, message))
-                continue
-            if not home_path(location).is_dir():
-                problems.append(Problem(parts[0].key, f"the model folder {location!r} does not exist."))
-                continue
-            faults = [f"{part.folder} ({fault})" for part in parts if (fault := part.fault()) is not None]
-            if faults:
-                message = f"the model folder {location!r} lacks a usable {', '.join(faults)}."
-                problems.append(Problem(parts[0].key, message))
+                    problems.append(Problem(key, f"{location!r} is neither an existing folder nor a valid hub id."))
+            elif not home_path(location).is_dir():
+                problems.append(Problem(key, f"the model folder {location!r} does not exist."))
+            elif faults := [f"{part.folder} ({fault})" for part in parts if (fault := part.fault()) is not None]:
+                problems.append(Problem(key, f"the model folder {location!r} lacks a usable {', '.join(faults)}."))
         return problems
 
 

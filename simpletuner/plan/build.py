@@ -29,8 +29,7 @@ from simpletuner.models.lora_keys import Targets
 from simpletuner.models.registry import FAMILIES, canonical_family_name
 from simpletuner.models.source import ModelSource, Part
 from simpletuner.models.spec import FamilySpec, Flavour
-from simpletuner.plan.checks import check_config, check_prompts, check_total, findings, without_effect, worth_reporting
-from simpletuner.plan.dataset_checks import check_cache_folders, check_datasets
+from simpletuner.plan import checks
 from simpletuner.plan.environment import as_launched, as_rendered, check_environment
 from simpletuner.plan.resume import check_resume, decide_seed, has_same_data
 from simpletuner.techniques.spec import TechniqueSpec, TrainedData, chosen_techniques
@@ -244,13 +243,13 @@ def make_plan(arguments: Arguments, purpose: Purpose = "train", rendering: Rende
         config, file, entries = problems.take(_launch(config, spec.name if spec else "", folder))
     # Without a family, only the rules for all families can add to the list.
     if spec is None:
-        raise ConfigError([*problems, *check_config(config, purpose)])
+        raise ConfigError([*problems, *checks.check_config(config, purpose)])
     plan, entries = problems.take(_find_model(config, spec, entries, rendering))
-    found = [*findings(plan, purpose)]
+    found = [*checks.findings(plan, purpose)]
     # Of samples, the run has given its warnings.
-    problems.extend(each for each in worth_reporting(found, plan.config) if each.fatal or purpose != "sample")
+    problems.extend(each for each in checks.worth_reporting(found, plan.config) if each.fatal or purpose != "sample")
     texts = [entry for entry in entries if entry.is_text_embeds]
-    plan = replace(plan, without_effect=without_effect(found), dataset_file=file, text_caches=texts)
+    plan = replace(plan, without_effect=checks.without_effect(found), dataset_file=file, text_caches=texts)
     # So far, settings and headers of weights; from here on, files that the settings name.
     context = DataContext.of(plan.config, plan.spec, plan.flavour.task, arguments.collect)
     if purpose == "survey":
@@ -266,7 +265,7 @@ def _launch(config: RunConfig, family: str, folder: Path) -> Reading[tuple[RunCo
     file = yield from dataset_file(config.run.data_backend_config, folder)
     names = {"model_family": family, "output_dir": config.run.output_dir}
     entries = yield from read_datasets(file, placeholders=names)
-    yield from check_cache_folders(entries)
+    yield from checks.check_cache_folders(entries)
     return config, file, entries
 
 
@@ -299,7 +298,7 @@ def _collect_previews(plan: Plan, rendering: Rendering) -> Reading[Plan]:
     """The prompts, and the sizes. These are needed without previews too: Kandinsky fits its rope scale to them."""
     config = plan.config
     prompts = [*rendering.prompts] or (yield from collect_prompts(config.validation))
-    yield from check_prompts(config, prompts)
+    yield from checks.check_prompts(config, prompts)
     wanted, lenient = config.validation.validation_resolution or (), config.run.i_know_what_i_am_doing
     sizes = yield from fit_sizes(wanted, plan.spec, lenient=lenient)
     return replace(plan, prompts=prompts, sizes=sizes, pictures=rendering.pictures)
@@ -321,14 +320,14 @@ def _plan_run(plan: Plan, entries: list[DatasetConfig], context: DataContext, pr
     plan = replace(plan, datasets=build_datasets(entries, context, problems) if entries else [])
     if not plan.trained and not problems.are_fatal:
         problems.append(Problem("data_backend_config", "names no dataset to train on."))
-    problems.extend(check_datasets(plan))
+    problems.extend(checks.check_datasets(plan))
     # What follows needs whole datasets: with problems so far it would only report their consequences.
     problems.raise_if_fatal()
     buckets = {each.id: sorted({sample.geometry.size for sample in each.samples}) for each in plan.trained}
     problems.extend(plan.spec.checks.sizes(config, plan.flavour, plan.sizes, buckets))
     # The length needs the order of samples, and that the buckets.
     plan = replace(plan, same_data=problems.take(has_same_data(plan)), length=plan_length(plan))
-    problems.extend(check_total(config, plan.length.total_steps))
+    problems.extend(checks.check_total(config, plan.length.total_steps))
     problems.extend(_check_last_epoch(plan))
     problems.raise_if_fatal()
     # Several checks may warn of the same.

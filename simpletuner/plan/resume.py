@@ -153,9 +153,7 @@ def mathematics(plan: Plan) -> dict[str, Any]:
         }
         if (key := adapter_kind(lora).settings_file) and (path := getattr(lora, key)):
             fixed[key] = result_of(read_json(Path(path).expanduser()))
-    groups = (
-        config.flow, config.loss, config.text, config.family.of(spec.options), *config.techniques, config.ema
-    )  # fmt: skip
+    groups = (config.flow, config.loss, config.text, config.family.of(spec.options), *config.techniques, config.ema)
     # Models are compared by content (`weight_identities`), not by location.
     values = {key: value for group in groups for key, value in group.model_dump().items()}
     changeable = {key: value for key, value in values.items() if not key.endswith(("_name_or_path", "_cache"))}

@@ -29,13 +29,7 @@ from simpletuner.errors import Problems, UserError
 from simpletuner.memory.heap import trim_heap
 from simpletuner.memory.offload.attach import LayerQuantiser, Offload
 from simpletuner.memory.precision import DTYPES, quantise
-from simpletuner.models.adapter import (
-    Encoder,
-    EncoderQuantiser,
-    FamilyAdapter,
-    LatentEncoder,
-    TextEncoder,
-)
+from simpletuner.models.adapter import Encoder, EncoderQuantiser, FamilyAdapter, LatentEncoder, TextEncoder
 from simpletuner.models.loading import check_shapes
 from simpletuner.models.registry import load_adapter
 from simpletuner.models.source import Part
@@ -286,8 +280,7 @@ def load_encoder(
 
 def build_adapter(plan: Plan) -> FamilyAdapter:
     """The adapter of the plan's family for its checkpoint."""
-    use_size = plan.sizes[0] if plan.sizes else None
-    return load_adapter(plan.spec)(plan.config, plan.flavour, plan.source, use_size)
+    return load_adapter(plan.spec)(plan.config, plan.flavour, plan.source, plan.sizes[0] if plan.sizes else None)
 
 
 def fill_caches(plan: Plan, events: EventStream, share: Share) -> None:

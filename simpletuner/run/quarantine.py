@@ -22,7 +22,6 @@ from simpletuner.data.sample import Rejected
 logger = logging.getLogger(__name__)
 
 FOLDER_NAME = "quarantine"
-REASONS_NAME = "reasons.jsonl"
 
 
 def quarantine(datasets: Iterable[Dataset], output_dir: Path) -> None:
@@ -75,5 +74,5 @@ def _record(folder: Path, file: Rejected, origin: Path, target: Path) -> None:
         "reason": file.reason,
         "detail": file.detail,
     }
-    with (folder / REASONS_NAME).open("a", encoding="utf-8") as list_file:
+    with (folder / "reasons.jsonl").open("a", encoding="utf-8") as list_file:
         list_file.write(json.dumps(line, ensure_ascii=False) + "\n")

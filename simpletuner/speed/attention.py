@@ -64,8 +64,7 @@ def load_kernel(mechanism: str) -> AttentionKernel:
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # Some releases return the log-sum-exp as well.
         result = function(query, key, value)
-        out: Tensor = result[0] if isinstance(result, tuple) else result
-        return out
+        return result[0] if isinstance(result, tuple) else result
 
     return kernel
 

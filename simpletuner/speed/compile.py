@@ -137,10 +137,9 @@ def compile_blocks(
         mode, options = launch.dynamo_mode, None
         if launch.dynamo_cpp_wrapper:  # torch takes a mode or options
             mode, options = None, {**torch._inductor.list_mode_options(mode or "default"), "cpp_wrapper": True}
-        compiled: Callable[..., Any] = torch.compile(
+        return torch.compile(
             function, backend=backend, mode=mode, options=options, fullgraph=launch.dynamo_fullgraph, dynamic=dynamic
         )
-        return compiled
 
     if fast is not None:
         if recomputing:

@@ -129,8 +129,7 @@ class LeftToRecomputation(saved_tensors_hooks):
 
         @cache  # a checkpoint returns every tensor only once
         def again() -> tuple[Tensor, ...]:
-            recomputed: tuple[Tensor, ...] = node.saved_tensors
-            return recomputed
+            return node.saved_tensors
 
         def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
             index = places.get(tensor.untyped_storage()._cdata)

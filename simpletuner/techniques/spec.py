@@ -135,8 +135,7 @@ def _crepa(config: RunConfig, data: TrainedData) -> TechniqueSpec | None:
 
     def build() -> Technique:
         width = replace(encoder).width  # now that the encoder is on this machine
-        technique: Technique = _later("crepa:Crepa", crepa, width, data.ids, data.total_steps, kinds)()
-        return technique
+        return _later("crepa:Crepa", crepa, width, data.ids, data.total_steps, kinds)()
 
     return TechniqueSpec(build, features=kinds, cost=cost)
 

@@ -62,8 +62,7 @@ class FrameTeacher:
         pictures = interpolate(frames / 2 + 0.5, (rows * side, columns * side), mode="bilinear", antialias=True)
         mean, deviation = (pictures.new_tensor(each).view(3, 1, 1) for each in (MEAN, DEVIATION))
         tokens = self.model(((pictures - mean) / deviation).to(self.model.dtype)).last_hidden_state
-        features: Tensor = tokens[:, self.skipped :].transpose(1, 2).unflatten(2, (rows, columns)).float()
-        return features
+        return tokens[:, self.skipped :].transpose(1, 2).unflatten(2, (rows, columns)).float()
 
 
 def load_teacher(

@@ -70,8 +70,7 @@ class Tread(Technique):
 
         `HiddenStates` records the output of the block itself, so the last block of a window also has only these.
         """
-        windows = (each for each in self._windows if each.route.holds(block))
-        return next((each.kept for each in windows), None)
+        return next((each.kept for each in self._windows if each.route.holds(block)), None)
 
     def _protected(self, noisy: NoisyBatch) -> Tensor | None:
         """The units with a protected position, which are always kept; bool `B N` on the CPU."""
@@ -95,8 +94,7 @@ class _Window:
         self.begin(None)
         for number in range(route.first, route.last + 1):
             # Tables are arguments of every block; tokens reach all but the first block cut already.
-            hook = partial(self._enter, opens=number == route.first)
-            blocks[number].register_forward_pre_hook(hook)
+            blocks[number].register_forward_pre_hook(partial(self._enter, opens=number == route.first))
         blocks[route.last].register_forward_hook(self._leave)
 
     def begin(self, kept: Tensor | None) -> None:
@@ -113,9 +111,8 @@ class _Window:
             # The tokens that skip the window wait here for `_leave`.
             self._all_tokens = inputs[0]
             if not self._tables:  # recomputation reuses the forward pass's tensors
-                self._tables = {
-                    argument: take(inputs[argument], self.kept) for argument, take in self.routing.tables.items()
-                }
+                takers = self.routing.tables.items()
+                self._tables = {argument: take(inputs[argument], self.kept) for argument, take in takers}
             cut[0] = inputs[0].gather(1, _rows(self.kept, inputs[0]))
         for argument, table in self._tables.items():
             cut[argument] = table

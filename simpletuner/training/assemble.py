@@ -261,8 +261,7 @@ def _replicate(transformer: nn.Module, accelerator: Accelerator, *, sharded: boo
         assert accelerator.ddp_handler is not None
         return DistributedDataParallel(transformer, **accelerator.ddp_handler.to_kwargs())
     # Placed already, streamed blocks on the CPU.
-    prepared: nn.Module = accelerator.prepare(transformer, device_placement=[False])
-    return prepared
+    return accelerator.prepare(transformer, device_placement=[False])
 
 
 def _add_adapter(
@@ -270,9 +269,7 @@ def _add_adapter(
 ) -> Trained:
     add, seed = adapter_kind(config.lora).add, step_seed(spec.seed, 0, 0, 0, "lora")
     if add is not None:
-        kind = pkgutil.resolve_name(add)
-        trained: Trained = kind(transformer, config.lora, spec.lora_targets, family, seed=seed, dtype=dtype)
-        return trained
+        return pkgutil.resolve_name(add)(transformer, config.lora, spec.lora_targets, family, seed=seed, dtype=dtype)
     lora = add_lora(transformer, config.lora, spec.lora_targets, seed=seed, dtype=dtype)
     if config.lora.init_lora is not None:
         start_from(lora, Path(config.lora.init_lora).expanduser())
@@ -372,5 +369,4 @@ def _stream(
         return None
     # Without recomputation, autograd saves weights that leave the device before the backward pass.
     streamed, keeps_saved = blocks_to_stream(layout, config.offload), not config.precision.checkpoints_all
-    offload = Offload(config.offload, device, world)
-    return offload.attach(transformer, streamed, keeps_saved=keeps_saved, packed=packed)
+    return Offload(config.offload, device, world).attach(transformer, streamed, keeps_saved=keeps_saved, packed=packed)

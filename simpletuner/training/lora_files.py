@@ -31,9 +31,8 @@ from simpletuner.atomic import UNFINISHED_FOLDER_SUFFIX, write_atomically
 from simpletuner.errors import UserError, shorten
 from simpletuner.headers import with_metadata
 from simpletuner.models import lora_keys
-from simpletuner.models.lora_keys import PREFIXES, LoraForm
+from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, LoraForm
 from simpletuner.training.guard import refuse_not_finite
-from simpletuner.training.manifest import LORA_FILE
 
 MAGNITUDES = {"magnitude": lora_keys.MAGNITUDE, "comfyui magnitude": lora_keys.COMFYUI_MAGNITUDE}
 COMFYUI_PARTS = (".lora_A.weight", ".lora_B.weight", lora_keys.COMFYUI_MAGNITUDE)
@@ -241,7 +240,6 @@ def applied_loras(transformer: nn.Module, loras: Loras, dtype: torch.dtype, devi
             placed = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
             for layer in [name.removesuffix(".lora_A.weight") for name in placed if name.endswith(".lora_A.weight")]:
                 down, up = (placed[f"{layer}.lora_{side}.weight"] for side in "AB")
-                magnitudes = (placed.get(layer + suffix) for suffix in MAGNITUDES.values())
-                hook = LoraHook(down, up, strength, *magnitudes)
+                hook = LoraHook(down, up, strength, *(placed.get(layer + suffix) for suffix in MAGNITUDES.values()))
                 hooks.callback(transformer.get_submodule(layer).register_forward_hook(hook).remove)
         yield

@@ -74,15 +74,13 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     with assembly.world.exchanging(f"Step {global_step + 1}"):
         gathered = assembly.world.gather(mine)
     everyone = Losses.merged(gathered[:: settings.sequence])  # one of each group
-    is_halfway = assembly.release is not None
-    guard.stop_if_gradients_not_finite(assembly, sizes, everyone.names, is_halfway=is_halfway)
+    guard.stop_if_gradients_not_finite(assembly, sizes, everyone.names, is_halfway=assembly.release is not None)
     # After the check, which judges by the scale that this step was computed with.
     assembly.scaler.update()
     # None, not zeros: previews get the memory, and optimizers skip a module that no loss has reached.
     assembly.optimizer.zero_grad(set_to_none=True)
     metrics = everyone.means(assembly.techniques) | size | {"learning_rate": rate, "epoch": loader.epoch}
-    timesteps = [*chain.from_iterable(everyone.timesteps)]
-    return meter.report(global_step + 1, loader, metrics, timesteps, visited)
+    return meter.report(global_step + 1, loader, metrics, [*chain.from_iterable(everyone.timesteps)], visited)
 
 
 def _update(assembly: Assembly, size: Mapping[str, float], module_size: Mapping[str, float]) -> None:

@@ -215,7 +215,6 @@ def open_weights(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 FOLDER, AVERAGED = "transformer", "transformer_ema"
 INDEX_FILE = "model_index.json"
-SCHEDULER_FILE = "scheduler_config.json"
 WEIGHTS_PATTERN = SAFETENSORS_WEIGHTS_NAME.replace(".", "{suffix}.")
 
 
@@ -312,5 +311,5 @@ def copy_parts(publication: Publication, folder: Path) -> None:
     index = here if scheduler.is_local else hf_hub_download(scheduler.location, INDEX_FILE, revision=scheduler.revision)
     shutil.copyfile(index, folder / INDEX_FILE)
     if publication.shift is not None:  # with which previews were sampled
-        path = folder / scheduler.folder / SCHEDULER_FILE
+        path = folder / scheduler.folder / "scheduler_config.json"
         write_json(path, {**json.loads(path.read_bytes()), "shift": publication.shift})

@@ -7,14 +7,13 @@ turns on the device.
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -169,7 +168,7 @@ def take_turns(transformer: nn.Module, vae: nn.Module, device: torch.device) -> 
     for name in ("encode", "decode"):
         inner = getattr(vae, name)
 
-        @functools.wraps(inner)
+        @wraps(inner)
         def alone(*inputs: Any, inner: Any = inner, **settings: Any) -> Any:
             transformer.to("cpu")
             vae.to(device)
@@ -337,8 +336,7 @@ class ValidationRunner:
             stop_if_result_not_finite(assembly)
             # Grouped, because switching to the average and back copies all weights.
             for (use_ema, loras), group in itertools.groupby(shots, key=lambda item: (item[1].ema, item[1].loras)):
-                further = applied_loras(transformer, loras, dtype, assembly.accelerator.device)
-                with assembly.averaged(use_ema), further:
+                with assembly.averaged(use_ema), applied_loras(transformer, loras, dtype, assembly.accelerator.device):
                     for place, shot in group:
                         if record := self._render(assembly, shot, bar):
                             yield place, record

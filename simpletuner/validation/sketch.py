@@ -44,8 +44,7 @@ class ColourMap:
         chart = encoder.encode(pixels.expand(-1, -1, 1 + (frames - 1) * spec.frame_stride, -1, -1), [0])
         latents = [chart, *(smooth_noise(chart.shape[1], frames, CELLS * scale // 6) for scale in (1, 2, 4))]
         targets = torch.cat([_colours(encoder.decode(z), frames) for z in latents])
-        inputs = torch.cat([_inputs(z) for z in latents])
-        return cls(torch.linalg.lstsq(inputs, targets).solution)
+        return cls(torch.linalg.lstsq(torch.cat([_inputs(z) for z in latents]), targets).solution)
 
     def __call__(self, z: Tensor) -> list[Image.Image]:
         """One small picture per latent frame of z, `1 C F H W`."""

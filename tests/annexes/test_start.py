@@ -20,7 +20,7 @@ from PIL import Image
 from simpletuner.annexes.page.project import CONFIG_NAME
 from simpletuner.annexes.start import receive as receiving
 from simpletuner.annexes.start.receive import MOST_FILES, receive, unpack
-from simpletuner.annexes.start.recipe import Material, Recipe, Start
+from simpletuner.annexes.start.recipe import Material, Recipe, Start, checkpoint_interval
 from simpletuner.cli.app import main
 from simpletuner.data.clips import ClipFacts
 from simpletuner.data.discovery import Scan
@@ -222,6 +222,7 @@ def test_captions_that_name_the_subject_stay_as_they_are(commands: list[list[str
         (["half"], "1 of 2 files have no caption (1.png is the first). --caption writes them"),
         (["cat", "--purpose", "styel"], "--purpose 'styel' is not one of: subject, style. Did you mean 'style'?"),
         (["cat", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image, demo."),
+        (["half", "--model", "flux"], "--model 'flux' is not one of: kandinsky5-image, demo."),  # captions or not
         (["pairs"], "pairs/after holds no pictures."),
         (["cat", "max_train_step=9"], "max_train_step: is not a known key. Did you mean 'max_train_steps'?"),
         (["cat", "learning_rate=fast", "lora_rank=0"], "learning_rate: 'fast'"),
@@ -269,6 +270,9 @@ def test_settings_are_written_by_their_names_and_the_rest_follows(commands: list
     assert main(["start", "cat", "--yes", *settings]) == 0
     config = written("cat")
     assert (config["max_train_steps"], config["checkpoint_step_interval"]) == (40, 5)
+    # The last of an interval and that of the end are one, or a tenth of the interval apart.
+    ends = [(steps % each or each, each) for steps in range(1, 3000) for each in [checkpoint_interval(steps)]]
+    assert all(rest > each / 10 for rest, each in ends)
     assert commands[1][:2] == ["sweep", "mine"]
     assert (config["lr_warmup_steps"], config["hub_model_id"]) == (None, "{env:HUB}")
 
@@ -361,7 +365,7 @@ def test_few_clips_are_too_short(frames: list[int], trained: int) -> None:
     material = Material(Path(), Scan(), holds_clips=True)
     # At their own rate, so that the seconds are the frames.
     material.__dict__["clips"] = [ClipFacts(64, 48, number / 16, 16.0) for number in frames]
-    assert material.frames(16, 4, 81) == trained
+    assert material.frames(SimpleNamespace(frame_rate=16, frame_stride=4), 81) == trained
 
 
 def test_what_fits_comes_first(monkeypatch: pytest.MonkeyPatch, commands: list[list[str]], capsys: Capture) -> None:

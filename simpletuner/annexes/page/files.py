@@ -47,11 +47,9 @@ from simpletuner.redaction import REFERENCE, SECRET_NAME, hide, redact, redact_s
 SECRET = {"secret": "set"}
 CHANGED = "has changed since it was opened. Nothing was saved: compare, then save again."
 MOST_NAMES = 5000  # of a folder; the page shows that there are more
-KINDS = {
-    **dict.fromkeys(PICTURE_SUFFIXES, "images"),
-    **dict.fromkeys(CLIP_SUFFIXES, "videos"),
-    CAPTION_SUFFIX: "captions",
-}
+KINDS = (
+    {CAPTION_SUFFIX: "captions"} | dict.fromkeys(PICTURE_SUFFIXES, "images") | dict.fromkeys(CLIP_SUFFIXES, "videos")
+)
 # Between the comparison of a file with If-Match and its replacement, no other request may replace it.
 _saving = threading.Lock()
 
@@ -227,11 +225,7 @@ def in_file(path: Path, content: Callable[[], dict[str, Any]]) -> Response:
 
 
 def replace_file(
-    request: Request,
-    path: Path,
-    body: Mapping[str, Any],
-    change: Callable[[Any], Any],
-    answer: Callable[[], dict[str, Any]],
+    request: Request, path: Path, body: Mapping[str, Any], change: Callable[[Any], Any], answer: Callable[[], Any]
 ) -> Response:
     """Replace the content of a JSON file by what `change` makes of it: of None if there is no file, or if the request
     holds all of it (`"whole": true`).

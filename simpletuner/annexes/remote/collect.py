@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,9 @@ from simpletuner.annexes.remote.store import Offer, Store, UnfetchedError
 from simpletuner.config.datasets import DatasetConfig
 from simpletuner.data.discovery import Scan, classify, wanted_suffixes
 from simpletuner.data.entries import DataContext
-from simpletuner.errors import Problem, Problems, Reading, UserError
+from simpletuner.errors import Problem, Problems, UserError
 
-LISTERS: Mapping[str, Callable[[DatasetConfig, Store], Reading[Offer]]] = {
-    "csv": list_table,
-    "aws": list_bucket,
-    "huggingface": list_rows,
-}
+LISTERS = {"csv": list_table, "aws": list_bucket, "huggingface": list_rows}
 RETRY = "; --retry-failed tries again"
 
 

@@ -271,10 +271,13 @@ def _check_table(table: Any, facts: Any, config: DatasetConfig) -> Iterator[Prob
 def _choose(rows: Iterable[dict[str, Any]], config: DatasetConfig, identity: str) -> Rows:
     """Captions and filters, without touching the media."""
     captions, left_out = {}, {}
+    others = [*filter(None, (config.fallback_caption_column, config.description_column))]
     for number, row in enumerate(rows):
         why = _why_not(row, config, config.filter_func) if config.filter_func else None
         if why is None:
-            captions[number] = _captions(row, config)
+            # Of all caption columns, else of the first other column that has any.
+            texts = tuple(text for column in config.caption_column for text in texts_in(row.get(column)))
+            captions[number] = texts or first_texts(row, *others)
         else:
             left_out[number] = why
     return Rows(identity, captions, left_out)
@@ -305,12 +308,6 @@ def _why_not(row: Mapping[str, Any], config: DatasetConfig, rule: RowFilter) -> 
         if bound and (row[column] is None or row[column] < bound):
             return f"{column} is {row[column]}, below {bound:g}"
     return None
-
-
-def _captions(row: Mapping[str, Any], config: DatasetConfig) -> tuple[str, ...]:
-    """Those of all caption columns, else of the first other column that has any."""
-    captions = tuple(text for column in config.caption_column for text in texts_in(row.get(column)))
-    return captions or first_texts(row, *filter(None, (config.fallback_caption_column, config.description_column)))
 
 
 def _offer(rows: Rows, config: DatasetConfig, commit: str, table: Any) -> Offer:

@@ -329,10 +329,6 @@ class PreviewGrid:
         return any(sum(bool(cell and cell.source) for cell in cells) > 1 for cells in self._cells)
 
     @property
-    def has_video(self) -> bool:
-        return any(cell.record.is_video for cells in self._cells for cell in cells if cell)
-
-    @property
     def _cells(self) -> list[Sequence[Cell | None]]:
         return [cells for row in self.rows for cells in (row.plain, row.averaged)]
 

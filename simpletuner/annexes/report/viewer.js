@@ -106,7 +106,7 @@ function shortLabel(item) {
 }
 
 function sideBySide(before, after) {
-  const half = (item) => element("div", {}, clipOf(item), element("span", { class: "tag left" }, shortLabel(item)));
+  const half = (item) => element("div", {}, item.isClip ? clipOf(item) : pictureOf(item), element("span", { class: "tag left" }, shortLabel(item)));
   return element("div", { class: "duo" }, half(before), half(after));
 }
 
@@ -114,7 +114,8 @@ function compared(before, after) {
   return after.isClip ? sideBySide(before, after) : slider(before, after);
 }
 
-// Fills the section with the first and the newest preview of each row.
+// Fills the section with the first and the newest preview of each row. Not as sliders: half of each picture would be
+// hidden, and with it what was learned in the other half.
 function fillComparison(section, rowsShown = rows) {
   const place = section.querySelector(".comparisons");
   place.replaceChildren();
@@ -123,11 +124,10 @@ function fillComparison(section, rowsShown = rows) {
     const shown = plain.length > 1 ? plain : row;
     if (shown.length < 2) continue;
     const caption = element("figcaption", {}, element("b", {}, shown[0].name), element("span", { class: "prompt" }, shown[0].prompt));
-    place.append(element("figure", { class: "comparison" }, compared(shown[0], shown.at(-1)), caption));
-    place.classList.toggle("clips", shown[0].isClip);
+    place.append(element("figure", { class: "comparison" }, sideBySide(shown[0], shown.at(-1)), caption));
   }
   const hint = section.querySelector(".hint");
-  if (place.classList.contains("clips") && !hint.querySelector("button")) hint.append(" ", playButton());
+  if (place.querySelector("video") && !hint.querySelector("button")) hint.append(" ", playButton());
   section.hidden = !place.childElementCount;
 }
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from simpletuner.annexes.draft import Draft
-from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name
+from simpletuner.annexes.start.recipe import FILES, TRIGGER, Material, Recipe, Start, run_name, writes_captions
 from simpletuner.annexes.wizard.talk import HELP, Talk
-from simpletuner.errors import Problems, UserError, not_one_of
+from simpletuner.errors import Problem, Problems, not_one_of
 
 
 def ask(
@@ -29,11 +29,12 @@ def ask(
         UserError: the folder, an answer or a setting cannot be used.
     """
     material = Material.of(folder)
-    name = _free_name(given["name"] or run_name(folder))
-    _check_captions(material, captions=captions)
+    name = given["name"] or run_name(folder)
+    examples = {example.removesuffix("-lora"): example for example in material.models}
+    Problems(_check(material, name, given, examples, captions=captions)).raise_if_fatal()
     talk.tell(f"{folder}: {material.describe()}")
     purposes = {purpose: Recipe.of(purpose).title for purpose in material.purposes}
-    purpose = _choose(talk, "What should be learned?", purposes, given["purpose"], "--purpose")
+    purpose = _choose(talk, "What should be learned?", purposes, given["purpose"])
     trigger = (given["trigger"] or "").strip() or _ask_trigger(talk, purpose)
     captioned = captions or not material.uncaptioned
     values = {key: _as_json(value) for key, value in settings.items()}
@@ -41,9 +42,9 @@ def ask(
     def start(example: str) -> Start:
         return Start(name, material, purpose, trigger, example, captioned, values)
 
-    starts = {model.removesuffix("-lora"): start(model) for model in material.models}
-    if captions and material.uncaptioned:
-        starts = _with_captioner(starts, given["model"])
+    # To write captions, only those whose model can.
+    able = {model for model in examples if not (captions and material.uncaptioned) or writes_captions(examples[model])}
+    starts = {model: start(example) for model, example in examples.items() if model in able}
     made = starts[_choose_model(talk, starts, given["model"])]
     # Before anything is written; the files beside the config come with it.
     judged = {key: value for key, value in made.config().items() if key not in FILES or key in values}
@@ -61,13 +62,33 @@ def _ask_trigger(talk: Talk, purpose: str) -> str:
     return answer or TRIGGER
 
 
-def _free_name(name: str) -> str:
-    if re.search(r"[/\\\x00-\x1f]", name):
-        raise UserError(f"--name {name!r} is not the name of a folder.")
+def _check(
+    material: Material, name: str, given: Mapping[str, str | None], examples: Mapping[str, str], *, captions: bool
+) -> Iterator[Problem]:
+    """All that is wrong with a folder and with what was given, before the first question."""
     target = Path("config") / name
-    if target.exists() or target.is_symlink():
-        raise UserError(f"{target} exists already: go on with `simpletuner train env={name}`, or give --name.")
-    return name
+    if re.search(r"[/\\\x00-\x1f]", name):
+        yield Problem("", f"--name {name!r} is not the name of a folder.")
+    elif target.exists() or target.is_symlink():
+        message = f"{target} exists already: go on with `simpletuner train env={name}`, or give --name."
+        yield Problem("", message)
+    for option, names in (("purpose", material.purposes), ("model", [*examples])):
+        if (value := given[option]) is not None and value not in names:
+            yield Problem("", f"--{option} {not_one_of(value, names)}")
+    yield from _check_captions(material, examples.get(given["model"] or ""), captions=captions)
+
+
+def _check_captions(material: Material, example: str | None, *, captions: bool) -> Iterator[Problem]:
+    """Captions for some files only, and a model that cannot write those that are missing."""
+    missing, captioned = len(material.uncaptioned), len(material.captioned)
+    if captions and missing and example and not writes_captions(example):
+        model = example.removesuffix("-lora")
+        yield Problem("", f"--caption: the text encoder of {model} writes none; choose another model.")
+    if not captions and missing and (captioned or material.sources):
+        first = material.uncaptioned[0]
+        advice = "writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each."
+        message = f"{missing} of {missing + captioned} files have no caption ({first} is the first). --caption {advice}"
+        yield Problem("", message)
 
 
 def _as_json(value: object) -> Any:
@@ -77,36 +98,16 @@ def _as_json(value: object) -> Any:
     return value
 
 
-def _check_captions(material: Material, *, captions: bool) -> None:
-    missing, captioned = len(material.uncaptioned), len(material.captioned)
-    if captions or not missing or not (captioned or material.sources):
-        return
-    first = material.uncaptioned[0]
-    advice = "--caption writes them with the model's own Qwen2.5-VL, or put a .txt file of the same name beside each"
-    raise UserError(f"{missing} of {missing + captioned} files have no caption ({first} is the first). {advice}.")
-
-
-def _with_captioner(starts: Mapping[str, Start], given: str | None) -> dict[str, Start]:
-    """Those whose model can write the captions."""
-    able = {model: start for model, start in starts.items() if start.spec.words.captioner and not start.is_demo}
-    if given in starts.keys() - able.keys():
-        raise UserError(f"--caption: the text encoder of {given} writes none; choose another model.")
-    return able
-
-
 def _choose_model(talk: Talk, starts: Mapping[str, Start], given: str | None) -> str:
     """The model: what fits comes first, in the order of the list."""
     judged = len(starts) > 1 and given is None
     verdicts = {model: start.verdict() if judged else (True, "") for model, start in starts.items()}
     choices = {model: verdicts[model][1] for model in sorted(starts, key=lambda model: not verdicts[model][0])}
-    return _choose(talk, "Which model?", choices, given, "--model")
+    return _choose(talk, "Which model?", choices, given)
 
 
-def _choose(talk: Talk, text: str, choices: Mapping[str, str], given: str | None, option: str) -> str:
+def _choose(talk: Talk, text: str, choices: Mapping[str, str], given: str | None) -> str:
     """The given choice, the only one, or the answer to a question; the first is the default."""
-    names = list(choices)
-    if given is not None and given not in names:
-        raise UserError(f"{option} {not_one_of(given, names)}")
-    if given is not None or len(names) == 1:
-        return given or names[0]
+    if given is not None or len(choices) == 1:
+        return given or next(iter(choices))
     return talk.pick(text, choices)

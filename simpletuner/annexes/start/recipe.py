@@ -160,11 +160,11 @@ class Material:
         is_enough = edge * UNSEEN_ENLARGEMENT >= largest
         return largest if is_enough else min(largest, max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP))
 
-    def frames(self, rate: float, stride: int, longest: int) -> int:
-        """How many frames to train, so that few clips are too short, not counting stills among clips that move."""
-        lengths = sorted(clip.frames_at(rate) for clip in self.clips)
-        lengths = [length for length in lengths if length > stride] or lengths or [longest]
-        return fitting_frames(min(longest, lengths[len(lengths) * SMALL_ONES // 100]), stride)
+    def frames(self, spec: FamilySpec, longest: int) -> int:
+        """How many frames to train with a family, so that few clips are too short; stills among clips do not count."""
+        lengths = sorted(clip.frames_at(spec.frame_rate or 1) for clip in self.clips)
+        lengths = [length for length in lengths if length > spec.frame_stride] or lengths or [longest]
+        return fitting_frames(min(longest, lengths[len(lengths) * SMALL_ONES // 100]), spec.frame_stride)
 
     def describe(self) -> str:
         """One line."""
@@ -315,12 +315,9 @@ class Start:
         if self.held_out:
             config |= {"eval_steps_interval": config["checkpoint_step_interval"], "eval_timesteps": 8}
         if self.material.holds_clips:
-            config["validation_num_video_frames"] = self._frames(config)
+            longest = config["validation_num_video_frames"]
+            config["validation_num_video_frames"] = self.material.frames(self.spec, longest)
         return {**config, **self.settings}
-
-    def _frames(self, config: Mapping[str, Any]) -> int:
-        longest = config["validation_num_video_frames"]
-        return self.material.frames(self.spec.frame_rate or 1, self.spec.frame_stride, longest)
 
     def datasets(self) -> list[dict[str, Any]]:
         """The content of the dataset file."""
@@ -340,7 +337,7 @@ class Start:
         elif self.phrase and not self.captioned_as:
             trained |= {"instance_prompt": f"{self.phrase},", "prepend_instance_prompt": True}
         if "video" in trained:
-            frames = self._frames(read_example(self.example))
+            frames = self.material.frames(self.spec, read_example(self.example)["validation_num_video_frames"])
             trained["video"] |= {"num_frames": frames, "min_frames": frames}
         if self.material.sources:
             others[0]["instance_data_dir"] = self._written(self.material.sources)
@@ -397,6 +394,11 @@ class Start:
 def checkpoint_interval(steps: int) -> int:
     """Steps between checkpoints; rounded up, or one would come a few steps before that of the end."""
     return -(-steps // CHECKPOINTS)
+
+
+def writes_captions(example: str) -> bool:
+    """Whether the model of an example can write captions; a tiny one only draws."""
+    return example not in DEMOS.values() and bool(FAMILIES[read_example(example)["model_family"]].words.captioner)
 
 
 def run_name(folder: Path) -> str:

@@ -350,16 +350,12 @@ def example_datasets(draft: Draft) -> list[dict[str, Any]]:
     example = next(name for name in examples if name.startswith(draft.spec.name))
     entries: list[dict[str, Any]] = read_example(example, DATASET_FILE)
     if video := entries[0].get("video"):
-        frames = _frames(draft, Path(entries[0]["instance_data_dir"]))
+        folder, longest = Path(entries[0]["instance_data_dir"]), draft.config.validation.validation_num_video_frames
+        clips = scan(folder, CLIP_SUFFIXES) if folder.is_dir() else Scan()
+        # As many as a preview has, or fewer if the clips that are there are shorter.
+        frames = Material(folder, clips, holds_clips=True).frames(draft.spec, longest or 1)
         video |= {"num_frames": frames, "min_frames": frames}
     return entries
-
-
-def _frames(draft: Draft, folder: Path) -> int:
-    """How many frames to train: as many as a preview has, or fewer if the clips that are there are shorter."""
-    spec, longest = draft.spec, draft.config.validation.validation_num_video_frames or 1
-    clips = scan(folder, CLIP_SUFFIXES) if folder.is_dir() else Scan()
-    return Material(folder, clips, holds_clips=True).frames(spec.frame_rate or 1, spec.frame_stride, longest)
 
 
 def train_command(file: Path) -> str:

@@ -6,12 +6,11 @@ weights.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,8 +36,7 @@ logger = logging.getLogger(__name__)
 
 def place_model(model: nn.Module, streamed: Sequence[nn.Module], device: torch.device) -> None:
     """Move a model to a device, except for the frozen weights of blocks that will stream."""
-    frozen = {id(tensor) for block in streamed for tensor in frozen_tensors(block)}
-    with set_aside(streamed, frozen):
+    with set_aside(streamed, {id(tensor) for block in streamed for tensor in frozen_tensors(block)}):
         model.to(device)
     trim_heap()
 
@@ -187,7 +185,7 @@ def _wrap_forward(module: nn.Module, around: Callable[[], AbstractContextManager
     and the hooks of activation checkpointing are nested inside and so take precedence."""
     inner = module.forward
 
-    @functools.wraps(inner)
+    @wraps(inner)
     def forward(*inputs: Any, **settings: Any) -> Any:
         with around():
             return inner(*inputs, **settings)
@@ -219,6 +217,6 @@ def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:
     return [found for child in module.children() for found in _outermost_lists(child)]
 
 
-@functools.cache
+@cache
 def _warn_once(message: str) -> None:
     logger.warning(message)

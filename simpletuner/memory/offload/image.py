@@ -50,8 +50,7 @@ def page_lock(flat: Tensor, owner: object) -> None:
 
     The memory is locked in place, because torch's pinned allocator rounds every size up to a power of two.
     """
-    runtime = torch.cuda.cudart()
-    error = int(runtime.cudaHostRegister(flat.data_ptr(), -(-flat.nbytes // PAGE) * PAGE, 0))
+    error = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), -(-flat.nbytes // PAGE) * PAGE, 0))
     if error:
         _forget_error()
         # Not by `ulimit -l`: NVIDIA's driver pins pages without counting them against it.
@@ -308,20 +307,17 @@ def leaves(tensor: Any) -> list[Tensor]:
 @contextmanager
 def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]:
     """Temporarily remove some parameters and buffers, given by `id`, from their modules."""
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for module in modules:
-        for part in module.modules():
-            for table in cast("tuple[dict[str, Any], ...]", (part._parameters, part._buffers)):
-                if any(id(value) in tensors for value in table.values()):
-                    tables.append((table, dict(table)))
-    for table, before in tables:
+    parts = [vars(part) for module in modules for part in module.modules()]
+    tables: list[dict[str, Any]] = [part[kind] for part in parts for kind in ("_parameters", "_buffers")]
+    held = [(table, dict(table)) for table in tables if any(id(value) in tensors for value in table.values())]
+    for table, before in held:
         for name, value in before.items():
             if id(value) in tensors:
                 del table[name]
     try:
         yield
     finally:
-        for table, before in tables:
+        for table, before in held:
             after = {name: value if id(value) in tensors else table[name] for name, value in before.items()}
             table.clear()
             table.update(after)  # in the original order, which is that of the state dict
@@ -333,5 +329,4 @@ def rebuild(tensor: Any, contents: Iterator[Tensor]) -> Tensor:
         return next(contents)
     names, context = tensor.__tensor_flatten__()
     inner = {name: rebuild(getattr(tensor, name), contents) for name in names}
-    rebuilt: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
-    return rebuilt
+    return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())

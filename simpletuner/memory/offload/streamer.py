@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,8 +141,7 @@ class DiskLane(CudaLane):
 
     def submit(self, slot: Tensor, flat: Tensor) -> Future[torch.cuda.Event]:
         # Recorded here, since the current stream belongs to the thread.
-        free = torch.cuda.current_stream(self.device).record_event()
-        return self._reader.submit(self._read, slot, flat, free)
+        return self._reader.submit(self._read, slot, flat, torch.cuda.current_stream(self.device).record_event())
 
     def wait(self, ticket: Future[torch.cuda.Event]) -> None:
         with self._late.running():
@@ -246,14 +244,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@dataclass(frozen=True)
-class SlotView:
-    """A saved tensor that was a view of a group's slot."""
-
-    group: int
-    place: Span
-
-
 class RememberedPlaces(saved_tensors_hooks):
     """Hooks that save views of slots by their place instead of their values; all else is saved as usual.
 
@@ -261,18 +251,19 @@ class RememberedPlaces(saved_tensors_hooks):
     """
 
     def __init__(self, streamer: Streamer) -> None:
-        def pack(tensor: Tensor) -> Tensor | SlotView:
+        def pack(tensor: Tensor) -> Tensor | tuple[int, Span]:
             # Wrappers have no memory of their own; quantised weights stream only with checkpointing.
             group = streamer.group_at(tensor) if type(tensor) in (Tensor, torch.nn.Parameter) else None
             if group is None:
                 return tensor
             offset = int(tensor.storage_offset()) * tensor.element_size()
-            return SlotView(group, Span(offset, tensor.size(), tensor.stride(), tensor.dtype))
+            return group, Span(offset, tensor.size(), tensor.stride(), tensor.dtype)
 
-        def unpack(saved: Tensor | SlotView) -> Tensor:
+        def unpack(saved: Tensor | tuple[int, Span]) -> Tensor:
             if isinstance(saved, Tensor):
                 return saved
-            streamer.enter(saved.group)
-            return saved.place.view(streamer.slot_of(saved.group))
+            group, place = saved
+            streamer.enter(group)
+            return place.view(streamer.slot_of(group))
 
         super().__init__(pack, unpack)

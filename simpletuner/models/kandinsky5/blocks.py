@@ -101,8 +101,7 @@ class ReplacedAttention:
         if kernel is None:
             return self.fallback(attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params)
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        attended = kernel(*project(attn, hidden_states, context, rotary_emb))
-        return attn.out_layer(attended.flatten(-2, -1))
+        return attn.out_layer(kernel(*project(attn, hidden_states, context, rotary_emb)).flatten(-2, -1))
 
 
 def replace_attention(
@@ -134,16 +133,14 @@ def project(
 def products(attn: Kandinsky5Attention, names: tuple[str, ...], x: Tensor) -> Sequence[Tensor]:
     """`x` through layers of an attention, which `speed_fused_lora` computes together."""
     if attn.fused_projections and names in attn.shared_inputs:
-        together: Sequence[Tensor] = attn.shared_inputs[names](x)
-        return together
+        return attn.shared_inputs[names](x)
     return [attn.get_submodule(name)(x) for name in names]
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotary embedding as the stock processor computes it, including its rounding to bfloat16."""
     if isinstance(rope, RotaryTables):
-        rotated: Tensor = Rotation.apply(x, *rope)
-        return rotated
+        return Rotation.apply(x, *rope)
     pairs = x.reshape(*x.shape[:-1], -1, 1, 2).float()
     return (rope * pairs).sum(dim=-1).reshape(x.shape).to(torch.bfloat16).type_as(x)
 
@@ -185,9 +182,7 @@ class FastForward:
         self._tables: Any = WeakTensorKeyDictionary()  # by position tensor; an entry lives as long as its tensor
 
     def text(self, block: Kandinsky5TransformerEncoderBlock, x: Tensor, time_embed: Tensor, rope: Tensor) -> Tensor:
-        tables = self.tables(rope, len(x))
-        out: Tensor = self.fast.finish("text", block, x, time_embed, *tables, self.padding.mask)
-        return out
+        return self.fast.finish("text", block, x, time_embed, *self.tables(rope, len(x)), self.padding.mask)
 
     def visual(
         self, block: Kandinsky5TransformerDecoderBlock, visual: Tensor, text: Tensor, time_embed: Tensor, rope: Tensor,
@@ -198,8 +193,7 @@ class FastForward:
         # Without these parameters attention is dense; with them the processor has the kernel for its tiles.
         tiled = None if sparse_params is None else attention.processor.kernel(sparse_params)
         attended = self.fast.self_attention(query, key, value, tiled)
-        out: Tensor = self.fast.finish("after_attention", block, visual, attended, params, text, self.padding.mask)
-        return out
+        return self.fast.finish("after_attention", block, visual, attended, params, text, self.padding.mask)
 
     def tables(self, rope: Tensor, samples: int) -> RotaryTables:
         """Cosines and sines of the matrices `B S 1 D/2 2 2` (B may be 1), each `samples S 1 D/2`."""
@@ -283,8 +277,7 @@ def attend(
     """Attention of `x` to `context`, through the output layer: `B S C`."""
     query, key, value = project(attention, x, context, tables)
     attended = torch_attention(query, key, value, None if mask is None else mask[:, None, None, :])
-    out: Tensor = attention.out_layer(attended.flatten(-2, -1))
-    return out
+    return attention.out_layer(attended.flatten(-2, -1))
 
 
 def modulate(norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ from simpletuner.models.adapter import (
 )
 from simpletuner.models.blocks import FastBlocks
 from simpletuner.models.kandinsky5 import blocks
-from simpletuner.models.kandinsky5.blocks import TextPadding
 from simpletuner.models.kandinsky5.options import TILE, TILE_SIDE, KandinskyOptions, RopeScale, is_sparse
 from simpletuner.models.kandinsky5.spec import IMAGE_SIZES, KANDINSKY5_IMAGE, TEMPLATES
 from simpletuner.models.loading import stock_pipeline
@@ -50,7 +49,7 @@ class StockPipeline(PreviewPipeline):
     """diffusers' own pipeline of the flavour, called with cached embeddings."""
 
     def __init__(
-        self, pipeline: Any, encoder: LatentEncoder, device: torch.device, task: Task, padding: TextPadding
+        self, pipeline: Any, encoder: LatentEncoder, device: torch.device, task: Task, padding: blocks.TextPadding
     ) -> None:
         self.pipeline, self.vae, self.encoder, self.device, self.task = pipeline, pipeline.vae, encoder, device, task
         self.padding = padding
@@ -98,7 +97,7 @@ class StockPipeline(PreviewPipeline):
 
 
 @contextmanager
-def batched_guidance(transformer: Any, padding: TextPadding, request: PreviewRequest) -> Iterator[None]:
+def batched_guidance(transformer: Any, padding: blocks.TextPadding, request: PreviewRequest) -> Iterator[None]:
     """Let a pipeline that predicts for the prompt, then for the negative prompt, compute both in the first call."""
     forward, replaced, waiting = transformer.forward, vars(transformer).get("forward"), list[Any]()
 
@@ -191,8 +190,7 @@ class SampledLatents(LatentEncoder):
         mean, std = posterior.mean.float().cpu(), posterior.std.float().cpu()
         # On the CPU and one generator per sample: neither the device nor the batch changes the draw.
         noise = [torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-        z: Tensor = (mean + std * torch.stack(noise)) * self.vae.config.scaling_factor
-        return z
+        return (mean + std * torch.stack(noise)) * self.vae.config.scaling_factor
 
     def decode(self, z: Tensor) -> Tensor:
         return self.pixels(z.to(self.device, self.dtype) / self.vae.config.scaling_factor)
@@ -206,7 +204,7 @@ class Kandinsky5Adapter(FamilyAdapter):
     """
 
     transformer_class = Kandinsky5Transformer3DModel
-    padding: TextPadding
+    padding: blocks.TextPadding
 
     @property
     def pipeline_class(self) -> Any:
@@ -287,8 +285,7 @@ class Kandinsky5Adapter(FamilyAdapter):
         vae = self.load_vae(device, self.dtype)
         sampler = self.load_sampler(shift, from_picture=self.takes_picture)
         pipeline = stock_pipeline(self.pipeline_class, self.source, transformer=transformer, vae=vae, scheduler=sampler)
-        encoder = self.encoder_class(vae, device, self.dtype)
-        return StockPipeline(pipeline, encoder, device, self.task, self.padding)
+        return StockPipeline(pipeline, self.encoder_class(vae, device, self.dtype), device, self.task, self.padding)
 
     def predict(self, transformer: nn.Module, noisy: NoisyBatch) -> Tensor:
         """Run the transformer as the pipelines do."""

@@ -90,8 +90,7 @@ class RebuiltLists(saved_tensors_hooks):
 
         def unpack(saved: int | tuple[Any]) -> Tensor:
             if isinstance(saved, tuple):
-                tensor: Tensor = take(saved[0])
-                return tensor
+                return take(saved[0])
             if saved not in again:
                 again.update(enumerate(lists_of(blocks(take(kept)))))
             # Not kept any longer: these hooks live as long as the graph.
@@ -195,7 +194,6 @@ IMPLEMENTATIONS: dict[str, Callable[[], Attend]] = {
 FLASH: tuple[str, Callable[[], Attend]] = (
     "FlashAttention 4, blocks of 128", lambda: compiled(paired_blocks, {"BACKEND": "FLASH"}, {}),
 )  # fmt: skip
-FLASH_MODULE = "flash_attn.cute"
 
 
 @functools.cache
@@ -223,7 +221,7 @@ def _first_correct(device: torch.device, dtype: torch.dtype, head_dim: int, head
         attend = build()
         fault = find_fault(attend, device, dtype, head_dim, heads)
         if fault is None:
-            if is_installed(FLASH_MODULE):
+            if is_installed("flash_attn.cute"):
                 name, attend = _faster((name, attend), FLASH, device, dtype, head_dim, heads)
             logger.info("Block-sparse attention (NABLA) runs compiled, in %s.", name)
             return name, attend
@@ -391,8 +389,7 @@ class TileAttention:
             visible, pairs = self._visible.get(query.shape[1], (0, 0))
             self._visible[query.shape[1]] = visible + tiles.sum(), pairs + tiles.numel()
         attend: Any = self._attend[query.shape[-2]]
-        out: Tensor = attend(query, key, value, tiles)
-        return out
+        return attend(query, key, value, tiles)
 
     def take_counts(self) -> TileCounts:
         """The tiles of the forward passes with gradients since the last call."""

@@ -46,8 +46,7 @@ def _encoding_fixer() -> Callable[[str], str]:
         return str
     import ftfy
 
-    fix: Callable[[str], str] = ftfy.fix_text
-    return fix
+    return ftfy.fix_text
 
 
 def clean_caption(caption: str) -> str:

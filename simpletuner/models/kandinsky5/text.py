@@ -107,8 +107,7 @@ class Kandinsky5TextEncoder(TextEncoder):
         """
         captions = [self._fit(clean_caption(request.caption)) for request in requests]
         inputs = [self._tokenize(text, request.picture) for text, request in zip(captions, requests, strict=True)]
-        pooled = self._encode_clip(captions)
-        rows = zip(self._encode_qwen(inputs), pooled, strict=True)
+        rows = zip(self._encode_qwen(inputs), self._encode_clip(captions), strict=True)
         return [{"prompt_embeds": hidden, "pooled_prompt_embeds": one.clone()} for hidden, one in rows]
 
     def padded_length(self, request: TextRequest) -> int:
@@ -129,8 +128,7 @@ class Kandinsky5TextEncoder(TextEncoder):
         suffix = self.template.text.partition("{}")[2].partition("<|vision_start|>")[0]
         room = self.max_length - len(tokenizer(suffix)["input_ids"])
         ids = tokenizer(caption)["input_ids"]
-        text: str = caption if len(ids) <= room else tokenizer.decode(ids[:room])
-        return text
+        return caption if len(ids) <= room else tokenizer.decode(ids[:room])
 
     def _tokenize(self, caption: str, picture: Image | None) -> dict[str, Tensor]:
         half = None
@@ -170,5 +168,4 @@ class Kandinsky5TextEncoder(TextEncoder):
         inputs = self.clip_tokenizer(
             captions, max_length=CLIP_LENGTH, truncation=True, padding="max_length", return_tensors="pt"
         ).to(self.device)
-        pooled: Tensor = self.clip(**inputs).pooler_output
-        return pooled.cpu()
+        return self.clip(**inputs).pooler_output.cpu()

@@ -44,8 +44,7 @@ class Kandinsky5VideoAdapter(Kandinsky5Adapter):
 
     @property
     def rope_scale(self) -> RopeScale:
-        explicit = self.options.of(KandinskyOptions).rope_scale
-        return explicit or rope_scale_of_size(self.use_size, self.flavour.name)
+        return self.options.of(KandinskyOptions).rope_scale or rope_scale_of_size(self.use_size, self.flavour.name)
 
     def load_latent_encoder(self, device: torch.device, dtype: torch.dtype) -> HunyuanLatentEncoder:
         encoder = HunyuanLatentEncoder(self.load_vae(device, dtype), device, dtype)

@@ -55,8 +55,7 @@ def _modulation(table: Tensor, timestep: Tensor) -> tuple[Tensor, ...]:
 def _self_attention(attention: Any, hidden: Tensor, tables: Sequence[Tensor]) -> Tensor:
     inputs = [layer(hidden) for layer in (attention.to_q, attention.to_k, attention.to_v)]
     attended = recomputed(partial(_attend, attention), *inputs, *tables)
-    out: Tensor = attention.to_out[1](attention.to_out[0](attended))
-    return out
+    return attention.to_out[1](attention.to_out[0](attended))
 
 
 def _cross_attention(attention: Any, hidden: Tensor, text: Tensor, mask: Tensor) -> Tensor:
@@ -66,8 +65,7 @@ def _cross_attention(attention: Any, hidden: Tensor, text: Tensor, mask: Tensor)
     key, value = _by_head(attention.norm_k, attention.heads, attention.to_k(text)), attention.to_v(text)
     value = _by_head(None, attention.heads, value)
     attended = scaled_dot_product_attention(query, key, value, attn_mask=mask.unsqueeze(1))
-    out: Tensor = attention.to_out[1](attention.to_out[0](attended.transpose(1, 2).flatten(2)))
-    return out
+    return attention.to_out[1](attention.to_out[0](attended.transpose(1, 2).flatten(2)))
 
 
 def _by_head(norm: Any, heads: int, x: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SanaImageToVideoPipeline,
 from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformer3DModel
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import Gemma2Model, GemmaTokenizer, PreTrainedTokenizerBase
 
 from simpletuner.diffusion.batch import NoisyBatch, TextEmbeds, upload
@@ -51,9 +50,7 @@ GEMMA_LAYERS = r"layers\.\d+\..+"
 
 def pipeline_instruction() -> list[str]:
     """The default instruction of the installed pipeline."""
-    parameters = inspect.signature(SanaVideoPipeline.__call__).parameters
-    lines: list[str] = parameters["complex_human_instruction"].default
-    return lines
+    return inspect.signature(SanaVideoPipeline.__call__).parameters["complex_human_instruction"].default
 
 
 class SanaTextEncoder(TextEncoder):
@@ -160,8 +157,7 @@ class StockSanaPipelines(PreviewPipeline):
         return list(self.from_picture(**inputs, image=request.start).frames[0])
 
     def _inputs(self, request: PreviewRequest) -> dict[str, Any]:
-        dtype = request.embeds["prompt_embeds"].dtype
-        text, mask = collate_text([request.embeds, request.negative], dtype)
+        text, mask = collate_text([request.embeds, request.negative], request.embeds["prompt_embeds"].dtype)
         return {
             "prompt_embeds": text[:1].to(self.device),
             "prompt_attention_mask": mask[:1].to(self.device),
@@ -181,7 +177,7 @@ def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tens
     """Embeddings `B 300 D`, zero-padded on the right, and the mask `B 300` of real tokens."""
     prompts = [one["prompt_embeds"] for one in embeds]
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    text = torch.stack([functional.pad(prompt, (0, 0, 0, TEXT_LENGTH - len(prompt))) for prompt in prompts])
+    text = torch.stack([nn.functional.pad(prompt, (0, 0, 0, TEXT_LENGTH - len(prompt))) for prompt in prompts])
     mask = torch.arange(TEXT_LENGTH) < lengths[:, None]
     return text.to(dtype), upload(mask.long(), text.device)
 
@@ -216,7 +212,7 @@ class DistinctTimesteps:
     def after(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]) -> Any:
         """Expand the embeddings to all tokens: (modulation, embedding), each `tokens D`."""
         places, self._places = self._places, None
-        return None if places is None else tuple(functional.embedding(places, output) for output in outputs)
+        return None if places is None else tuple(nn.functional.embedding(places, output) for output in outputs)
 
 
 class CompiledOnGrid:
@@ -235,8 +231,7 @@ class CompiledOnGrid:
         timestep = timestep.unflatten(1, grid if timestep.shape[1] > 1 else (1, 1, 1))
         inputs = (hidden, text, mask, timestep, *tables)
         self.sizes.mark(inputs, lambda tensor: range(4 if tensor.ndim > 3 else 1))  # batch and grid
-        out: Tensor = self.compiled(self.block, hidden, text, mask, timestep, tables)
-        return out
+        return self.compiled(self.block, hidden, text, mask, timestep, tables)
 
 
 class WanLatentEncoder(LatentEncoder):
@@ -267,8 +262,7 @@ class WanLatentEncoder(LatentEncoder):
         if not bool(mode.isfinite().all()):
             raise UserError(f"The VAE gave values that are not finite ({self.dtype}); vae_dtype fp32 is the right one.")
         # The reciprocal first, as in the pipelines: a division rounds differently.
-        latents: Tensor = (mode - self.mean) * (1.0 / self.std)
-        return latents
+        return (mode - self.mean) * (1.0 / self.std)
 
     def decode(self, z: Tensor) -> Tensor:
         return self.pixels(z * self.std.to(z.device) + self.mean.to(z.device))

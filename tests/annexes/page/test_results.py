@@ -383,7 +383,7 @@ def test_a_person_compares_two_steps_and_two_runs(browser: Any, project: Workspa
     project.path("other").mkdir()
     tell(project.path("other"), *STEPS, StateChanged("finished", 3, 3))
     with opened(browser, project.folder, f"?run={run_id(finished)}#run") as page:
-        tags = page.locator("#comparison .compare .tag")
+        tags = page.locator("#comparison .duo .tag")
         expect(tags).to_have_text(["step 0", "step 3"] * 2)
         page.locator("[data-step=before]").select_option("1")
         expect(tags).to_have_text(["step 1", "step 3"] * 2)

@@ -115,7 +115,7 @@ def preview(output: Path, *shots: tuple[int, str]) -> list[MediaRendered]:
 
 def test_previews_grow_compare_and_enlarge(page: Any, project: Workspace, finished: Path) -> None:
     page.reload()
-    expect(page.locator("#comparison .compare")).to_have_count(2)
+    expect(page.locator("#comparison .duo")).to_have_count(2)
     first = page.locator("button.preview").first
     first.click()
     viewer = page.locator("#viewer")

@@ -94,6 +94,8 @@ def test_six_interactions_after_the_drop(browser: Any, folder: Path, started: li
         hands.choose("a style: how everything looks")
         hands.write("A word for it", "qxz")
         hands.write("Name of the run", "old-maps")
+        # No setting was chosen, so none is wrong.
+        expect(page.locator("[role=tab] .count:visible")).to_have_count(0)
         hands.click("Start")
         expect(page.get_by_role("heading", level=1)).to_have_text("old-maps")
     assert hands.count <= 6

@@ -171,8 +171,9 @@ function showProblems() {
   // The plan shows what it says of the device itself.
   const rest = tellDatasets(problems.filter((problem) => !byKey.has(keyOf(problem)) && problem.key !== "device"));
   page("#problems").replaceChildren(...rest.map((problem) => element("li", { className: problem.fatal ? "bad" : "warning" }, problemLine(problem))));
+  const isBlank = !state.etag && !isDirty(); // of a config that nothing was chosen for, nothing is wrong yet
   for (const tab of tabs) {
-    const count = all(`#pane-${tab.id.slice(4)} .told .bad`).length, badge = tab.querySelector(".count");
+    const count = isBlank ? 0 : all(`#pane-${tab.id.slice(4)} .told .bad`).length, badge = tab.querySelector(".count");
     badge.hidden = !count;
     badge.textContent = count;
     badge.setAttribute("aria-label", `${count} problems`);

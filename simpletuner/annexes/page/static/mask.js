@@ -172,6 +172,7 @@ export async function paint(card, body, saved) {
   find("[type=file]").addEventListener("change", choose);
 
   find("#painter-title").textContent = `Mask of ${card.querySelector("b").textContent}`;
+  find(".of-clip").hidden = !card.querySelector("video");
   find("img").src = picture;
   await find("img").decode();
   const sides = size.split("x").map(Number);
