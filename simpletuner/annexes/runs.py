@@ -424,7 +424,7 @@ class Run:
         is_active, step, damage = state in ACTIVE, last.get("step", 0), self._events.damage or damage
         if damage and not is_active:
             state, message = "broken", "\n".join(filter(None, (damage, message)))
-        idle = self._idleness(story) if is_active else ""
+        idle = self._idleness(state, story)
         progress = advanced(blank["progress"] | story.progress, last, goes_on=state == "running" and not idle)
         in_loop = (state, story.status) == ("running", "running")
         asked = requested(self.folder / FOLDER) if in_loop else []
@@ -443,9 +443,10 @@ class Run:
             | ({} if is_active else self._beginnings(step)),
         }
 
-    def _idleness(self, story: Story) -> str:
+    def _idleness(self, state: Status, story: Story) -> str:
         """What to know of a living process that does nothing; empty if it works, or if that cannot be seen here."""
-        if not (owner := self.owner) or owner.host != socket.gethostname() or owner.is_gone:
+        owner = self.owner if state in ACTIVE else None
+        if owner is None or owner.host != socket.gethostname() or owner.is_gone:
             return ""
         with suppress(psutil.NoSuchProcess):
             if psutil.Process(owner.pid).status() == psutil.STATUS_STOPPED:
