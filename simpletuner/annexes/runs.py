@@ -424,19 +424,16 @@ class Run:
         is_active, step, damage = state in ACTIVE, last.get("step", 0), self._events.damage or damage
         if damage and not is_active:
             state, message = "broken", "\n".join(filter(None, (damage, message)))
-        idle = self._idleness(story) if is_active else ""
-        # Of fast steps the events tell some, and the record has all: a killed run had got as far as it says.
-        progress = blank["progress"] | story.progress
-        progress |= {"current": step or progress["current"], "metrics": progress["metrics"] | last}
-        progress["percent"] = progress["total"] and round(100 * progress["current"] / progress["total"], 1)
+        idle = self._idleness(state, story)
+        progress = advanced(blank["progress"] | story.progress, last, goes_on=state == "running" and not idle)
         in_loop = (state, story.status) == ("running", "running")
-        asked = [*filter(lambda request: (self.folder / FOLDER / request).exists(), REQUESTS if in_loop else ())]
+        asked = requested(self.folder / FOLDER) if in_loop else []
         stop = is_active and story.status != "stopping" and "stop" not in asked
         return blank | {
             "status": state,
             "job_id": story.job_id,
-            "progress": progress if state == "running" and not idle else progress | {"eta_seconds": None},
-            "stages": story.stages if is_active else {key: over(stage) for key, stage in story.stages.items()},
+            "progress": progress,
+            "stages": story.stages if is_active else over(story.stages),
             "config": blank["config"] | {"name": self.config},
             "message": idle or ("Stops after this step and its previews." if "stop" in asked else redact(message)),
             "asked": asked,
@@ -446,9 +443,10 @@ class Run:
             | ({} if is_active else self._beginnings(step)),
         }
 
-    def _idleness(self, story: Story) -> str:
+    def _idleness(self, state: Status, story: Story) -> str:
         """What to know of a living process that does nothing; empty if it works, or if that cannot be seen here."""
-        if not (owner := self.owner) or owner.host != socket.gethostname() or owner.is_gone:
+        owner = self.owner if state in ACTIVE else None
+        if owner is None or owner.host != socket.gethostname() or owner.is_gone:
             return ""
         with suppress(psutil.NoSuchProcess):
             if psutil.Process(owner.pid).status() == psutil.STATUS_STOPPED:
@@ -465,9 +463,28 @@ class Run:
         return {"start": is_free and not step, "continue": is_free and step > 0, "new": is_free and has_lora}
 
 
-def over(stage: dict[str, Any]) -> dict[str, Any]:
-    """A stage of a run that has ended."""
-    return {**stage, "status": "failed"} if stage["status"] == "running" else stage
+def advanced(progress: dict[str, Any], last: Mapping[str, Any], *, goes_on: bool) -> dict[str, Any]:
+    """What the events say of the steps, with the metrics of the last step in the record.
+
+    Of fast steps the events tell some, and the record has all: a killed run had got as far as it says.
+    """
+    current = last.get("step", progress["current"])
+    percent = progress["total"] and round(100 * current / progress["total"], 1)
+    left = progress["eta_seconds"] if goes_on else None
+    return {
+        **progress, "current": current, "percent": percent, "eta_seconds": left, "metrics": progress["metrics"] | last
+    }  # fmt: skip
+
+
+def requested(folder: Path) -> list[str]:
+    """What a run is asked for and has not taken yet."""
+    return [request for request in REQUESTS if (folder / request).exists()]
+
+
+def over(stages: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The stages of a run that has ended."""
+    cut_short = {key: {**stage, "status": "failed"} for key, stage in stages.items() if stage["status"] == "running"}
+    return {**stages, **cut_short}
 
 
 def printed(file: Path) -> str:

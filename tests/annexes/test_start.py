@@ -358,7 +358,9 @@ def test_a_run_is_longer_with_more_files_within_bounds() -> None:
     assert [recipe.steps(files) for files in (1, 20, 1000)] == [600, 1500, 3000]
 
 
-@pytest.mark.parametrize(("frames", "trained"), [([30, 81, 81], 29), ([30] + [81] * 19, 81), ([200], 81)])
+@pytest.mark.parametrize(
+    ("frames", "trained"), [([30, 81, 81], 29), ([1, 30, 81], 29), ([1], 1), ([30] + [81] * 19, 81), ([200], 81)]
+)
 def test_few_clips_are_too_short(frames: list[int], trained: int) -> None:
     material = Material(Path(), Scan(), holds_clips=True)
     # At their own rate, so that the seconds are the frames.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -267,3 +270,17 @@ def test_the_dataset_file_lies_beside_the_config(here: Path) -> None:
     assert [each.fatal for each in problems] == [False]
     assert result_of(dataset_file("config/examples/demo/multidatabackend.json", Path("config"))).is_file()
     assert result_of(dataset_file("mine.json", Path("config"))) == Path("mine.json")
+
+
+@pytest.mark.parametrize(("asked", "chosen"), [("mine", "mine"), ("", "of-the-file")])
+def test_train_sh_takes_the_config_that_is_asked_for_by_hand(tmp_path: Path, asked: str, chosen: str) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.env").write_text("ENV=of-the-file\nSEED=2\n")
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/python").symlink_to(sys.executable)
+    (tmp_path / "venv/bin/simpletuner").write_text('#!/bin/sh\necho "$1 $ENV $SEED"\n')
+    (tmp_path / "venv/bin/simpletuner").chmod(0o755)
+    given = {**os.environ, "VENV_PATH": str(tmp_path / "venv"), "ENV": asked}
+    script = Path(__file__).parents[2] / "train.sh"
+    done = subprocess.run([script], cwd=tmp_path, env=given, capture_output=True, text=True, check=True)
+    assert done.stdout == f"train {chosen} 2\n"

@@ -61,9 +61,11 @@ class RunWorker:
             return replace(job, state="interrupted", message="The server ended while it was starting this.")
         if status:
             return replace(job, state=status["status"], message=status["message"])
-        last = said_at_the_end(printed(log_of(job)))
-        ended = "completed" if last.startswith(DONE) else "cancelled" if last in INTERRUPTED else "error"
-        return replace(job, state=ended, message=last)
+        output = printed(log_of(job))
+        last, errors = said_at_the_end(output), said_at_the_end(output, only_errors=True)
+        if last.startswith(DONE) or last in INTERRUPTED:
+            return replace(job, state="completed" if last.startswith(DONE) else "cancelled", message=last)
+        return replace(job, state="error", message=errors or f"Ended unexpectedly. Its last line: {last.strip()}")
 
     def at_work(self) -> str:
         """The folder of a run that is at work on this machine."""

@@ -161,8 +161,9 @@ class Material:
         return largest if is_enough else min(largest, max(SMALLEST_SIZE, edge // SIZE_STEP * SIZE_STEP))
 
     def frames(self, spec: FamilySpec, longest: int) -> int:
-        """How many frames to train with a family, so that few clips are too short."""
-        lengths = sorted(clip.frames_at(spec.frame_rate or 1) for clip in self.clips) or [longest]
+        """How many frames to train with a family, so that few clips are too short; stills among clips do not count."""
+        lengths = sorted(clip.frames_at(spec.frame_rate or 1) for clip in self.clips)
+        lengths = [length for length in lengths if length > spec.frame_stride] or lengths or [longest]
         return fitting_frames(min(longest, lengths[len(lengths) * SMALL_ONES // 100]), spec.frame_stride)
 
     def describe(self) -> str:
