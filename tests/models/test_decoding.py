@@ -106,7 +106,6 @@ def test_the_plan_knows_the_peak_at_full_size(
     spec = FAMILIES[family].for_flavour(flavour)
     width, height, frames = size
     dtype = torch.float32 if family == "sanavideo" else torch.bfloat16
-    monkeypatch.setattr(loading, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
     tiles = [slice(0, 2), slice(0, TILE // spec.vae_stride)]
     monkeypatch.setattr(decoding, "spans", lambda length, stride: tiles[length == width // stride :])
@@ -155,7 +154,7 @@ def test_the_plan_knows_how_much_is_upsampled_at_once(
         return stock(x, **settings)
 
     monkeypatch.setattr(nn.functional, "interpolate", interpolate)
-    monkeypatch.setattr(loading, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
     spec, (width, height, frames) = FAMILIES["kandinsky5-video"], size
     with torch.device("meta"), torch.no_grad():
         vae = diffusers.AutoencoderKLHunyuanVideo()
