@@ -28,12 +28,26 @@ class CrepaConfig(TechniqueGroup):
 
     requires = when("crepa_enabled")
 
-    crepa_enabled: Flag = common(False, "Align a block's frames with a vision encoder or a later block.", label="CREPA")
-    crepa_block_index: Integer | None = common(None, "Aligned block, from 0.", ge=0, default_note="8; Sana Video 10")
+    crepa_enabled: Flag = common(
+        False,
+        "Align a block's hidden states, frame by frame, with features of a frozen vision encoder or of a later block.",
+        label="CREPA",
+    )
+    crepa_block_index: Integer | None = common(
+        None, "The aligned block, counted from 0.", ge=0, default_note="8; Sana Video 10"
+    )
     crepa_lambda: Number = common(0.5, "Weight of the alignment in the loss; 0: plain training.", ge=0, label="Weight")
-    crepa_adjacent_distance: Integer = common(1, "Also align with frames at this distance (latent); 0: none.", ge=0)
-    crepa_adjacent_tau: Number = common(1.0, "Frames at distance d weigh exp(-d / tau).", gt=0, label="Temporal Decay")
-    crepa_cumulative_neighbors: Flag = option(False, "All distances up to crepa_adjacent_distance, not only that one.")
+    crepa_adjacent_distance: Integer = common(
+        1,
+        "Also align a frame with frames at this distance before and after, in latent frames; 0: only with itself.",
+        ge=0,
+    )
+    crepa_adjacent_tau: Number = common(
+        1.0, "A frame at distance d has the weight exp(-d / tau).", gt=0, label="Temporal Decay"
+    )
+    crepa_cumulative_neighbors: Flag = option(
+        False, "Use all distances up to crepa_adjacent_distance, not only that one."
+    )
     crepa_normalize_by_frames: Flag = option(True, "Average over the frames instead of adding them up.")
     crepa_normalize_neighbour_sum: Flag = option(False, "Divide each frame's sum by the sum of its weights.")
     crepa_spatial_align: Flag = option(True, "Compare position by position; false: compare the means of frames.")
@@ -61,19 +75,27 @@ class CrepaConfig(TechniqueGroup):
         ge=64,
         label="Vision Encoder Size",
     )
-    crepa_encoder_resize: Literal["aspect", "square"] = option("aspect", "square stretches frames, aspect does not.")
+    crepa_encoder_resize: Literal["aspect", "square"] = option(
+        "aspect", "square: frames are stretched to a square; aspect: they keep their proportions, with no more patches."
+    )
     crepa_encoder_frames_batch_size: Integer = option(-1, "Frames per batch of the encoder; -1 is a whole clip.", ge=-1)
     crepa_cache: Literal["auto", "disk", "off"] = option(
-        "auto", "disk stores features beside the latents, auto if they fit into a fifth of the free space, off never."
+        "auto",
+        "disk: features are stored beside the latents, so that neither encoder nor VAE is loaded in training; "
+        "off: they are computed in every step; auto: disk if they fit into a fifth of the free space.",
     )
     crepa_drop_vae_encoder: Flag = common(False, "Drop the encoder half of the teacher's VAE, which saves memory.")
-    crepa_scheduler: Literal["constant", "linear", "cosine", "polynomial"] = option("constant", "Decay of the weight.")
+    crepa_scheduler: Literal["constant", "linear", "cosine", "polynomial"] = option(
+        "constant", "Decay of the weight from crepa_lambda to crepa_lambda_end."
+    )
     crepa_warmup_steps: Integer = option(0, "Steps of a linear warm-up of the weight from 0.", ge=0)
     crepa_decay_steps: Integer = option(0, "Last step of the decay; 0: the last step of the run.", ge=0)
     crepa_lambda_end: Number = option(0.0, "The weight after the decay.", ge=0, label="End Weight")
     crepa_power: Number = option(1.0, "Power of the polynomial schedule.", gt=0)
     crepa_cutoff_step: Integer = option(0, "The weight is 0 from this step on; 0: never.", ge=0)
-    crepa_similarity_threshold: Number | None = option(None, "Off at this averaged crepa_alignment_score.", gt=0, le=1)
+    crepa_similarity_threshold: Number | None = option(
+        None, "Switch off when the averaged crepa_alignment_score reaches this.", gt=0, le=1
+    )
     crepa_similarity_ema_decay: Number = option(0.99, "Decay of that average.", ge=0, lt=1)
     crepa_threshold_mode: Literal["permanent", "recoverable"] = option(
         "permanent", "After the threshold: off for good, or until the average falls below it."
@@ -84,7 +106,9 @@ class CrepaConfig(TechniqueGroup):
         requires=when("crepa_enabled", fatal=True),
         label="iREPA",
     )
-    irepa_spatial_norm_alpha: Number = option(0.6, "Share of a frame's mean subtracted from teacher features.", ge=0)
+    irepa_spatial_norm_alpha: Number = option(
+        0.6, "Share of the mean over a frame that is subtracted from the teacher's features.", ge=0
+    )
     irepa_projector_kernel_size: KernelSize = option("3", "Side of the projector's kernel, in tokens.")
 
     @property
@@ -186,7 +210,9 @@ class LayerSyncConfig(TechniqueGroup):
     )
     layersync_student_block: Integer | None = common(None, "The aligned block, counted from 0.", ge=0)
     layersync_teacher_block: Integer | None = common(None, "The deeper block to align with.", ge=0)
-    layersync_lambda: Number | None = option(None, "Loss weight.", ge=0, default_note="0.002; full 0.2", label="Weight")
+    layersync_lambda: Number | None = option(
+        None, "Weight of the loss.", ge=0, default_note="0.002 for a LoRA, 0.2 for full", label="Weight"
+    )
 
     def weight(self, model_type: str) -> float:
         """The weight of the loss; 0 if LayerSync is off."""

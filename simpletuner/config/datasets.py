@@ -111,7 +111,9 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     default: Flag = option(False, "The text_embeds entry for datasets that name none.")
     cache_dir: PathText | None = option(None, "Folder for text embeds.")
     cache_dir_vae: PathText | None = option(None, "Folder for latents.")
-    instance_data_dir: PathText | None = common(None, "Folder of the files, sub-folders included.", label="Folder")
+    instance_data_dir: PathText | None = common(
+        None, "Folder of the pictures or clips, sub-folders included.", label="Folder"
+    )
     caption_strategy: CaptionStrategy | None = common(None, "Where captions come from.")
     disable_multiline_split: Flag = option(False, "The whole text file is one caption.")
     prepend_instance_prompt: Flag | None = option(None, "Prepend instance_prompt to all captions.")
@@ -130,8 +132,12 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     crop_style: Literal["random", "center", "centre", "corner", "face"] = option("random", "Where to crop.")
     minimum_aspect_ratio: Number | None = option(None, "Narrower pictures are left out.", gt=0)
     maximum_aspect_ratio: Number | None = option(None, "Wider pictures are left out.", gt=0)
-    max_upscale_threshold: Number | None = option(None, "Largest enlargement, a share (closest, random).", ge=0, le=1)
-    repeats: Integer | None = common(None, "Extra passes: samples are seen repeats + 1 times.", ge=0, le=MOST_REPEATS)
+    max_upscale_threshold: Number | None = option(
+        None, "With closest or random: exclude buckets that enlarge by more than this share.", ge=0, le=1
+    )
+    repeats: Integer | None = common(
+        None, "Extra passes: a sample is seen repeats + 1 times an epoch.", ge=0, le=MOST_REPEATS
+    )
     probability: Number = option(1.0, "Weight among the datasets.", ge=0)
     train_batch_size: Integer | None = option(None, "Batch size of this dataset.", ge=1)
     max_num_samples: Integer | None = option(None, "Use a fixed subset of this size.", ge=1)
@@ -154,9 +160,16 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     delete_unwanted_images: Flag | None = option(None, "Move files outside the limits to quarantine.")
     caption_shuffle: CaptionShuffle | None = option(None, "Shuffle the parts of captions.")
     caption_filter_list: Json | None = option(None, "Texts or expressions removed from captions.")
-    timestep_sampling_offset: Number = option(0.0, "Added to the logit of sigmas: above 0 is noisier.", ge=-100, le=100)
+    timestep_sampling_offset: Number = option(
+        0.0,
+        "Added before the sigmoid of logit-normal sigmas: above 0 trains on noisier samples, below 0 on cleaner.",
+        ge=-100,
+        le=100,
+    )
     is_regularisation_data: Flag = option(False, "The target is the base model's own prediction.")
-    slider_strength: Number | None = option(None, "Factor of the LoRA in its steps; 0 is neutral.", ge=-100, le=100)
+    slider_strength: Number | None = option(
+        None, "Multiplies the LoRA's strength in steps on this dataset; 0 or unset is neutral.", ge=-100, le=100
+    )
     disable_validation: Flag = option(False, "Use none of its samples in validation.")
     hash_filenames: Json | None = accepted(None, "names of entries are always hashes of what they hold")
     ignore_epochs: Json | None = accepted(None, "an epoch counts every dataset that is trained")
@@ -164,10 +177,16 @@ class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     conditioning_data: TextList | None = option(None, "Ids of conditioning entries, paired one to one by path.")
     source_dataset_id: Text | None = option(None, "The dataset a conditioning entry belongs to.")
     conditioning: Json | None = option(None, "Generate a conditioning dataset.")
-    allow_private_urls: Flag = option(False, "Allow a table's private addresses, and files outside of its folder.")
+    allow_private_urls: Flag = option(
+        False, "Allow a table's addresses in private networks, and its files outside of the table's folder."
+    )
     huggingface: Json | None = option(None, "The keys of type huggingface inside an object.")
     video: VideoConfig = option(VideoConfig(), "Rules for clips.")  # frozen, so all entries may share it
-    sana_motion_score: Number | None = option(None, "Motion score (Sana Video) of captions that do not end with one.")
+    sana_motion_score: Number | None = option(
+        None,
+        "Motion score of its captions (Sana Video), instead of the run's. A caption that already ends with a "
+        "score keeps it.",
+    )
 
     @property
     def is_conditioning(self) -> bool:

@@ -24,10 +24,19 @@ class LoraConfig(Group):
 
     requires = when(model_type="lora", because="model_type full trains every weight and no LoRA")
 
-    lora_rank: Integer = ranked(16, "Rank; for lokr, half the larger factor trains it in full.", ge=1, common=True)
+    lora_rank: Integer = ranked(
+        16,
+        "Rank of the update matrices. For lokr, a rank of half the larger factor or more trains it in full.",
+        ge=1,
+        common=True,
+    )
     lora_alpha: Number | None = ranked(None, "Scale is alpha / rank.", gt=0, default_note="the rank", common=True)
     lora_dropout: Number = common(
-        0.0, "Dropout rate.", ge=0, lt=1, requires=when(lora_type="standard", because="LyCORIS has its own", fatal=True)
+        0.0,
+        "Dropout before the update.",
+        ge=0,
+        lt=1,
+        requires=when(lora_type="standard", because="LyCORIS has its own", fatal=True),
     )
     lora_init_type: Literal["default", "gaussian", "loftq", "olora", "pissa"] = standard(
         "default",
@@ -36,7 +45,9 @@ class LoraConfig(Group):
         refused={"loftq": "is not supported: it replaces the base with a quantised one; use default"},
     )
     lora_type: Literal["standard", "lokr", "loha", "lycoris"] = common(
-        "standard", "LoRA, Kronecker (lokr) or Hadamard product (loha), or by lycoris_config; see docs/ADAPTERS.md."
+        "standard",
+        "Kind of adapter: a LoRA, a Kronecker (lokr) or Hadamard product (loha), or what lycoris_config says. "
+        "Each is also published as a LoRA, see docs/ADAPTERS.md.",
     )
     lokr_factor: Integer = option(
         -1,
@@ -46,10 +57,14 @@ class LoraConfig(Group):
         refused={0: "is no size of a matrix; it must be -1, or 1 and more"},
     )
     lycoris_config: PathText | None = option(
-        None, "LyCORIS settings, JSON: algo, multiplier, linear_dim or full_matrix.", requires=when(lora_type="lycoris")
+        None,
+        "Settings file of LyCORIS, JSON with algo, multiplier, and linear_dim or full_matrix.",
+        requires=when(lora_type="lycoris"),
     )
     # Energy: the sum of the squared singular values of a layer's update.
-    export_energy: Number = converted(0.99, "Energy kept by a conversion to a LoRA, within export_rank.", gt=0, le=1)
+    export_energy: Number = converted(
+        0.99, "Energy kept when another adapter is converted to a LoRA (limited by export_rank).", gt=0, le=1
+    )
     export_rank: Integer = converted(64, "Largest rank of that LoRA.", ge=1)
     lora_plus_ratio: Number | None = standard(
         None,
@@ -62,7 +77,9 @@ class LoraConfig(Group):
         ),
     )
     peft_lora_target_modules: Json | None = ranked(
-        None, "Layers: a JSON list, a file with one, or `all-linear`.", default_note="the attention projections"
+        None,
+        "Layers that get a LoRA: a JSON list of names, a file with one, or `all-linear`.",
+        default_note="the family's attention projections",
     )
     slider_lora_target: Flag = ranked(
         False,
@@ -153,15 +170,23 @@ class AdapterEntry(Group):
 class ValidationAdapterConfig(Group):
     """Validation adapters"""
 
-    validation_adapter_path: PathText | None = common(None, "Further LoRA in previews: file, folder or `repo[:file]`.")
-    validation_adapter_name: Text | None = of_adapter(None, "Its name in files.", default_note="the name of the file")
+    validation_adapter_path: PathText | None = common(
+        None, "A LoRA for previews, on top of the model in training: a file, a folder, or `repo[:file]` on the hub."
+    )
+    validation_adapter_name: Text | None = of_adapter(
+        None, "Its name in the names of preview files.", default_note="the name of the file"
+    )
     validation_adapter_strength: Number = of_adapter(1.0, "Its strength.", gt=0)
     validation_adapter_mode: Literal["adapter_only", "comparison", "none"] = option(
         "comparison",
-        "comparison: also without further LoRAs; adapter_only: so if validation_adapter_config is set; none: only so.",
+        "comparison also renders without further LoRAs; adapter_only does not, unless "
+        "validation_adapter_config lists runs; none ignores all of them.",
     )
     validation_adapter_config: Annotated[list[AdapterEntry], BeforeValidator(parse_runs)] | None = option(
-        None, "More runs: paths, or objects with `path`, `paths` or `adapters`, `strength` and `label`.", form="JSON"
+        None,
+        "More runs of previews, as a list: a path, or an object with `path`, `paths` or `adapters` (each with "
+        "`path` and `strength`), `strength` and `label`.",
+        form="JSON",
     )
 
     @property

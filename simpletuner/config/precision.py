@@ -50,11 +50,14 @@ class PrecisionConfig(Group):
     """Precision and compute"""
 
     mixed_precision: Literal["bf16", "no", "fp16", "fp8"] = common(
-        "bf16", "Compute dtype; no is float32, fp16 for old GPUs.", refused={"fp8": "is not available yet; use bf16"}
+        "bf16",
+        "Compute dtype; no is float32. fp16 is meant for GPUs without bf16.",
+        refused={"fp8": "is not available yet; use bf16"},
     )
     base_model_precision: Precision = quantised(
         "no_change",
-        "Of the transformer: plain (no_change, bf16, fp32) or quantised, for LoRA; quanto unless another is named.",
+        "Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others quantise "
+        "its linear layers, for LoRA only. Names without a library mean optimum-quanto.",
         excludes=when(
             model_type="full",
             because="a quantised model cannot be trained in full; use model_type lora, or bf16 and offload auto",
@@ -64,39 +67,58 @@ class PrecisionConfig(Group):
     )
     quantized_matmul: Flag = option(
         False,
-        "Multiply in int8 or fp8, rounding activations and gradients, too: an error of a percent, which is printed.",
+        "Multiply with the quantised weights of int8-quanto or fp8-quanto directly; activations and gradients "
+        "are rounded to the same type. Gradients differ by a percent or more; a run prints the error.",
         requires=when(base_model_precision=("int8", "int8-quanto", "fp8", "fp8-quanto")),
         excludes=when(model_type="full", because="it multiplies frozen weights; use model_type lora"),
     )
     quantized_matmul_kernel: Literal["torch", "triton"] = option(
         "torch",
-        "Kernel of int8 products; triton writes no int32 sums, for the same bits. Not tried on a GPU yet.",
+        "Kernel of int8 products. triton scales sums where they are made instead of writing them as int32; "
+        "the same bits. Not tried on a GPU yet.",
         requires=(when("quantized_matmul"), when(base_model_precision=("int8", "int8-quanto"))),
     )
     text_encoder_1_precision: Precision = quantised(
-        "no_change", "Of the first text encoder; part of cache keys.", label="First Text Encoder Precision", common=True
+        "no_change",
+        "Precision of the first text encoder, same values; part of the cache identity.",
+        label="First Text Encoder Precision",
+        common=True,
     )
     text_encoder_2_precision: Precision = quantised(
-        "no_change", "Of the second text encoder, CLIP; part of cache keys.", label="Second Text Encoder Precision"
+        "no_change",
+        "Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity.",
+        label="Second Text Encoder Precision",
     )
     base_model_default_dtype: Literal["bf16", "fp32"] | None = option(
-        None, "Dtype of compute and unquantised weights of a quantised model.", default_note="as mixed_precision: bf16"
+        None,
+        "Compute dtype of a quantised model, and dtype of its unquantised weights.",
+        default_note="as mixed_precision: bf16",
     )
     quantize_via: Literal["cpu", "accelerator", "pipeline"] = option(
-        "cpu", "Device of quantisation; same result. accelerator moves one block at a time to it, pipeline one layer."
+        "cpu",
+        "Device of quantisation; the result is the same. accelerator moves one block at a time to it, "
+        "pipeline one layer.",
     )
     gradient_checkpointing: Flag = common(True, "Recompute block activations in the backward pass; same gradients.")
-    gradient_checkpointing_interval: Integer | None = recomputed(None, "Only every n-th block.", ge=1, default_note="1")
-    gradient_checkpointing_kept_blocks: Integer = recomputed(0, "Blocks, evenly spaced, that keep activations.", ge=0)
+    gradient_checkpointing_interval: Integer | None = recomputed(
+        None, "Recompute only every n-th block.", ge=1, default_note="all blocks"
+    )
+    gradient_checkpointing_kept_blocks: Integer = recomputed(
+        0, "This many of the recomputed blocks, evenly spaced, keep their activations instead.", ge=0
+    )
     attention_mechanism: Literal[
         "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
     ] = common(
         "diffusers",
-        "diffusers: torch's kernel, on a GPU the faster of cuDNN and flash. Others need their package.",
+        
+"Kernel of dense self-attention; diffusers is torch's, on a GPU the faster of cuDNN and flash. The "
+"others need their package.",
         refused={"sageattention": "has no backward pass and cannot train; use diffusers"},
         remarks={"flex": "is for block-sparse attention; dense attention uses torch's kernel, as with diffusers"},
     )  # fmt: skip
-    disable_tf32: Flag = option(False, "Disable TF32 on a GPU. A float32 VAE and modulation layers never use it.")
+    disable_tf32: Flag = option(
+        False, "Disable TF32 for float32 products on a GPU. A float32 VAE and modulation layers never use it."
+    )
 
     @property
     def checkpoint_interval(self) -> int | None:

@@ -93,24 +93,39 @@ class PublishConfig(Group):
 
     push_to_hub: Flag = common(False, "Upload the result to the Hugging Face hub at the end.")
     hub_model_id: Text | None = on_hub(
-        None, "Repository: `owner/name`, its address, or your `name`.", default_note="tracker_project_name", common=True
+        None,
+        "Repository on the hub: `owner/name`, its address, or a name, which then belongs to the login.",
+        default_note="tracker_project_name",
+        common=True,
     )
     push_checkpoints_to_hub: Flag = on_hub(False, "Also upload every checkpoint; the newest is also at the root.")
     push_to_hub_background: Flag = uploaded(False, "Upload in the background instead of waiting.")
     model_card_private: Flag = on_hub(True, "Create the repository as private; an existing one stays.", common=True)
     model_card_safe_for_work: Flag = option(False, "Tag the model card safe-for-work instead of not-for-all-audiences.")
     model_card_note: Text | None = option(None, "A note at the top of the model card.")
-    model_card_trigger: TextList | None = option(None, "Trigger words, for the model card and headers of weight files.")
+    model_card_trigger: TextList | None = option(
+        None, "Trigger words of the subject, for the model card and the header of weight files."
+    )
     modelspec_comment: Texts | None = option(
-        None, "Text or list in file headers; `{env:X}`, `{current_step}`, `{current_epoch}`, `{timestamp}` expand."
+        None,
+        "Text or list of texts written into the safetensors header; `{env:X}`, `{current_step}`, "
+        "`{current_epoch}` and `{timestamp}` expand.",
     )
     publishing_config: Annotated[list[NamedBucket], BeforeValidator(parse_stores)] | None = option(
-        None, "S3 buckets for a copy of all output: docs/PUBLISHING.md.", form=JSON_OR_FILE, label="Other Targets"
+        None,
+        "S3 buckets that get a copy of the output folder at the end: an object with `provider` (s3, "
+        "backblaze_b2), `bucket` and more, a list of them, or a file with either; see docs/PUBLISHING.md.",
+        form=JSON_OR_FILE,
+        label="Other Targets",
     )
     post_checkpoint_script: Text | None = option(
-        None, "Command after each checkpoint; `{local_checkpoint_path}`, `{global_step}`, `{tracker_run_name}` expand."
+        None,
+        "A program to run after each checkpoint, with its arguments; `{local_checkpoint_path}`, "
+        "`{global_step}` and `{tracker_run_name}` expand.",
     )
-    post_upload_script: Text | None = uploaded(None, "After each upload, whose address is `{remote_checkpoint_path}`.")
+    post_upload_script: Text | None = uploaded(
+        None, "The same after each upload, also with `{remote_checkpoint_path}`, the address of the upload."
+    )
 
     @property
     def stores(self) -> list[BucketConfig]:
@@ -236,9 +251,14 @@ class WebhookConfig(Group):
     requires = when(WEBHOOK_CONFIG)
 
     webhook_config: Hooks | None = common(
-        None, "Receivers of events, JSON or a file: `webhook_type`, `webhook_url` or `callback_url`.", form=JSON_OR_FILE
+        None,
+        "Where to send what happens in a run: an object with `webhook_type` (discord or raw) and "
+        "`webhook_url` or `callback_url`, a list of them, or a file with either.",
+        form=JSON_OR_FILE,
     )
-    webhook_reporting_interval: Integer = option(5, "Seconds between messages about steps, first and last aside.", ge=1)
+    webhook_reporting_interval: Integer = option(
+        5, "Seconds between two messages about the training steps; the first and the last are always sent.", ge=1
+    )
     webhook_images: Literal["data_uri", "base64"] = option(
         "data_uri", "How raw webhooks carry pictures: as data URIs, or as base64 alone. Clips are always data URIs."
     )

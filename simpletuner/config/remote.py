@@ -28,7 +28,9 @@ class BucketKeys(Group):
     aws_bucket_name: Text | None = option(None, "Name of the bucket.")
     aws_endpoint_url: Text | None = option(None, "Address of the server; unset: Amazon's own.")
     aws_region_name: Text | None = option(None, "Region; an endpoint decides it by itself.")
-    aws_access_key_id: Text | None = option(None, "Key, best as {env:NAME}; unset: credentials of the AWS CLI.")
+    aws_access_key_id: Text | None = option(
+        None, "Key, best as {env:NAME}; unset: boto3 uses the AWS CLI's credentials."
+    )
     aws_secret_access_key: Text | None = option(None, "Secret of the key, best as {env:NAME}.")
     aws_session_token: Text | None = option(None, "Token of temporary keys, best as {env:NAME}.")
     aws_data_prefix: Text | None = option(None, "Only objects whose keys start with this; like a folder.")

@@ -78,7 +78,9 @@ class ModelConfig(Group):
         refused=dict.fromkeys(("lokr", "lycoris"), "is a kind of LoRA: set model_type lora, and the kind as lora_type"),
     )
     model_family: Text = common(
-        ..., "What to train: kandinsky5-image (pictures, edits), kandinsky5-video or sanavideo (clips), in any case."
+        ...,
+        "What to train: kandinsky5-image (pictures, edits), kandinsky5-video (clips), or sanavideo (480p "
+        "clips). `_` for `-` and any letter case are accepted.",
     )
     model_flavour: Text | None = common(
         None, "Which checkpoint of the family.", aliases=("model_flavor",), default_note="the family's first"
@@ -110,19 +112,30 @@ class RunOptions(Group):
     )
     seed: Integer | None = common(
         None,
-        "The same seed repeats data order, noise and initial weights. 0: from the clock; -1, unset: drawn; logged.",
+        "The same seed gives the same data order, noise and initial weights. 0 takes it from the clock, -1 or "
+        "unset draws one; both are logged.",
         ge=-1,
         le=math.inf,  # a seed is no quantity, so LARGEST_NUMBER does not apply
     )
-    seed_for_each_device: Flag = option(True, "Samples draw their own noise; false: processes draw the same.")
-    resume_from_checkpoint: PathText = common("latest", "`latest` (else a new run), a name or path, or `none`: step 0.")
+    seed_for_each_device: Flag = option(
+        True,
+        "true: every sample of a step draws its own noise, as in one process with a larger batch. false: "
+        "every process draws the same as the first. No effect with one process.",
+    )
+    resume_from_checkpoint: PathText = common(
+        "latest",
+        "`latest`, the name or path of a checkpoint, or `none`. Latest without a checkpoint starts a new run; "
+        "none starts at step 0 and never overwrites an existing checkpoint.",
+    )
     i_know_what_i_am_doing: Flag = option(False, "Turn safety errors that mention this key into warnings.")
 
 
 class ScheduleConfig(Group):
     """Schedule"""
 
-    train_batch_size: Integer = common(1, "Samples per device and micro-step, or by dataset.", ge=1, label="Batch Size")
+    train_batch_size: Integer = common(
+        1, "Samples per device and micro-step; a dataset may override it.", ge=1, label="Batch Size"
+    )
     gradient_accumulation_steps: Integer = common(1, "Micro-steps per optimizer step, which is one global step.", ge=1)
     max_train_steps: Integer | None = common(None, "Optimizer steps; 0 or unset: epochs decide.", ge=0, label="Steps")
     num_train_epochs: Integer | None = common(
@@ -137,10 +150,17 @@ class CheckpointConfig(Group):
 
     checkpoint_step_interval: Integer = common(500, "Steps between saves.", aliases=("checkpointing_steps",), ge=1)
     checkpoint_epoch_interval: Integer | None = option(None, "Also save after every n-th epoch.", ge=1)
-    checkpoints_total_limit: Integer = common(5, "How many to keep; 0 keeps all.", aliases=("save_total_limit",), ge=0)
+    checkpoints_total_limit: Integer = common(
+        5,
+        "After a save, the oldest checkpoints beyond this number are removed; 0 keeps all.",
+        aliases=("save_total_limit",),
+        ge=0,
+    )
     checkpointing_rolling_steps: Integer = common(0, "Additional frequent saves, pruned separately; 0 is off.", ge=0)
     checkpoints_rolling_total_limit: Integer = option(1, "Number of rolling checkpoints to keep.", ge=1)
-    disk_low_threshold: Gigabytes | None = option(None, "Save and stop if less disk is free: 10G, 500M, 2 (GB).", gt=0)
+    disk_low_threshold: Gigabytes | None = option(
+        None, "Save a checkpoint and stop if less disk space is free in output_dir: 10G, 500M, or a number of GB.", gt=0
+    )
 
 
 class OptimizerConfig(Group):
@@ -148,7 +168,8 @@ class OptimizerConfig(Group):
 
     optimizer: OptimizerName | None = common(
         None,
-        "adamw_bf16 and optimi's train bf16 weights with Kahan summation. Some names need a package.",
+        "adamw_bf16 and the optimi ones train bf16 weights with Kahan summation. Some names need a package; "
+        "the error names it.",
         default_note="adamw_bf16 with mixed_precision bf16, else adamw",
     )
     optimizer_config: Text | None = option(None, 'Settings of the optimizer itself, "k=v,k=v".')
@@ -160,7 +181,8 @@ class OptimizerConfig(Group):
     adam_epsilon: Number | None = option(None, "For Adam kinds.", gt=0, default_note="1e-8 for plain adamw")
     optimizer_release_gradients: Flag = option(
         False,
-        "Update each weight as soon as its gradient is there, which is freed: same results in less memory.",
+        "Update each weight as soon as its gradient is there and free the gradient: full fine-tunes take less "
+        "memory, with the same results.",
         requires=when(model_type="full", because="the gradients of a LoRA are small", fatal=True),
         excludes=(
             unless(
@@ -175,19 +197,35 @@ class OptimizerConfig(Group):
             unless(num_processes=1, because="processes average gradients before they update. Use fsdp_enable"),
         ),
     )
-    learning_rate: Number | None = common(None, "The peak rate.", gt=0, default_note="1e-4 for lora, 5e-5 for full")
+    learning_rate: Number | None = common(
+        None, "Peak learning rate.", gt=0, default_note="1e-4 for lora, 5e-5 for full"
+    )
     lr_scale: Flag = option(False, "Multiply the rate by processes x accumulation x batch.")
-    lr_scale_sqrt: Flag = option(False, "Multiply by the square root of that instead.", excludes=when("lr_scale"))
+    lr_scale_sqrt: Flag = option(
+        False, "Multiply by the square root of that product instead.", excludes=when("lr_scale")
+    )
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_warmup", "cosine_with_restarts",
         "polynomial", "sine",
     ] = common(
         "constant_with_warmup",
-        "After the warm-up: constant, a decay to lr_end, or a sine between learning_rate and lr_end.")  # fmt: skip
+        
+"After the warm-up: constant; linear, cosine, restarted cosine or polynomial decay to lr_end; or a "
+"sine between learning_rate and lr_end.")  # fmt: skip
     lr_warmup_steps: Integer = common(0, "A linear ramp from 0, for every scheduler.", ge=0)
-    lr_end: Number = option(4e-7, "Final rate.", ge=0, requires=when(lr_scheduler=(*DECAYING_SCHEDULERS, "sine")))
+    lr_end: Number = option(
+        4e-7,
+        "Final learning rate of schedulers that decay.",
+        ge=0,
+        requires=when(lr_scheduler=(*DECAYING_SCHEDULERS, "sine")),
+    )
     lr_power: Number = option(0.8, "Power of the polynomial scheduler.", gt=0, requires=when(lr_scheduler="polynomial"))
-    lr_num_cycles: Integer = option(1, "Cycles.", ge=1, requires=when(lr_scheduler=("cosine_with_restarts", "sine")))
+    lr_num_cycles: Integer = option(
+        1,
+        "Cycles of cosine_with_restarts and sine.",
+        ge=1,
+        requires=when(lr_scheduler=("cosine_with_restarts", "sine")),
+    )
     max_grad_norm: Number = common(2.0, "Gradient clipping threshold; 0 disables clipping.", ge=0)
     grad_clip_method: Literal["value", "norm"] = option(
         "value", "value: clip every gradient entry to ±max_grad_norm; norm: clip the norm of all gradients together."
@@ -202,12 +240,17 @@ class SpeedConfig(Group):
     )
     speed_plain_math: Flag | None = of_speed("Blocks of Kandinsky with less arithmetic and bit-identical results.")
     speed_keep_attention: Flag | None = of_speed(
-        "Keep the result of self-attention: tokens x width x 2 bytes a block.", requires=when("gradient_checkpointing")
+        "With gradient_checkpointing: keep the result of self-attention, tokens x width x 2 bytes per block, "
+        "instead of recomputing it.",
+        requires=when("gradient_checkpointing"),
     )
-    speed_bf16_modulation: Flag | None = of_speed("Store Kandinsky's frozen modulation weights as bf16 if lossless.")
+    speed_bf16_modulation: Flag | None = of_speed(
+        "Store frozen float32 modulation weights of Kandinsky as bf16 if that is lossless."
+    )
     speed_fused_lora: Flag = option(
         False,
-        "One product for the LoRAs of layers that share their input, with other rounding; a run prints the error.",
+        "Compute the LoRAs of layers that share their input in one product, on a GPU together with the base "
+        "weights. Other rounding; a run prints the error of its gradients.",
         label="Fused LoRA",
         requires=(
             when(model_type="lora", because="model_type full trains every weight and no LoRA", fatal=True),
@@ -218,7 +261,11 @@ class SpeedConfig(Group):
             when("lora_dropout", because="each layer drops other inputs"),
         ),
     )
-    deterministic: Flag = option(False, "Bit-identical repeats on a GPU, by slower kernels; a CPU always repeats.")
+    deterministic: Flag = option(
+        False,
+        "Bit-identical repeats on a GPU: kernels with a fixed order of sums, none chosen by timing. Slower; "
+        "no effect on a CPU, where repeats are always identical.",
+    )
 
 
 class EmaConfig(Group):
@@ -227,10 +274,14 @@ class EmaConfig(Group):
     requires = when("use_ema")
 
     use_ema: Flag = common(False, "Keep an exponential moving average of the trained weights.", label="EMA")
-    ema_validation: Literal["none", "ema_only", "comparison"] = common("comparison", "Weights that previews use.")
+    ema_validation: Literal["none", "ema_only", "comparison"] = common(
+        "comparison", "Weights that validation renders with."
+    )
     ema_update_interval: Integer = option(1, "Update when global_step is a multiple.", ge=1)
     # The law of TensorFlow's ExponentialMovingAverage with num_updates.
-    ema_decay: Number = common(0.995, "The decay is min((1+n)/(10+n), ema_decay), n = step - 1.", ge=0, le=0.9999)
+    ema_decay: Number = common(
+        0.995, "Upper limit of the decay min((1+n)/(10+n), ema_decay) with n = step - 1.", ge=0, le=0.9999
+    )
     ema_warmup_steps: Integer = option(0, "Before this step, the average is a copy of the weights.", ge=0)
     ema_device: Literal["cpu", "accelerator"] = option("cpu", "Device of the average.")
     ema_cpu_only: Flag = option(False, "Keep and update the average on the CPU only.", label="EMA CPU Only")
@@ -274,7 +325,11 @@ class OffloadConfig(Group):
         default_note="the device of this machine",
     )
     plan_device: Card | None = option(
-        None, "Plan for this card (`--device h100`).", aliases=("device",), default_note="the device of this machine"
+        None,
+        "Plan for this card, at its rates and with its memory unless plan_device_memory_gb gives another: "
+        "`simpletuner plan --device h100`.",
+        aliases=("device",),
+        default_note="the device of this machine",
     )
     enable_group_offload: Flag = common(
         False,
@@ -290,25 +345,38 @@ class OffloadConfig(Group):
         "Unit of streaming; leaf_level also streams blocks.",
         remarks={"leaf_level": "is treated as block_level: a whole block copies faster than its layers one by one"},
     )
-    group_offload_blocks_per_group: Integer = streamed(1, "Blocks streamed together, in two slots.", ge=1, common=True)
+    group_offload_blocks_per_group: Integer = streamed(
+        1, "Blocks streamed together; two groups are on the device at a time.", ge=1, common=True
+    )
     group_offload_resident_blocks: Integer = option(
-        0, "So many blocks, evenly spaced, stay on the device, uncopied.", ge=0, requires=when("enable_group_offload")
+        0,
+        "This many blocks, evenly spaced, stay on the device. Helps if copies are slower than compute.",
+        ge=0,
+        requires=when("enable_group_offload"),
     )
     group_offload_use_stream: Flag = streamed(False, "Overlap copies with compute (CUDA).", common=True)
-    group_offload_to_disk_path: PathText | None = streamed(None, "Folder for offloaded weights; read twice in a step.")
+    group_offload_to_disk_path: PathText | None = streamed(
+        None, "Keep offloaded weights in this folder instead of in host memory; every step reads them twice."
+    )
     group_offload_text_encoder: Flag = option(False, "Stream the layers of text encoders while caching.")
     group_offload_vae: Flag = option(
         False,
         "Stream the blocks of the VAE, while caching and in previews; saves little, since VAEs are small.",
         excludes=when("enable_model_cpu_offload", because="one moves parts of the VAE, the other all of it"),
     )
-    offload_block_inputs: Flag = recomputed(False, "Keep saved block inputs on the host.", label="Offload Block Inputs")
+    offload_block_inputs: Flag = recomputed(
+        False,
+        "Keep block inputs, which gradient checkpointing saves, in host memory (CUDA).",
+        label="Offload Block Inputs",
+    )
     offload_optimizer_state: Flag = option(
         False,
         "Keep optimizer state in host memory and copy it to the device for updates (CUDA); same results.",
         requires=when("optimizer_release_gradients", because="it updates one weight at a time", fatal=True),
     )
-    enable_model_cpu_offload: Flag = common(False, "In previews, move the transformer away while the VAE decodes.")
+    enable_model_cpu_offload: Flag = common(
+        False, "In previews, move the transformer off the device while the VAE decodes."
+    )
 
     @property
     def plans_elsewhere(self) -> bool:
@@ -322,12 +390,20 @@ class CachingConfig(Group):
     vae_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
         None, "Dtype of the VAE; part of the cache identity.", default_note="fp32 with mixed_precision no, else bf16"
     )
-    vae_batch_size: Integer = common(1, "Samples encoded at a time, memory allowing; changes only the rounding.", ge=1)
+    vae_batch_size: Integer = common(
+        1, "Samples encoded at a time, fewer if memory runs out; above 1 only the rounding changes.", ge=1
+    )
     vae_enable_slicing: Flag = option(False, "Encode and decode the samples of a batch one by one.")
-    vae_enable_tiling: Flag = common(False, "Encode and decode in tiles; edges differ slightly, and so do cache keys.")
+    vae_enable_tiling: Flag = common(
+        False, "Encode and decode in tiles; edges may differ slightly, so it is part of the cache identity."
+    )
     vae_enable_patch_conv: Flag = option(False, "Run 3D convolutions in slices of time (Kandinsky 5 Video's VAE).")
-    vae_enable_temporal_roll: Flag = option(False, "Carry convolutions between frames, as Sana Video's VAE alone does.")
-    keep_vae_loaded: Flag | None = option(None, "Keep the VAE on the device.", default_note="true where memory allows")
+    vae_enable_temporal_roll: Flag = option(
+        False, "Carry convolution state from frame to frame: always on in Sana Video's VAE, unavailable in the others."
+    )
+    keep_vae_loaded: Flag | None = option(
+        None, "Keep the VAE on the device between validations.", default_note="true where memory allows"
+    )
     vae_cache_ondemand: Flag = common(False, "Encode and cache latents at their first use; the VAE stays loaded.")
     vae_cache_disable: Flag = option(False, "Encode latents at every use, cache none; a dataset may override it.")
     compress_disk_cache: Flag = option(True, "Compress cache entries; both kinds can be read with either setting.")
@@ -360,10 +436,14 @@ class FlowConfig(Group):
     """Flow matching"""
 
     flow_schedule_shift: Number | None = of_family(
-        "Sigmas become s·k / (1 + (k-1)·s): above 1 favours composition, below 1 detail. Previews use it, too.", gt=0
+        "Training sigmas become s·k / (1 + (k-1)·s): above 1 favours composition, below 1 detail. If set, "
+        "previews use it, too.",
+        gt=0,
     )
     # The two points are those of FLUX.1: `calculate_shift` in diffusers.
-    flow_schedule_auto_shift: Flag = common(False, "Shift e^mu, mu linear from 0.5 at 256 tokens to 1.15 at 4096.")
+    flow_schedule_auto_shift: Flag = common(
+        False, "Shift e^mu, mu linear in the token count from 0.5 at 256 to 1.15 at 4096 tokens."
+    )
     flow_sigmoid_scale: Number = option(
         1.0,
         "Standard deviation of the normal behind the logit-normal.",
@@ -371,10 +451,14 @@ class FlowConfig(Group):
         requires=unless("mixflow_enabled", "flow_use_uniform_schedule", "flow_use_beta_schedule"),
     )
     flow_use_uniform_schedule: Flag = option(False, "Uniform sigmas instead of logit-normal.")
-    flow_use_beta_schedule: Flag = option(False, "Beta-distributed sigmas.", excludes=when("flow_use_uniform_schedule"))
+    flow_use_beta_schedule: Flag = option(
+        False, "Beta-distributed sigmas instead of logit-normal.", excludes=when("flow_use_uniform_schedule")
+    )
     flow_beta_schedule_alpha: Number = beta(2.0, "First parameter of the beta distribution.", gt=0)
     flow_beta_schedule_beta: Number = beta(2.0, "Second parameter of the beta distribution.", gt=0)
-    disable_segmented_timestep_sampling: Flag = option(False, "Draw sigmas of a batch independently, not by slices.")
+    disable_segmented_timestep_sampling: Flag = option(
+        False, "Draw sigmas independently; by default a batch draws from equal slices of the schedule."
+    )
     mixflow_enabled: Flag = option(
         False,
         "MixFlow: train on inputs noisier than their timestep, see docs/experimental/MIXFLOW.md.",
@@ -385,7 +469,13 @@ class FlowConfig(Group):
         ),
         label="MixFlow",
     )
-    mixflow_gamma: Number = option(0.8, "Maximum share of extra noise.", ge=0, le=1, requires=when("mixflow_enabled"))
+    mixflow_gamma: Number = option(
+        0.8,
+        "Maximum extra noise, as a share of the way to pure noise; 0 adds none.",
+        ge=0,
+        le=1,
+        requires=when("mixflow_enabled"),
+    )
 
 
 class TextConfig(Group):
@@ -408,7 +498,12 @@ class ValidationConfig(Group):
     """Validation"""
 
     validation_step_interval: Integer | None = common(
-        None, "Steps between rounds.", aliases=("validation_steps",), ge=1, default_note="at most 8, a tenth of the run"
+        None,
+        "Render when global_step is a multiple.",
+        aliases=("validation_steps",),
+        ge=1,
+        default_note="up to eight times between start and end, so that previews take a tenth of the run; not with "
+        "validation_epoch_interval",
     )
     validation_epoch_interval: Integer | None = option(None, "Render after every n-th epoch.", ge=1)
     validation_prompt: Text | None = common(None, "The primary prompt; its files are named `validation`.")
@@ -420,12 +515,18 @@ class ValidationConfig(Group):
     validation_seed_source: Literal["cpu", "gpu"] = option("cpu", "Which generator draws the noise.")
     validation_guidance: Number | None = of_family("Guidance scale.", ge=1)
     validation_num_inference_steps: Integer | None = of_family("Sampling steps.", ge=1, le=NOISE_LEVELS)
-    validation_resolution: Sizes | None = of_family("N, WxH or a comma-separated list; exact sizes.", form="text")
+    validation_resolution: Sizes | None = of_family(
+        "N, WxH or a comma-separated list; rendered at exactly this size.", form="text"
+    )
     validation_num_video_frames: Integer | None = of_family("Frames of a preview clip, 4k+1; 8k+1 with 2b-720p.", ge=1)
     framerate: Integer | None = of_family("Frames per second of clips.", aliases=("frame_rate",), ge=1)
     validation_using_datasets: Flag = option(False, "Use pictures of a dataset as conditions of previews.")
     eval_dataset_id: TextList | None = option(None, "The dataset (or list) of these pictures.")
-    validation_preview: Flag = option(False, "Write small unfinished previews.", requires=unless("validation_disable"))
+    validation_preview: Flag = option(
+        False,
+        "Write small pictures of unfinished previews to the output folder and to raw webhooks.",
+        requires=unless("validation_disable"),
+    )
     validation_preview_steps: Integer = option(1, "Sampling steps between these pictures.", ge=1)
     disable_benchmark: Flag = option(False, "Do not render the untrained model at step 0.")
     validation_disable: Flag = common(False, "No validation at all.", label="No Previews")
@@ -442,7 +543,8 @@ class ValidationConfig(Group):
     )
     validation_decoding: Decoding = option(
         "whole",
-        "`strips` of rows take less memory and round otherwise; `tiles` take least, with slightly other seams.",
+        "Decoding of previews: `strips` of rows take less memory and only change the rounding; `tiles` take "
+        "least, but slightly change pixels at their seams. Caches are unaffected.",
         default_note="`whole`; `strips` for clips that are too large for torch or the GPU",
     )
     validation_batched_guidance: Flag | None = option(
@@ -459,7 +561,9 @@ class ValidationConfig(Group):
         excludes=when("enable_model_cpu_offload", "group_offload_vae", because="they would move the VAE meanwhile"),
     )
     validation_torch_compile: Flag | None = option(
-        None, "Use compiled blocks in previews, if training does.", default_note="true, without validation_adapter_*"
+        None,
+        "Use compiled blocks in previews too, if training compiles them.",
+        default_note="true, without validation_adapter_*",
     )
 
 
@@ -484,8 +588,10 @@ class SharedKeys(Group):
     """Keys of a dataset that mean the same for all of them."""
 
     minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
-    maximum_image_size: Number | None = option(None, "Larger pictures are downsampled.", ge=0, le=LARGEST_SIZE)
-    target_downsample_size: Number | None = option(None, "What larger pictures shrink to.", ge=0, le=LARGEST_SIZE)
+    maximum_image_size: Number | None = option(
+        None, "Larger pictures are resized to target_downsample_size before cropping.", ge=0, le=LARGEST_SIZE
+    )
+    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0, le=LARGEST_SIZE)
     instance_prompt: Texts | None = option(None, "Text to prepend to captions, or to use instead.")
     skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
 
@@ -511,7 +617,9 @@ class DatasetDefaults(SharedKeys):
     data_backend_sampling: Literal["auto-weighting", "uniform"] = option(
         "auto-weighting", "Choose datasets by size x probability, or by probability alone."
     )
-    conditioning_multidataset_sampling: Literal["random", "combined"] = option("random", "One set per sample, or all.")
+    conditioning_multidataset_sampling: Literal["random", "combined"] = option(
+        "random", "Use one conditioning dataset per sample, or all of them."
+    )
 
 
 class AcceptedConfig(Group):
@@ -523,9 +631,13 @@ class AcceptedConfig(Group):
     read_batch_size: Integer = accepted(25, "reading needs no batches", ge=1)
     write_batch_size: Integer = accepted(128, "writing needs no batches", ge=1)
     metadata_update_interval: Integer = accepted(3600, "the index is saved once, before training", ge=60)
-    vae_cache_scan_behaviour: Literal["recreate", "sync"] = accepted("recreate", "latents that differ have other keys")
+    vae_cache_scan_behaviour: Literal["recreate", "sync"] = accepted(
+        "recreate", "a latent that does not match is re-encoded, under its own key"
+    )
     dynamo_use_regional_compilation: Flag = accepted(True, "the blocks are compiled, never the whole transformer")
-    fsdp_transformer_layer_cls_to_wrap: TextList | None = accepted(None, "the family's blocks are known")
+    fsdp_transformer_layer_cls_to_wrap: TextList | None = accepted(
+        None, "the family's blocks are known and are gathered one at a time"
+    )
     fsdp_cpu_ram_efficient_loading: Flag = accepted(True, "processes of a machine always share the weights they read")
     snr_gamma: Number | None = accepted(None, "it does not apply to flow models", ge=0)
 

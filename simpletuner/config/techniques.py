@@ -154,7 +154,9 @@ class LossConfig(Group):
     huber_schedule: Literal["snr", "exponential", "constant"] = huber("snr", "How huber_c depends on the timestep.")
     huber_c: Number = huber(0.1, "Where huber and smooth_l1 change from quadratic to linear.", gt=0, common=True)
     input_perturbation: Number = option(0.0, "Extra noise on the input only.", ge=0)
-    input_perturbation_steps: Integer = option(0, "Decay it linearly to 0 at this step; 0 keeps it constant.", ge=0)
+    input_perturbation_steps: Integer = option(
+        0, "Decay input_perturbation linearly to 0 at this step; 0 keeps it constant.", ge=0
+    )
     noise_offset: Number = option(0.0, "Offset of the noise mean per sample and channel.", ge=0)
     noise_offset_probability: Number = option(1.0, "Share of samples with noise_offset.", ge=0, le=1)
 
@@ -168,8 +170,12 @@ class LossConfig(Group):
 class MaskedLossConfig(TechniqueGroup):
     """Masked loss"""
 
-    masked_loss_probability: Number = common(1.0, "Share of batches with masks; the rest learn everything.", ge=0, le=1)
-    masked_loss_normalise: Flag = option(False, "Divide a sample's loss by the mean of its mask (at least 0.05).")
+    masked_loss_probability: Number = common(
+        1.0, "Share of batches that use masks; the rest learn from the whole picture.", ge=0, le=1
+    )
+    masked_loss_normalise: Flag = option(
+        False, "Divide a sample's loss by the mean of its mask (at least 0.05), so that small masks learn as fast."
+    )
     masked_loss_floor: Number = option(0.0, "Weight of black areas; white areas weigh 1.", ge=0, le=1)
     masked_loss_prior: Number = option(
         0.0,
@@ -200,9 +206,17 @@ class PreservationConfig(TechniqueGroup):
             fatal=True,
         ),
     )
-    preservation_probability: Number = option(0.5, "Share of micro-batches that preserve; two more passes.", ge=0, le=1)
+    preservation_probability: Number = option(
+        0.5,
+        "Share of micro-batches with preservation, which run the model twice more: without and with gradients.",
+        ge=0,
+        le=1,
+    )
     preservation_prompt: Text | None = preserved(
-        None, "Class word in place of the trigger, or of whole captions.", default_note="the empty caption", common=True
+        None,
+        "The class word that replaces preservation_trigger or, without a trigger, the whole caption.",
+        default_note="the empty caption",
+        common=True,
     )
     preservation_trigger: Text | None = preserved(None, "The words in captions that name the subject.")
 
@@ -287,7 +301,9 @@ class ScheduledSamplingConfig(TechniqueGroup):
         2, "Order of unipc and dpm.", ge=1, le=3, requires=when(scheduled_sampling_sampler=("unipc", "dpm"))
     )
     scheduled_sampling_reflexflow: Flag = common(True, "Correct the drift of these samples in the loss (ReflexFlow).")
-    scheduled_sampling_reflexflow_alpha: Number = reflexflow(1.0, "Extra weight where sampling lost content.", ge=0)
+    scheduled_sampling_reflexflow_alpha: Number = reflexflow(
+        1.0, "Extra weight of positions where sampling lost content.", ge=0
+    )
     scheduled_sampling_reflexflow_beta1: Number = reflexflow(10.0, "Weight of the direction (reflexflow_adr).", ge=0)
     scheduled_sampling_reflexflow_beta2: Number = reflexflow(1.0, "Factor of the loss of these samples.", ge=0)
 

@@ -308,7 +308,9 @@ def _check_limits(config: DatasetConfig, grid: PixelGrid) -> Iterator[Problem]:
 def _check_crop(config: DatasetConfig, aspects: Sequence[Aspect], spec: FamilySpec) -> Iterator[Problem]:
     kind, where = config.crop_aspect, "crop_aspect_buckets"
     if config.crop_style == "face":
-        yield Problem("crop_style", "'face' needs a face detector, which is not here; use center, random or corner.")
+        yield Problem(
+            "crop_style", "'face' needs a face detector, which is not included; use center, random or corner."
+        )
     if not config.crop and kind != "square":
         yield warning("crop_aspect", f"{kind!r} has no effect while crop is false.")
     if config.crop and kind in CHOSEN and not aspects and config.crop_aspect_buckets is None:

@@ -327,4 +327,5 @@ def _check_condition(rules: ClipRules, context: DataContext) -> Reading[None]:
         yield Problem("is_i2v", f"this flavour of {context.spec.name} takes no first frame; use {', '.join(names)}.")
     shortest = rules.stride + 1
     if rules.num_frames is not None and rules.num_frames < shortest:
-        yield Problem("num_frames", f"{rules.num_frames} leaves nothing to train after frame 0: set {shortest}.")
+        message = f"{rules.num_frames} leaves only the first frame, which is not trained; the minimum is {shortest}."
+        yield Problem("num_frames", message)

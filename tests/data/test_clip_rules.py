@@ -157,7 +157,7 @@ def test_i2v_is_the_rule_on_i2v_flavours_and_leaves_frames_to_train(context: Dat
         assert rules is not None
         assert (rules.is_i2v, problems) == (expected, [])
     _, problems = rules_of(i2v, {"num_frames": 1})
-    assert "after frame 0: set 5" in str(problems[0])
+    assert "not trained; the minimum is 5" in str(problems[0])
 
 
 def test_clips_become_samples(context: DataContext, tmp_path: Path) -> None:
