@@ -59,7 +59,7 @@ KINDS: dict[str, tuple[Damage, str]] = {
     "an event without a session": (lines(EVENTS_FILE, '{"id": 7}'), '{"id": 7}'),
     "an endless nesting": (lines(EVENTS_FILE, "[" * 100_000), "cannot be used"),
     "a line without an end": (lines(EVENTS_FILE, "x" * 400_000), "cannot be used"),
-    "what cannot be sent": (event(progress=COUNTS | {"percent": math.nan}), "not JSON compliant"),
+    "what cannot be sent": (event(progress=COUNTS | {"metrics": {"odd": math.nan}}), "not JSON compliant"),
     "half a character": (event(data={"status": "completed"}, progress=COUNTS, message="\ud800"), "surrogates"),
     "a name without an end": (lines(METRICS_FILE, json.dumps({"step": 4, "x" * 200_000: 1})), ""),
     "a lock of no process": (lambda folder: own(folder, pid=-1, started=""), "does not say which run"),
