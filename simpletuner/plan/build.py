@@ -245,7 +245,7 @@ def make_plan(arguments: Arguments, purpose: Purpose = "train", rendering: Rende
     if spec is None:
         raise ConfigError([*problems, *checks.check_config(config, purpose)])
     plan, entries = problems.take(_find_model(config, spec, entries, rendering))
-    found = [*checks.findings(plan, purpose)]
+    found = checks.findings(plan, purpose)
     # Of samples, the run has given its warnings.
     problems.extend(each for each in checks.worth_reporting(found, plan.config) if each.fatal or purpose != "sample")
     texts = [entry for entry in entries if entry.is_text_embeds]

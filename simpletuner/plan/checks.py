@@ -63,30 +63,29 @@ def conflicts(config: RunConfig) -> Iterator[Problem]:
             yield from option.conflicts(config.flat)
 
 
-def findings(plan: Plan, purpose: Purpose) -> Iterator[Problem]:
+def findings(plan: Plan, purpose: Purpose) -> list[Problem]:
     """Everything that shows in the settings and their checkpoint, keys without effect included, set or not.
 
     A survey looks at datasets alone. Samples are made with the settings of a run that gave its warnings, so they need
     only what makes rendering fail. A draft is judged after each answer, so no file of the checkpoint is looked for.
     """
     config, spec, flavour, source = plan.config, plan.spec, plan.flavour, plan.source
-    for rule in SAMPLE_RULES if purpose == "sample" else RULES:
-        yield from rule(config)
+    found = [problem for rule in (SAMPLE_RULES if purpose == "sample" else RULES) for problem in rule(config)]
     if purpose == "survey":
-        return
-    yield from family_problems(config, spec)
-    yield from spec.checks.settings(config, flavour)
-    yield from check_block_numbers(config, spec, source)
+        return found
+    found += family_problems(config, spec)
+    found += spec.checks.settings(config, flavour)
+    found += check_block_numbers(config, spec, source)
     if config.launch.sequence_parallel_size > 1:
-        yield from check_sequence(plan)
+        found += check_sequence(plan)
     if purpose == "draft":
         # An epoch's steps are unknown without the datasets.
-        yield from check_total(config, config.schedule.max_train_steps or 0)
-        return
-    yield from check_flavour(config, spec, flavour)
+        found += check_total(config, config.schedule.max_train_steps or 0)
+        return found
+    found += check_flavour(config, spec, flavour)
     # The content of a checkpoint that cannot be found or read need not be checked.
-    yield from source.problems() or check_parts(spec, flavour, source)
-    yield from check_packages(config.precision)
+    found += source.problems() or check_parts(spec, flavour, source)
+    return [*found, *check_packages(config.precision)]
 
 
 def without_effect(problems: Iterable[Problem]) -> dict[str, str]:

@@ -90,7 +90,7 @@ def test_a_lasting_error_of_the_device_ends_the_run_and_names_it(
 ) -> None:
     pictures.photograph(tmp_path / "a.png", (64, 64))
     monkeypatch.setattr(Path, "read_bytes", fail_times(99, Path.read_bytes))
-    with pytest.raises(DeviceError, match=r"a\.png: Input/output error.*none is marked as damaged"):
+    with pytest.raises(DeviceError, match=r"a\.png: Input/output error.*no file is marked as damaged"):
         inspect_files(tmp_path, ["a.png"], {})
 
 

@@ -193,7 +193,7 @@ def test_what_the_plan_says(workspace: Workspace, i2i_checkpoint: Path, capsys: 
     assert "no dataset has dataset_type eval" in warnings(workspace, capsys, "eval_steps_interval=5")
     workspace.add_pictures("datasets/held out", 1)
     workspace.write_datasets([*DATASETS, EVAL])
-    assert "held-out: is not used: eval_steps_interval" in warnings(workspace, capsys)
+    assert "held-out: is not used: set eval_steps_interval" in warnings(workspace, capsys)
     assert "held-out: is not used" in warnings(workspace, capsys, "eval_steps_interval=5", "--eval_loss_disable")
     both = warnings(workspace, capsys, "eval_steps_interval=5", "eval_epoch_interval=0.5")
     assert both.count("\n  ") == 1
