@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,8 +21,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _cards_of_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def _other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("simpletuner.budget.device.torch_uses_gpus", lambda: False)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1e12))  # a full fine-tune writes 82 GB
 
 
 @pytest.mark.parametrize("page", [*SAMPLED, "DISTRIBUTED"])
