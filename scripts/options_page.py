@@ -33,7 +33,7 @@ def render_page(written: str) -> str:
 
 
 def _table(options: list[Option]) -> Iterator[str]:
-    if (needed := options[0].of_group) is not None:
+    if (needed := options[0].group.requires) is not None:
         yield f"Requires `{needed}`.\n"
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
@@ -45,7 +45,8 @@ def _table(options: list[Option]) -> Iterator[str]:
 def _meaning(option: Option) -> str:
     # What the whole group requires stands above its table.
     rows = {
-        title: [each for each in names if each != str(option.of_group)] for title, names in option.relations.items()
+        title: [each for each in names if each != str(option.group.requires)]
+        for title, names in option.relations.items()
     }
     related = (f" {title} {', '.join(f'`{each}`' for each in names)}." for title, names in rows.items() if names)
     return _cell(option.help + "".join(related))

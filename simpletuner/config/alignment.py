@@ -28,88 +28,75 @@ class CrepaConfig(TechniqueGroup):
 
     requires = when("crepa_enabled")
 
-    crepa_enabled: Flag = common(
-        False,
-        "Align a block's hidden states, frame by frame, with features of a frozen vision encoder or of a later block.",
-        label="CREPA",
-    )
-    crepa_block_index: Integer | None = common(
-        None, "The aligned block, counted from 0.", ge=0, default_note="8; Sana Video 10"
-    )
-    crepa_lambda: Number = common(0.5, "Weight of the alignment in the loss; 0: plain training.", ge=0, label="Weight")
-    crepa_adjacent_distance: Integer = common(
-        1,
-        "Also align a frame with frames at this distance before and after, in latent frames; 0: only with itself.",
-        ge=0,
-    )
-    crepa_adjacent_tau: Number = common(
-        1.0, "A frame at distance d has the weight exp(-d / tau).", gt=0, label="Temporal Decay"
-    )
-    crepa_cumulative_neighbors: Flag = option(
-        False, "Use all distances up to crepa_adjacent_distance, not only that one."
-    )
-    crepa_normalize_by_frames: Flag = option(True, "Average over the frames instead of adding them up.")
-    crepa_normalize_neighbour_sum: Flag = option(False, "Divide each frame's sum by the sum of its weights.")
-    crepa_spatial_align: Flag = option(True, "Compare position by position; false: compare the means of frames.")
+    crepa_enabled: Flag = common(False, label="CREPA")
+    """Align a block's hidden states, frame by frame, with features of a frozen vision encoder or of a later block."""
+    crepa_block_index: Integer | None = common(None, ge=0, default_note="8; Sana Video 10")
+    """The aligned block, counted from 0."""
+    crepa_lambda: Number = common(0.5, ge=0, label="Weight")
+    """Weight of the alignment in the loss; 0: plain training."""
+    crepa_adjacent_distance: Integer = common(1, ge=0)
+    """Also align a frame with frames at this distance before and after, in latent frames; 0: only with itself."""
+    crepa_adjacent_tau: Number = common(1.0, gt=0, label="Temporal Decay")
+    """A frame at distance d has the weight exp(-d / tau)."""
+    crepa_cumulative_neighbors: Flag = option(False)
+    """Use all distances up to crepa_adjacent_distance, not only that one."""
+    crepa_normalize_by_frames: Flag = option(True)
+    """Average over the frames instead of adding them up."""
+    crepa_normalize_neighbour_sum: Flag = option(False)
+    """Divide each frame's sum by the sum of its weights."""
+    crepa_spatial_align: Flag = option(True)
+    """Compare position by position; false: compare the means of frames."""
     crepa_feature_source: Literal["encoder", "backbone"] = option(
         "encoder",
-        "Source of the teacher's features: a vision encoder, or a later block of the model.",
         refused={"self_flow": "is not available: it needs a moving-average teacher and a timestep for every token"},
     )
-    crepa_use_backbone_features: Flag = option(False, "The same as crepa_feature_source backbone.")
+    """Source of the teacher's features: a vision encoder, or a later block of the model."""
+    crepa_use_backbone_features: Flag = option(False)
+    """The same as crepa_feature_source backbone."""
     crepa_teacher_block_index: Integer | None = option(
         None,
-        "The teacher's block, counted from 0, for crepa_feature_source backbone.",
         ge=0,
         requires=when("crepa_use_backbone_features", crepa_feature_source="backbone", because="no block teaches"),
     )
-    crepa_encoder: Text = common(
-        "dinov2_vitg14",
-        "dinov2_vits14, _vitb14, _vitl14 or _vitg14, also with _reg, or a folder or hub id of transformers.",
-        aliases=("crepa_model",),
-        label="Vision Encoder",
-    )
-    crepa_encoder_image_size: Integer = common(
-        518,  # 37 patches per side, the size at which DINOv2 ended its training
-        "Pixels per side of its pictures, a multiple of 14. Smaller is faster and coarser.",
-        ge=64,
-        label="Vision Encoder Size",
-    )
-    crepa_encoder_resize: Literal["aspect", "square"] = option(
-        "aspect", "square: frames are stretched to a square; aspect: they keep their proportions, with no more patches."
-    )
-    crepa_encoder_frames_batch_size: Integer = option(-1, "Frames per batch of the encoder; -1 is a whole clip.", ge=-1)
-    crepa_cache: Literal["auto", "disk", "off"] = option(
-        "auto",
-        "disk: features are stored beside the latents, so that neither encoder nor VAE is loaded in training; "
-        "off: they are computed in every step; auto: disk if they fit into a fifth of the free space.",
-    )
-    crepa_drop_vae_encoder: Flag = common(False, "Drop the encoder half of the teacher's VAE, which saves memory.")
-    crepa_scheduler: Literal["constant", "linear", "cosine", "polynomial"] = option(
-        "constant", "Decay of the weight from crepa_lambda to crepa_lambda_end."
-    )
-    crepa_warmup_steps: Integer = option(0, "Steps of a linear warm-up of the weight from 0.", ge=0)
-    crepa_decay_steps: Integer = option(0, "Last step of the decay; 0: the last step of the run.", ge=0)
-    crepa_lambda_end: Number = option(0.0, "The weight after the decay.", ge=0, label="End Weight")
-    crepa_power: Number = option(1.0, "Power of the polynomial schedule.", gt=0)
-    crepa_cutoff_step: Integer = option(0, "The weight is 0 from this step on; 0: never.", ge=0)
-    crepa_similarity_threshold: Number | None = option(
-        None, "Switch off when the averaged crepa_alignment_score reaches this.", gt=0, le=1
-    )
-    crepa_similarity_ema_decay: Number = option(0.99, "Decay of that average.", ge=0, lt=1)
-    crepa_threshold_mode: Literal["permanent", "recoverable"] = option(
-        "permanent", "After the threshold: off for good, or until the average falls below it."
-    )
-    irepa_enabled: Flag = option(
-        False,
-        "With crepa_enabled: a convolution as projector and normalised features (iREPA); also aligns pictures.",
-        requires=when("crepa_enabled", fatal=True),
-        label="iREPA",
-    )
-    irepa_spatial_norm_alpha: Number = option(
-        0.6, "Share of the mean over a frame that is subtracted from the teacher's features.", ge=0
-    )
-    irepa_projector_kernel_size: KernelSize = option("3", "Side of the projector's kernel, in tokens.")
+    """The teacher's block, counted from 0, for crepa_feature_source backbone."""
+    crepa_encoder: Text = common("dinov2_vitg14", aliases=("crepa_model",), label="Vision Encoder")
+    """dinov2_vits14, _vitb14, _vitl14 or _vitg14, also with _reg, or a folder or hub id of transformers."""
+    # 37 patches per side, the size at which DINOv2 ended its training.
+    crepa_encoder_image_size: Integer = common(518, ge=64, label="Vision Encoder Size")
+    """Pixels per side of its pictures, a multiple of 14. Smaller is faster and coarser."""
+    crepa_encoder_resize: Literal["aspect", "square"] = option("aspect")
+    """square: frames are stretched to a square; aspect: they keep their proportions, with no more patches."""
+    crepa_encoder_frames_batch_size: Integer = option(-1, ge=-1)
+    """Frames per batch of the encoder; -1 is a whole clip."""
+    crepa_cache: Literal["auto", "disk", "off"] = option("auto")
+    """disk: features are stored beside the latents, so that neither encoder nor VAE is loaded in training; off: they
+    are computed in every step; auto: disk if they fit into a fifth of the free space."""
+    crepa_drop_vae_encoder: Flag = common(False)
+    """Drop the encoder half of the teacher's VAE, which saves memory."""
+    crepa_scheduler: Literal["constant", "linear", "cosine", "polynomial"] = option("constant")
+    """Decay of the weight from crepa_lambda to crepa_lambda_end."""
+    crepa_warmup_steps: Integer = option(0, ge=0)
+    """Steps of a linear warm-up of the weight from 0."""
+    crepa_decay_steps: Integer = option(0, ge=0)
+    """Last step of the decay; 0: the last step of the run."""
+    crepa_lambda_end: Number = option(0.0, ge=0, label="End Weight")
+    """The weight after the decay."""
+    crepa_power: Number = option(1.0, gt=0)
+    """Power of the polynomial schedule."""
+    crepa_cutoff_step: Integer = option(0, ge=0)
+    """The weight is 0 from this step on; 0: never."""
+    crepa_similarity_threshold: Number | None = option(None, gt=0, le=1)
+    """Switch off when the averaged crepa_alignment_score reaches this."""
+    crepa_similarity_ema_decay: Number = option(0.99, ge=0, lt=1)
+    """Decay of that average."""
+    crepa_threshold_mode: Literal["permanent", "recoverable"] = option("permanent")
+    """After the threshold: off for good, or until the average falls below it."""
+    irepa_enabled: Flag = option(False, requires=when("crepa_enabled", fatal=True), label="iREPA")
+    """With crepa_enabled: a convolution as projector and normalised features (iREPA); also aligns pictures."""
+    irepa_spatial_norm_alpha: Number = option(0.6, ge=0)
+    """Share of the mean over a frame that is subtracted from the teacher's features."""
+    irepa_projector_kernel_size: KernelSize = option("3")
+    """Side of the projector's kernel, in tokens."""
 
     @property
     def from_backbone(self) -> bool:
@@ -205,14 +192,14 @@ class LayerSyncConfig(TechniqueGroup):
 
     requires = when(SWITCH)
 
-    layersync_enabled: Flag = common(
-        False, "Align a block with a deeper one; see docs/experimental/LAYERSYNC.md.", label="LayerSync"
-    )
-    layersync_student_block: Integer | None = common(None, "The aligned block, counted from 0.", ge=0)
-    layersync_teacher_block: Integer | None = common(None, "The deeper block to align with.", ge=0)
-    layersync_lambda: Number | None = option(
-        None, "Weight of the loss.", ge=0, default_note="0.002 for a LoRA, 0.2 for full", label="Weight"
-    )
+    layersync_enabled: Flag = common(False, label="LayerSync")
+    """Align a block with a deeper one; see docs/experimental/LAYERSYNC.md."""
+    layersync_student_block: Integer | None = common(None, ge=0)
+    """The aligned block, counted from 0."""
+    layersync_teacher_block: Integer | None = common(None, ge=0)
+    """The deeper block to align with."""
+    layersync_lambda: Number | None = option(None, ge=0, default_note="0.002 for a LoRA, 0.2 for full", label="Weight")
+    """Weight of the loss."""
 
     def weight(self, model_type: str) -> float:
         """The weight of the loss; 0 if LayerSync is off."""

@@ -26,6 +26,9 @@ from simpletuner.errors import Problem, Problems, Reading, did_you_mean, warning
 
 # An epoch plans every pass of every sample in memory; longer runs use more epochs.
 MOST_REPEATS = 10_000
+DatasetType = Literal[
+    "image", "video", "text_embeds", "conditioning", "eval", "image_embeds", "conditioning_image_embeds"
+]
 ConditioningType = Literal["mask", "segmentation", "reference_strict", "reference_loose", "controlnet"]
 MASKS: tuple[ConditioningType, ...] = ("mask", "segmentation")
 
@@ -33,39 +36,58 @@ MASKS: tuple[ConditioningType, ...] = ("mask", "segmentation")
 class ParquetConfig(Group):
     """Columns of a parquet table with file names, captions and sizes."""
 
-    path: PathText = option(..., "The parquet file.")
-    filename_column: Text = option("filename", "Column of file names.")
-    caption_column: Text = option("caption", "Column of captions.")
-    fallback_caption_column: Text | None = option(None, "Used if the caption is empty.")
-    width_column: Text | None = option(None, "Column of widths.")
-    height_column: Text | None = option(None, "Column of heights.")
-    identifier_includes_extension: Flag = option(True, "false: the names lack an extension, `.png` is assumed.")
+    path: PathText = option(...)
+    """The parquet file."""
+    filename_column: Text = option("filename")
+    """Column of file names."""
+    caption_column: Text = option("caption")
+    """Column of captions."""
+    fallback_caption_column: Text | None = option(None)
+    """Used if the caption is empty."""
+    width_column: Text | None = option(None)
+    """Column of widths."""
+    height_column: Text | None = option(None)
+    """Column of heights."""
+    identifier_includes_extension: Flag = option(True)
+    """false: the names lack an extension, `.png` is assumed."""
 
 
 class VideoConfig(Group):
     """Clips: frames, rate, buckets."""
 
-    num_frames: Integer | None = common(None, "The first n frames are trained.", ge=1)
-    min_frames: Integer | None = option(None, "Shorter clips are left out.", ge=1)
-    max_frames: Integer | None = option(None, "Longer clips are left out.", ge=1)
-    frame_rate: Number | None = option(None, "Frames per second.", aliases=("framerate",), gt=0)
-    is_i2v: Flag | None = common(None, "Frame 0 is the condition.", label="First Frame Is the Condition")
-    bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = option("aspect_ratio", "How clips are grouped.")
-    frame_interval: Integer | None = option(None, "Round lengths down to a multiple.", ge=1)
-    color_matrix: Literal["bt601", "bt709"] | None = option(
-        None, "Colour matrix of untagged clips; unset: bt709 from 1280 columns or 720 rows, else bt601."
-    )
+    num_frames: Integer | None = common(None, ge=1)
+    """The first n frames are trained."""
+    min_frames: Integer | None = option(None, ge=1)
+    """Shorter clips are left out."""
+    max_frames: Integer | None = option(None, ge=1)
+    """Longer clips are left out."""
+    frame_rate: Number | None = option(None, aliases=("framerate",), gt=0)
+    """Frames per second."""
+    is_i2v: Flag | None = common(None, label="First Frame Is the Condition")
+    """Frame 0 is the condition."""
+    bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = option("aspect_ratio")
+    """How clips are grouped."""
+    frame_interval: Integer | None = option(None, ge=1)
+    """Round lengths down to a multiple."""
+    color_matrix: Literal["bt601", "bt709"] | None = option(None)
+    """Colour matrix of untagged clips; unset: bt709 from 1280 columns or 720 rows, else bt601."""
 
 
 class CaptionShuffle(Group):
     """Shuffle the parts of captions."""
 
-    enable: Flag = option(False, "Whether to shuffle at all.")
-    count: Integer = option(1, "Shuffled alternatives per caption.", ge=1, le=1000)
-    seed: Integer = option(0, "Seed of the orders.")
-    split_on: Literal["comma", "space", "period"] = option("comma", "Separator of the parts.")
-    position_start: Integer = option(0, "Parts before this one keep their position.", ge=0)
-    include_original: Flag = option(True, "Keep the original caption as an alternative.")
+    enable: Flag = option(False)
+    """Whether to shuffle at all."""
+    count: Integer = option(1, ge=1, le=1000)
+    """Shuffled alternatives per caption."""
+    seed: Integer = option(0)
+    """Seed of the orders."""
+    split_on: Literal["comma", "space", "period"] = option("comma")
+    """Separator of the parts."""
+    position_start: Integer = option(0, ge=0)
+    """Parts before this one keep their position."""
+    include_original: Flag = option(True)
+    """Keep the original caption as an alternative."""
 
 
 DATASET_FILE = "Dataset file"
@@ -102,91 +124,128 @@ Ratios = Annotated[list[tuple[float, float]], BeforeValidator(parse_ratios)]
 class DatasetConfig(SharedKeys, HubKeys, BucketKeys, TableKeys):
     """Dataset"""
 
-    id: Text = common(..., "Name of the dataset, once in the file.", label="ID")
-    type: Literal["local", "huggingface", "aws", "csv"] = option("local", "Where the files are.")
-    dataset_type: Literal[
-        "image", "video", "text_embeds", "conditioning", "eval", "image_embeds", "conditioning_image_embeds"
-    ] = common("image", "Content of the entry.", label="Dataset Type")  # fmt: skip
-    disabled: Flag = option(False, "Skip this entry without looking at its paths.", aliases=("disable",))
-    default: Flag = option(False, "The text_embeds entry for datasets that name none.")
-    cache_dir: PathText | None = option(None, "Folder for text embeds.")
-    cache_dir_vae: PathText | None = option(None, "Folder for latents.")
-    instance_data_dir: PathText | None = common(
-        None, "Folder of the pictures or clips, sub-folders included.", label="Folder"
-    )
-    caption_strategy: CaptionStrategy | None = common(None, "Where captions come from.")
-    disable_multiline_split: Flag = option(False, "The whole text file is one caption.")
-    prepend_instance_prompt: Flag | None = option(None, "Prepend instance_prompt to all captions.")
-    only_instance_prompt: Flag | None = option(None, "Use instance_prompt instead of captions.")
-    metadata_backend: Literal["discovery", "json", "parquet", "huggingface"] = option(
-        "discovery", "Where names and sizes come from; json means discovery."
-    )
-    parquet: ParquetConfig | None = option(None, "The table behind metadata_backend parquet.")
-    resolution: Number | None = common(None, "Target size of buckets.", gt=0, le=LARGEST_SIZE)
-    resolution_type: Literal["pixel", "area", "pixel_area"] | None = common(None, "What resolution measures.")
-    aspect_bucket_rounding: Integer | None = option(None, "Decimals of a bucket's ratio.", ge=1, le=9)
-    aspect_bucket_alignment: Alignment | None = option(None, "Pixel grid.")
-    crop: Flag = option(False, "Crop to a ratio; false keeps the picture's own.")
-    crop_aspect: Literal["square", "preserve", "closest", "random"] = option("square", "Which ratio to crop to.")
-    crop_aspect_buckets: Ratios | None = option(None, "Ratios, or {aspect, weight} with weights summing to 1.")
-    crop_style: Literal["random", "center", "centre", "corner", "face"] = option("random", "Where to crop.")
-    minimum_aspect_ratio: Number | None = option(None, "Narrower pictures are left out.", gt=0)
-    maximum_aspect_ratio: Number | None = option(None, "Wider pictures are left out.", gt=0)
-    max_upscale_threshold: Number | None = option(
-        None, "With closest or random: exclude buckets that enlarge by more than this share.", ge=0, le=1
-    )
-    repeats: Integer | None = common(
-        None, "Extra passes: a sample is seen repeats + 1 times an epoch.", ge=0, le=MOST_REPEATS
-    )
-    probability: Number = option(1.0, "Weight among the datasets.", ge=0)
-    train_batch_size: Integer | None = option(None, "Batch size of this dataset.", ge=1)
-    max_num_samples: Integer | None = option(None, "Use a fixed subset of this size.", ge=1)
-    hold_out: Integer = option(0, "Keep so many samples from training, to measure the evaluation loss on them.", ge=0)
-    exclude_files: Text = option("exclude.json", "JSON list of files to leave out; it lies in the dataset's folder.")
-    start_epoch: Integer = option(1, "First epoch that uses the dataset.", ge=1)
-    start_step: Integer = option(0, "First step that uses it.", ge=0)
-    end_epoch: Integer | None = option(None, "Last epoch that uses it.", ge=1)
-    end_step: Integer | None = option(None, "Last step that uses it.", ge=1)
-    text_embeds: Text | None = option(None, "Id of the text_embeds entry to use.")
-    image_embeds: Text | None = option(None, "Id of an image_embeds entry.")
-    conditioning_image_embeds: Text | None = option(None, "Id of a conditioning_image_embeds entry.")
+    id: Text = common(..., label="ID")
+    """Name of the dataset, once in the file."""
+    type: Literal["local", "huggingface", "aws", "csv"] = option("local")
+    """Where the files are."""
+    dataset_type: DatasetType = common("image", label="Dataset Type")
+    """Content of the entry."""
+    disabled: Flag = option(False, aliases=("disable",))
+    """Skip this entry without looking at its paths."""
+    default: Flag = option(False)
+    """The text_embeds entry for datasets that name none."""
+    cache_dir: PathText | None = option(None)
+    """Folder for text embeds."""
+    cache_dir_vae: PathText | None = option(None)
+    """Folder for latents."""
+    instance_data_dir: PathText | None = common(None, label="Folder")
+    """Folder of the pictures or clips, sub-folders included."""
+    caption_strategy: CaptionStrategy | None = common(None)
+    """Where captions come from."""
+    disable_multiline_split: Flag = option(False)
+    """The whole text file is one caption."""
+    prepend_instance_prompt: Flag | None = option(None)
+    """Prepend instance_prompt to all captions."""
+    only_instance_prompt: Flag | None = option(None)
+    """Use instance_prompt instead of captions."""
+    metadata_backend: Literal["discovery", "json", "parquet", "huggingface"] = option("discovery")
+    """Where names and sizes come from; json means discovery."""
+    parquet: ParquetConfig | None = option(None)
+    """The table behind metadata_backend parquet."""
+    resolution: Number | None = common(None, gt=0, le=LARGEST_SIZE)
+    """Target size of buckets."""
+    resolution_type: Literal["pixel", "area", "pixel_area"] | None = common(None)
+    """What resolution measures."""
+    aspect_bucket_rounding: Integer | None = option(None, ge=1, le=9)
+    """Decimals of a bucket's ratio."""
+    aspect_bucket_alignment: Alignment | None = option(None)
+    """Pixel grid."""
+    crop: Flag = option(False)
+    """Crop to a ratio; false keeps the picture's own."""
+    crop_aspect: Literal["square", "preserve", "closest", "random"] = option("square")
+    """Which ratio to crop to."""
+    crop_aspect_buckets: Ratios | None = option(None)
+    """Ratios, or {aspect, weight} with weights summing to 1."""
+    crop_style: Literal["random", "center", "centre", "corner", "face"] = option("random")
+    """Where to crop."""
+    minimum_aspect_ratio: Number | None = option(None, gt=0)
+    """Narrower pictures are left out."""
+    maximum_aspect_ratio: Number | None = option(None, gt=0)
+    """Wider pictures are left out."""
+    max_upscale_threshold: Number | None = option(None, ge=0, le=1)
+    """With closest or random: exclude buckets that enlarge by more than this share."""
+    repeats: Integer | None = common(None, ge=0, le=MOST_REPEATS)
+    """Extra passes: a sample is seen repeats + 1 times an epoch."""
+    probability: Number = option(1.0, ge=0)
+    """Weight among the datasets."""
+    train_batch_size: Integer | None = option(None, ge=1)
+    """Batch size of this dataset."""
+    max_num_samples: Integer | None = option(None, ge=1)
+    """Use a fixed subset of this size."""
+    hold_out: Integer = option(0, ge=0)
+    """Keep so many samples from training, to measure the evaluation loss on them."""
+    exclude_files: Text = option("exclude.json")
+    """JSON list of files to leave out; it lies in the dataset's folder."""
+    start_epoch: Integer = option(1, ge=1)
+    """First epoch that uses the dataset."""
+    start_step: Integer = option(0, ge=0)
+    """First step that uses it."""
+    end_epoch: Integer | None = option(None, ge=1)
+    """Last epoch that uses it."""
+    end_step: Integer | None = option(None, ge=1)
+    """Last step that uses it."""
+    text_embeds: Text | None = option(None)
+    """Id of the text_embeds entry to use."""
+    image_embeds: Text | None = option(None)
+    """Id of an image_embeds entry."""
+    conditioning_image_embeds: Text | None = option(None)
+    """Id of a conditioning_image_embeds entry."""
     write_batch_size: Integer = accepted(128, "writing needs no batches", ge=1)
-    vae_cache_clear_each_epoch: Flag | None = option(None, "Redraw random crops and encode them each epoch.")
-    vae_cache_disable: Flag | None = option(None, "Encode latents at every use and cache none.")
-    preserve_data_backend_cache: Flag | None = option(None, "Do not look for added files.")
-    compress_cache: Flag | None = option(None, "Compress cache entries.")
-    scan_for_errors: Flag = option(False, "Check every cache entry at start.")
-    delete_problematic_images: Flag | None = option(None, "Move undecodable files to quarantine.")
-    delete_unwanted_images: Flag | None = option(None, "Move files outside the limits to quarantine.")
-    caption_shuffle: CaptionShuffle | None = option(None, "Shuffle the parts of captions.")
-    caption_filter_list: Json | None = option(None, "Texts or expressions removed from captions.")
-    timestep_sampling_offset: Number = option(
-        0.0,
-        "Added before the sigmoid of logit-normal sigmas: above 0 trains on noisier samples, below 0 on cleaner.",
-        ge=-100,
-        le=100,
-    )
-    is_regularisation_data: Flag = option(False, "The target is the base model's own prediction.")
-    slider_strength: Number | None = option(
-        None, "Multiplies the LoRA's strength in steps on this dataset; 0 or unset is neutral.", ge=-100, le=100
-    )
-    disable_validation: Flag = option(False, "Use none of its samples in validation.")
+    vae_cache_clear_each_epoch: Flag | None = option(None)
+    """Redraw random crops and encode them each epoch."""
+    vae_cache_disable: Flag | None = option(None)
+    """Encode latents at every use and cache none."""
+    preserve_data_backend_cache: Flag | None = option(None)
+    """Do not look for added files."""
+    compress_cache: Flag | None = option(None)
+    """Compress cache entries."""
+    scan_for_errors: Flag = option(False)
+    """Check every cache entry at start."""
+    delete_problematic_images: Flag | None = option(None)
+    """Move undecodable files to quarantine."""
+    delete_unwanted_images: Flag | None = option(None)
+    """Move files outside the limits to quarantine."""
+    caption_shuffle: CaptionShuffle | None = option(None)
+    """Shuffle the parts of captions."""
+    caption_filter_list: Json | None = option(None)
+    """Texts or expressions removed from captions."""
+    timestep_sampling_offset: Number = option(0.0, ge=-100, le=100)
+    """Added before the sigmoid of logit-normal sigmas: above 0 trains on noisier samples, below 0 on cleaner."""
+    is_regularisation_data: Flag = option(False)
+    """The target is the base model's own prediction."""
+    slider_strength: Number | None = option(None, ge=-100, le=100)
+    """Multiplies the LoRA's strength in steps on this dataset; 0 or unset is neutral."""
+    disable_validation: Flag = option(False)
+    """Use none of its samples in validation."""
     hash_filenames: Json | None = accepted(None, "names of entries are always hashes of what they hold")
     ignore_epochs: Json | None = accepted(None, "an epoch counts every dataset that is trained")
-    conditioning_type: ConditioningType | None = option(None, "The role of a conditioning entry's pictures.")
-    conditioning_data: TextList | None = option(None, "Ids of conditioning entries, paired one to one by path.")
-    source_dataset_id: Text | None = option(None, "The dataset a conditioning entry belongs to.")
-    conditioning: Json | None = option(None, "Generate a conditioning dataset.")
-    allow_private_urls: Flag = option(
-        False, "Allow a table's addresses in private networks, and its files outside of the table's folder."
-    )
-    huggingface: Json | None = option(None, "The keys of type huggingface inside an object.")
-    video: VideoConfig = option(VideoConfig(), "Rules for clips.")  # frozen, so all entries may share it
-    sana_motion_score: Number | None = option(
-        None,
-        "Motion score of its captions (Sana Video), instead of the run's. A caption that already ends with a "
-        "score keeps it.",
-    )
+    conditioning_type: ConditioningType | None = option(None)
+    """The role of a conditioning entry's pictures."""
+    conditioning_data: TextList | None = option(None)
+    """Ids of conditioning entries, paired one to one by path."""
+    source_dataset_id: Text | None = option(None)
+    """The dataset a conditioning entry belongs to."""
+    conditioning: Json | None = option(None)
+    """Generate a conditioning dataset."""
+    allow_private_urls: Flag = option(False)
+    """Allow a table's addresses in private networks, and its files outside of the table's folder."""
+    huggingface: Json | None = option(None)
+    """The keys of type huggingface inside an object."""
+    video: VideoConfig = option(VideoConfig())  # frozen, so all entries may share it
+    """Rules for clips."""
+    sana_motion_score: Number | None = option(None)
+    """Motion score of its captions (Sana Video), instead of the run's. A caption that already ends with a score keeps
+    it."""
 
     @property
     def is_conditioning(self) -> bool:

@@ -18,36 +18,31 @@ sharded = partial(option, requires=when("fsdp_enable"))
 class LaunchConfig(Group):
     """Launch and compile"""
 
-    num_processes: Integer = option(1, "Processes on all machines, one per device; a multiple of num_machines.", ge=1)
-    num_machines: Integer = option(
-        1, "Machines; ACCELERATE_EXTRA_ARGS gives the rank of this machine and the address of the first.", ge=1
-    )
-    network_gbit: Number = option(
-        100, "Network between machines in Gbit/s, for the plan's estimate.", gt=0, requires=unless(num_machines=1)
-    )
-    start_timeout: Integer = option(
-        600, "Seconds to wait for all processes at the start; then the run ends and names the missing ones.", ge=1
-    )
+    num_processes: Integer = option(1, ge=1)
+    """Processes on all machines, one per device; a multiple of num_machines."""
+    num_machines: Integer = option(1, ge=1)
+    """Machines; ACCELERATE_EXTRA_ARGS gives the rank of this machine and the address of the first."""
+    network_gbit: Number = option(100, gt=0, requires=unless(num_machines=1))
+    """Network between machines in Gbit/s, for the plan's estimate."""
+    start_timeout: Integer = option(600, ge=1)
+    """Seconds to wait for all processes at the start; then the run ends and names the missing ones."""
     dynamo_backend: Literal["no", "inductor", "aot_eager", "cudagraphs"] | None = common(
-        None,
-        "torch.compile backend for the repeated blocks; no is off.",
-        default_note="inductor on CUDA with speed auto, else no",
+        None, default_note="inductor on CUDA with speed auto, else no"
     )
-    dynamo_mode: Text | None = common(
-        None, "Mode of inductor: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."
-    )
-    dynamo_fullgraph: Flag = option(False, "Fail on graph breaks.")
-    dynamo_dynamic: Flag = option(False, "Compile for dynamic shapes: every size may change, not only the token count.")
+    """torch.compile backend for the repeated blocks; no is off."""
+    dynamo_mode: Text | None = common(None)
+    """Mode of inductor: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."""
+    dynamo_fullgraph: Flag = option(False)
+    """Fail on graph breaks."""
+    dynamo_dynamic: Flag = option(False)
+    """Compile for dynamic shapes: every size may change, not only the token count."""
     dynamo_cpp_wrapper: Flag = option(
-        False,
-        "Let inductor write the launcher of its kernels in C++ instead of Python: less host time a block, "
-        "longer compilation. For small pictures on fast GPUs.",
-        requires=unless(dynamo_backend=("aot_eager", "cudagraphs"), because="it is a part of inductor"),
+        False, requires=unless(dynamo_backend=("aot_eager", "cudagraphs"), because="it is a part of inductor")
     )
+    """Let inductor write the launcher of its kernels in C++ instead of Python: less host time a block, longer
+    compilation. For small pictures on fast GPUs."""
     fsdp_enable: Flag = option(
         False,
-        "Shard weights, gradients and optimizer state over the processes (FSDP2) instead of replicating them "
-        "(DDP). For runs that do not fit otherwise, such as full fine-tunes: docs/FSDP2.md.",
         requires=unless(num_processes=1, because="one process has nothing to shard"),
         excludes=(
             unless(base_model_precision=PLAIN_PRECISIONS, because="quantised weights cannot be sharded"),
@@ -61,49 +56,46 @@ class LaunchConfig(Group):
             when(lora_format="comfyui", because="its DoRA takes whole weights. Use diffusers") & when("use_dora"),
         ),
     )
-    fsdp_version: FsdpVersion = sharded(
-        "2", "1 is deprecated and treated as 2.", remarks={"1": "is deprecated and treated as 2"}
-    )
-    fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = sharded(
-        "SHARDED_STATE_DICT", "SHARDED_STATE_DICT: every process saves its shard; FULL_STATE_DICT: rank 0 saves all."
-    )
-    fsdp_reshard_after_forward: Flag = sharded(
-        True,
-        "Free a block's gathered weights after its forward pass and gather them again for the backward pass; "
-        "false communicates less but needs the memory of all weights.",
-    )
+    """Shard weights, gradients and optimizer state over the processes (FSDP2) instead of replicating them (DDP). For
+    runs that do not fit otherwise, such as full fine-tunes: docs/FSDP2.md."""
+    fsdp_version: FsdpVersion = sharded("2", remarks={"1": "is deprecated and treated as 2"})
+    """1 is deprecated and treated as 2."""
+    fsdp_state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = sharded("SHARDED_STATE_DICT")
+    """SHARDED_STATE_DICT: every process saves its shard; FULL_STATE_DICT: rank 0 saves all."""
+    fsdp_reshard_after_forward: Flag = sharded(True)
+    """Free a block's gathered weights after its forward pass and gather them again for the backward pass; false
+    communicates less but needs the memory of all weights."""
     fsdp_hybrid: Flag = option(
-        False,
-        "Shard within each machine and replicate across machines (hybrid sharding), so that weights are never "
-        "gathered through the network; each device holds num_machines times as large a share.",
-        requires=(when("fsdp_enable"), unless(num_machines=1, because="one machine shares the weights already")),
+        False, requires=(when("fsdp_enable"), unless(num_machines=1, because="one machine shares the weights already"))
     )
+    """Shard within each machine and replicate across machines (hybrid sharding), so that weights are never gathered
+    through the network; each device holds num_machines times as large a share."""
     fsdp_whole_gradients: Flag = option(
         False,
-        "Full fine-tunes with gradient accumulation: keep unsharded gradients and reduce them in the last "
-        "micro-step only, which communicates less but needs the memory of all weights.",
         requires=(
             when("fsdp_enable"),
             when(model_type="full", because="every process has all of a LoRA"),
             unless(gradient_accumulation_steps=1),
         ),
     )
+    """Full fine-tunes with gradient accumulation: keep unsharded gradients and reduce them in the last micro-step only,
+    which communicates less but needs the memory of all weights."""
     fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = sharded(
         "TRANSFORMER_BASED_WRAP",
-        "Weights are gathered block by block; the others are treated as this one.",
         remarks=dict.fromkeys(("SIZE_BASED_WRAP", "NO_WRAP"), "is treated as TRANSFORMER_BASED_WRAP: same results"),
     )
+    """Weights are gathered block by block; the others are treated as this one."""
 
     sequence_parallel_size: Integer = option(
         1,
-        "Processes that share the tokens of the same samples (Ulysses), for long clips. It must divide the "
-        "processes of each machine and the heads of the model's attention.",
         ge=1,
         excludes=(
             when("tread_config", because="each process would drop other tokens. Use one of them"),
             when("lora_dropout", because="all processes of a group would drop the same, for other tokens. Use 0"),
         ),
     )
+    """Processes that share the tokens of the same samples (Ulysses), for long clips. It must divide the processes of
+    each machine and the heads of the model's attention."""
 
     @property
     def data_processes(self) -> int:

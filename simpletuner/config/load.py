@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from simpletuner.config import schema
-from simpletuner.config.option import LIMITS, Group, Option
+from simpletuner.config.option import LIMITS, Group, Option, describe
 from simpletuner.config.upstream import File, foreign_key_problem
 from simpletuner.config.values import expand_environment, plain_key, same_value
 from simpletuner.errors import Problem, Problems, Reading, did_you_mean, nearest, warning
@@ -204,7 +204,8 @@ def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
     shown = repr(value) if len(repr(value)) <= LONGEST_SHOWN else f"{value!r:.{LONGEST_SHOWN}}..."
     if kind == "missing":
         field = model.model_fields.get(path)
-        return f"is required. {field.description or '' if field else ''}".strip()
+        explained = describe(path, model, field).help if field and issubclass(model, Group) else ""
+        return f"is required. {explained}".strip()
     if kind == "too_short":
         return "is empty; at least one entry is needed."
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):

@@ -24,51 +24,36 @@ class LoraConfig(Group):
 
     requires = when(model_type="lora", because="model_type full trains every weight and no LoRA")
 
-    lora_rank: Integer = ranked(
-        16,
-        "Rank of the update matrices. For lokr, a rank of half the larger factor or more trains it in full.",
-        ge=1,
-        common=True,
-    )
-    lora_alpha: Number | None = ranked(None, "Scale is alpha / rank.", gt=0, default_note="the rank", common=True)
+    lora_rank: Integer = ranked(16, ge=1, common=True)
+    """Rank of the update matrices. For lokr, a rank of half the larger factor or more trains it in full."""
+    lora_alpha: Number | None = ranked(None, gt=0, default_note="the rank", common=True)
+    """Scale is alpha / rank."""
     lora_dropout: Number = common(
-        0.0,
-        "Dropout before the update.",
-        ge=0,
-        lt=1,
-        requires=when(lora_type="standard", because="LyCORIS has its own", fatal=True),
+        0.0, ge=0, lt=1, requires=when(lora_type="standard", because="LyCORIS has its own", fatal=True)
     )
+    """Dropout before the update."""
     lora_init_type: Literal["default", "gaussian", "loftq", "olora", "pissa"] = standard(
         "default",
-        "default and gaussian leave the model unchanged at step 0; the others change the base, which must be fp32.",
         aliases=("lora_initialisation_style",),
         refused={"loftq": "is not supported: it replaces the base with a quantised one; use default"},
     )
-    lora_type: Literal["standard", "lokr", "loha", "lycoris"] = common(
-        "standard",
-        "Kind of adapter: a LoRA, a Kronecker (lokr) or Hadamard product (loha), or what lycoris_config says. "
-        "Each is also published as a LoRA, see docs/ADAPTERS.md.",
-    )
+    """default and gaussian leave the model unchanged at step 0; the others change the base, which must be fp32."""
+    lora_type: Literal["standard", "lokr", "loha", "lycoris"] = common("standard")
+    """Kind of adapter: a LoRA, a Kronecker (lokr) or Hadamard product (loha), or what lycoris_config says. Each is also
+    published as a LoRA, see docs/ADAPTERS.md."""
     lokr_factor: Integer = option(
-        -1,
-        "lokr: size of the smaller factor, a divisor of the layers' widths; -1: near their square root.",
-        ge=-1,
-        requires=when(lora_type="lokr"),
-        refused={0: "is no size of a matrix; it must be -1, or 1 and more"},
+        -1, ge=-1, requires=when(lora_type="lokr"), refused={0: "is no size of a matrix; it must be -1, or 1 and more"}
     )
-    lycoris_config: PathText | None = option(
-        None,
-        "Settings file of LyCORIS, JSON with algo, multiplier, and linear_dim or full_matrix.",
-        requires=when(lora_type="lycoris"),
-    )
+    """lokr: size of the smaller factor, a divisor of the layers' widths; -1: near their square root."""
+    lycoris_config: PathText | None = option(None, requires=when(lora_type="lycoris"))
+    """Settings file of LyCORIS, JSON with algo, multiplier, and linear_dim or full_matrix."""
     # Energy: the sum of the squared singular values of a layer's update.
-    export_energy: Number = converted(
-        0.99, "Energy kept when another adapter is converted to a LoRA (limited by export_rank).", gt=0, le=1
-    )
-    export_rank: Integer = converted(64, "Largest rank of that LoRA.", ge=1)
+    export_energy: Number = converted(0.99, gt=0, le=1)
+    """Energy kept when another adapter is converted to a LoRA (limited by export_rank)."""
+    export_rank: Integer = converted(64, ge=1)
+    """Largest rank of that LoRA."""
     lora_plus_ratio: Number | None = standard(
         None,
-        "LoRA+: learning rate of the B matrices as a multiple of that of the A matrices; 16 is typical.",
         ge=1,
         label="LoRA+ Ratio",
         excludes=(
@@ -76,34 +61,29 @@ class LoraConfig(Group):
             when(optimizer="prodigy", because="it finds one rate for all groups"),
         ),
     )
-    peft_lora_target_modules: Json | None = ranked(
-        None,
-        "Layers that get a LoRA: a JSON list of names, a file with one, or `all-linear`.",
-        default_note="the family's attention projections",
-    )
-    slider_lora_target: Flag = ranked(
-        False,
-        "For sliders: a LoRA on the self-attention of the visual blocks only, not on text paths.",
-        excludes=when("peft_lora_target_modules", because="both choose layers"),
-    )
+    """LoRA+: learning rate of the B matrices as a multiple of that of the A matrices; 16 is typical."""
+    peft_lora_target_modules: Json | None = ranked(None, default_note="the family's attention projections")
+    """Layers that get a LoRA: a JSON list of names, a file with one, or `all-linear`."""
+    slider_lora_target: Flag = ranked(False, excludes=when("peft_lora_target_modules", because="both choose layers"))
+    """For sliders: a LoRA on the self-attention of the visual blocks only, not on text paths."""
     use_dora: Flag = option(
         False,
-        "Decompose weights into magnitude and direction (DoRA).",
         requires=when(lora_type="standard", because="LyCORIS has dora_wd", fatal=True),
         excludes=when(lora_init_type=("olora", "pissa"), because="the saved difference has no DoRA form"),
     )
-    lora_format: Literal["diffusers", "comfyui"] = option(
-        "diffusers", "Key names in saved files: diffusers' or ComfyUI's (Kandinsky 5 only). `init_lora` reads both."
-    )
+    """Decompose weights into magnitude and direction (DoRA)."""
+    lora_format: Literal["diffusers", "comfyui"] = option("diffusers")
+    """Key names in saved files: diffusers' or ComfyUI's (Kandinsky 5 only). `init_lora` reads both."""
     init_lora: PathText | None = common(
         None,
-        "File or folder of a LoRA to start from, also one of Kandinsky's own.",
         requires=(
             when(model_type="lora", because="model_type full trains every weight and no LoRA", fatal=True),
             when(lora_type="standard", because="it is a LoRA; resume others from a checkpoint", fatal=True),
         ),
     )
-    init_lora_step: Integer = option(0, "Step number of that LoRA.", ge=0)
+    """File or folder of a LoRA to start from, also one of Kandinsky's own."""
+    init_lora_step: Integer = option(0, ge=0)
+    """Step number of that LoRA."""
 
     @property
     def starts_from_base(self) -> bool:
@@ -170,24 +150,20 @@ class AdapterEntry(Group):
 class ValidationAdapterConfig(Group):
     """Validation adapters"""
 
-    validation_adapter_path: PathText | None = common(
-        None, "A LoRA for previews, on top of the model in training: a file, a folder, or `repo[:file]` on the hub."
-    )
-    validation_adapter_name: Text | None = of_adapter(
-        None, "Its name in the names of preview files.", default_note="the name of the file"
-    )
-    validation_adapter_strength: Number = of_adapter(1.0, "Its strength.", gt=0)
-    validation_adapter_mode: Literal["adapter_only", "comparison", "none"] = option(
-        "comparison",
-        "comparison also renders without further LoRAs; adapter_only does not, unless "
-        "validation_adapter_config lists runs; none ignores all of them.",
-    )
+    validation_adapter_path: PathText | None = common(None)
+    """A LoRA for previews, on top of the model in training: a file, a folder, or `repo[:file]` on the hub."""
+    validation_adapter_name: Text | None = of_adapter(None, default_note="the name of the file")
+    """Its name in the names of preview files."""
+    validation_adapter_strength: Number = of_adapter(1.0, gt=0)
+    """Its strength."""
+    validation_adapter_mode: Literal["adapter_only", "comparison", "none"] = option("comparison")
+    """comparison also renders without further LoRAs; adapter_only does not, unless validation_adapter_config lists
+    runs; none ignores all of them."""
     validation_adapter_config: Annotated[list[AdapterEntry], BeforeValidator(parse_runs)] | None = option(
-        None,
-        "More runs of previews, as a list: a path, or an object with `path`, `paths` or `adapters` (each with "
-        "`path` and `strength`), `strength` and `label`.",
-        form="JSON",
+        None, form="JSON"
     )
+    """More runs of previews, as a list: a path, or an object with `path`, `paths` or `adapters` (each with `path` and
+    `strength`), `strength` and `label`."""
 
     @property
     def entries(self) -> list[AdapterEntry]:

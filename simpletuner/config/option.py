@@ -1,15 +1,20 @@
 """The vocabulary of the option schema.
 
-One call of `option()` declares a key once: its type (from the annotation beside it), default, limits, help and
-section. The command line, `--help`, the wizard, the reference page and the loader all read this declaration.
+An attribute of a group declares a key, once: the annotation is its type, `option()` gives its default, limits and
+conditions, and the docstring below is its help. The command line, `--help`, the wizard, the reference page and the
+loader all read this declaration.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
+import inspect
+import itertools
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypedDict, Unpack, cast, get_args, get_origin
@@ -183,12 +188,11 @@ class OptionWords(TypedDict, total=False):
     common: bool
 
 
-def option(default: Any = ..., help: str = "", **words: Unpack[OptionWords]) -> Any:
-    """Declare one key.
+def option(default: Any = ..., **words: Unpack[OptionWords]) -> Any:
+    """Declare one key, whose help is the docstring below: one or two sentences.
 
     Args:
         default: the global default; `...` makes the key required.
-        help: one or two sentences for `--help`, the wizard and the reference page.
         words: see `OptionWords`.
     """
     said: dict[str, Any] = {**words}
@@ -200,7 +204,7 @@ def option(default: Any = ..., help: str = "", **words: Unpack[OptionWords]) -> 
     checked = limits if not limits or limits.keys() & {"le", "lt"} else {**limits, "le": LARGEST_NUMBER}
     said["limits"] = {name: bound for name, bound in limits.items() if bound < LARGEST_NUMBER}  # inf says nothing
     # pydantic keeps what it does not know in json_schema_extra; `describe` reads it back.
-    return Field(default, description=help, json_schema_extra=said, **checked)
+    return Field(default, json_schema_extra=said, **checked)
 
 
 common = functools.partial(option, common=True)
@@ -209,7 +213,25 @@ common = functools.partial(option, common=True)
 def accepted(default: Any, reason: str, **limits: float) -> Any:
     """Declare a key of other trainers that changes nothing here, for a reason."""
     # A condition on no key never holds, so the key never has an effect.
-    return option(default, f"Accepted; {reason}.", requires=when(because=reason), **cast(Any, limits))
+    return option(default, requires=when(because=reason), **cast(Any, limits))
+
+
+@functools.cache
+def _docstrings(module: str) -> Mapping[tuple[str, str], str]:
+    """The docstrings below the attributes of a module's classes, by class and attribute.
+
+    They are read from the source when help is asked for, since Python does not keep them.
+    """
+    classes = (
+        node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
+    )
+    found = {}
+    for each in classes:
+        for attribute, below in itertools.pairwise(each.body):
+            match attribute, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[each.name, name] = inspect.cleandoc(text).replace("\n", " ")
+    return found
 
 
 @dataclass(frozen=True)
@@ -218,12 +240,11 @@ class Option:
 
     name: str
     section: str
-    help: str
+    group: type[Group]
     default: Any
     required: bool
     annotation: Any
     limits: dict[str, float]
-    of_group: When | None
     parsers: tuple[Callable[..., Any], ...]
     requires: Conditions = ()
     excludes: Conditions = ()
@@ -234,6 +255,15 @@ class Option:
     form: str = ""
     label: str = ""
     common: bool = False
+
+    @property
+    def help(self) -> str:
+        """One or two sentences: the docstring of the key or, if it is only accepted, the reason for that."""
+        attribute = self.name.rpartition(".")[2]  # of `video.num_frames`
+        for owner in self.group.__mro__:
+            if issubclass(owner, Group) and (text := _docstrings(owner.__module__).get((owner.__name__, attribute))):
+                return text
+        return f"Accepted; {self.requires[0].because}."
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -315,10 +345,9 @@ def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
     return Option(
         name=name,
         section=group.__doc__ or "",
-        help=field.description or "",
+        group=group,
         default=None if field.default is PydanticUndefined else field.default,
         required=field.is_required(),
-        of_group=group.requires,
         annotation=field.annotation,
         parsers=tuple(rule.func for rule in _constraints(field) if isinstance(rule, BeforeValidator)),
         **words,

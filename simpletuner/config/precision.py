@@ -29,6 +29,7 @@ Precision = Literal[
     "nf4-bnb", "int8-sdnq", "uint8-sdnq", "int4-sdnq", "uint4-sdnq",
 ]  # fmt: skip
 PLAIN_PRECISIONS = ("no_change", "bf16", "fp32")
+Attention = Literal["diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"]
 Library = Literal["quanto", "torchao", "bnb"]
 recomputed = partial(option, requires=when("gradient_checkpointing"))
 # Known but unsupported names, and what to use instead.
@@ -50,14 +51,11 @@ class PrecisionConfig(Group):
     """Precision and compute"""
 
     mixed_precision: Literal["bf16", "no", "fp16", "fp8"] = common(
-        "bf16",
-        "Compute dtype; no is float32. fp16 is meant for GPUs without bf16.",
-        refused={"fp8": "is not available yet; use bf16"},
+        "bf16", refused={"fp8": "is not available yet; use bf16"}
     )
+    """Compute dtype; no is float32. fp16 is meant for GPUs without bf16."""
     base_model_precision: Precision = quantised(
         "no_change",
-        "Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others quantise "
-        "its linear layers, for LoRA only. Names without a library mean optimum-quanto.",
         excludes=when(
             model_type="full",
             because="a quantised model cannot be trained in full; use model_type lora, or bf16 and offload auto",
@@ -65,60 +63,44 @@ class PrecisionConfig(Group):
         & unless(base_model_precision=PLAIN_PRECISIONS),
         common=True,
     )
+    """Precision of the frozen transformer. no_change, bf16 and fp32 are plain dtypes; the others quantise its linear
+    layers, for LoRA only. Names without a library mean optimum-quanto."""
     quantized_matmul: Flag = option(
         False,
-        "Multiply with the quantised weights of int8-quanto or fp8-quanto directly; activations and gradients "
-        "are rounded to the same type. Gradients differ by a percent or more; a run prints the error.",
         requires=when(base_model_precision=("int8", "int8-quanto", "fp8", "fp8-quanto")),
         excludes=when(model_type="full", because="it multiplies frozen weights; use model_type lora"),
     )
+    """Multiply with the quantised weights of int8-quanto or fp8-quanto directly; activations and gradients are rounded
+    to the same type. Gradients differ by a percent or more; a run prints the error."""
     quantized_matmul_kernel: Literal["torch", "triton"] = option(
-        "torch",
-        "Kernel of int8 products. triton scales sums where they are made instead of writing them as int32; "
-        "the same bits. Not tried on a GPU yet.",
-        requires=(when("quantized_matmul"), when(base_model_precision=("int8", "int8-quanto"))),
+        "torch", requires=(when("quantized_matmul"), when(base_model_precision=("int8", "int8-quanto")))
     )
-    text_encoder_1_precision: Precision = quantised(
-        "no_change",
-        "Precision of the first text encoder, same values; part of the cache identity.",
-        label="First Text Encoder Precision",
-        common=True,
-    )
-    text_encoder_2_precision: Precision = quantised(
-        "no_change",
-        "Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity.",
-        label="Second Text Encoder Precision",
-    )
-    base_model_default_dtype: Literal["bf16", "fp32"] | None = option(
-        None,
-        "Compute dtype of a quantised model, and dtype of its unquantised weights.",
-        default_note="as mixed_precision: bf16",
-    )
-    quantize_via: Literal["cpu", "accelerator", "pipeline"] = option(
-        "cpu",
-        "Device of quantisation; the result is the same. accelerator moves one block at a time to it, "
-        "pipeline one layer.",
-    )
-    gradient_checkpointing: Flag = common(True, "Recompute block activations in the backward pass; same gradients.")
-    gradient_checkpointing_interval: Integer | None = recomputed(
-        None, "Recompute only every n-th block.", ge=1, default_note="all blocks"
-    )
-    gradient_checkpointing_kept_blocks: Integer = recomputed(
-        0, "This many of the recomputed blocks, evenly spaced, keep their activations instead.", ge=0
-    )
-    attention_mechanism: Literal[
-        "diffusers", "flex", "flash-attn-2", "flash-attn-3", "xformers", "sageattention"
-    ] = common(
+    """Kernel of int8 products. triton scales sums where they are made instead of writing them as int32; the same bits.
+    Not tried on a GPU yet."""
+    text_encoder_1_precision: Precision = quantised("no_change", label="First Text Encoder Precision", common=True)
+    """Precision of the first text encoder, same values; part of the cache identity."""
+    text_encoder_2_precision: Precision = quantised("no_change", label="Second Text Encoder Precision")
+    """Precision of the second text encoder (CLIP in Kandinsky); part of the cache identity."""
+    base_model_default_dtype: Literal["bf16", "fp32"] | None = option(None, default_note="as mixed_precision: bf16")
+    """Compute dtype of a quantised model, and dtype of its unquantised weights."""
+    quantize_via: Literal["cpu", "accelerator", "pipeline"] = option("cpu")
+    """Device of quantisation; the result is the same. accelerator moves one block at a time to it, pipeline one
+    layer."""
+    gradient_checkpointing: Flag = common(True)
+    """Recompute block activations in the backward pass; same gradients."""
+    gradient_checkpointing_interval: Integer | None = recomputed(None, ge=1, default_note="all blocks")
+    """Recompute only every n-th block."""
+    gradient_checkpointing_kept_blocks: Integer = recomputed(0, ge=0)
+    """This many of the recomputed blocks, evenly spaced, keep their activations instead."""
+    attention_mechanism: Attention = common(
         "diffusers",
-        
-"Kernel of dense self-attention; diffusers is torch's, on a GPU the faster of cuDNN and flash. The "
-"others need their package.",
         refused={"sageattention": "has no backward pass and cannot train; use diffusers"},
         remarks={"flex": "is for block-sparse attention; dense attention uses torch's kernel, as with diffusers"},
-    )  # fmt: skip
-    disable_tf32: Flag = option(
-        False, "Disable TF32 for float32 products on a GPU. A float32 VAE and modulation layers never use it."
     )
+    """Kernel of dense self-attention; diffusers is torch's, on a GPU the faster of cuDNN and flash. The others need
+    their package."""
+    disable_tf32: Flag = option(False)
+    """Disable TF32 for float32 products on a GPU. A float32 VAE and modulation layers never use it."""
 
     @property
     def checkpoint_interval(self) -> int | None:

@@ -91,41 +91,35 @@ NamedBucket = Annotated[BucketConfig, Field(title="store")]
 class PublishConfig(Group):
     """Publishing"""
 
-    push_to_hub: Flag = common(False, "Upload the result to the Hugging Face hub at the end.")
-    hub_model_id: Text | None = on_hub(
-        None,
-        "Repository on the hub: `owner/name`, its address, or a name, which then belongs to the login.",
-        default_note="tracker_project_name",
-        common=True,
-    )
-    push_checkpoints_to_hub: Flag = on_hub(False, "Also upload every checkpoint; the newest is also at the root.")
-    push_to_hub_background: Flag = uploaded(False, "Upload in the background instead of waiting.")
-    model_card_private: Flag = on_hub(True, "Create the repository as private; an existing one stays.", common=True)
-    model_card_safe_for_work: Flag = option(False, "Tag the model card safe-for-work instead of not-for-all-audiences.")
-    model_card_note: Text | None = option(None, "A note at the top of the model card.")
-    model_card_trigger: TextList | None = option(
-        None, "Trigger words of the subject, for the model card and the header of weight files."
-    )
-    modelspec_comment: Texts | None = option(
-        None,
-        "Text or list of texts written into the safetensors header; `{env:X}`, `{current_step}`, "
-        "`{current_epoch}` and `{timestamp}` expand.",
-    )
+    push_to_hub: Flag = common(False)
+    """Upload the result to the Hugging Face hub at the end."""
+    hub_model_id: Text | None = on_hub(None, default_note="tracker_project_name", common=True)
+    """Repository on the hub: `owner/name`, its address, or a name, which then belongs to the login."""
+    push_checkpoints_to_hub: Flag = on_hub(False)
+    """Also upload every checkpoint; the newest is also at the root."""
+    push_to_hub_background: Flag = uploaded(False)
+    """Upload in the background instead of waiting."""
+    model_card_private: Flag = on_hub(True, common=True)
+    """Create the repository as private; an existing one stays."""
+    model_card_safe_for_work: Flag = option(False)
+    """Tag the model card safe-for-work instead of not-for-all-audiences."""
+    model_card_note: Text | None = option(None)
+    """A note at the top of the model card."""
+    model_card_trigger: TextList | None = option(None)
+    """Trigger words of the subject, for the model card and the header of weight files."""
+    modelspec_comment: Texts | None = option(None)
+    """Text or list of texts written into the safetensors header; `{env:X}`, `{current_step}`, `{current_epoch}` and
+    `{timestamp}` expand."""
     publishing_config: Annotated[list[NamedBucket], BeforeValidator(parse_stores)] | None = option(
-        None,
-        "S3 buckets that get a copy of the output folder at the end: an object with `provider` (s3, "
-        "backblaze_b2), `bucket` and more, a list of them, or a file with either; see docs/PUBLISHING.md.",
-        form=JSON_OR_FILE,
-        label="Other Targets",
+        None, form=JSON_OR_FILE, label="Other Targets"
     )
-    post_checkpoint_script: Text | None = option(
-        None,
-        "A program to run after each checkpoint, with its arguments; `{local_checkpoint_path}`, "
-        "`{global_step}` and `{tracker_run_name}` expand.",
-    )
-    post_upload_script: Text | None = uploaded(
-        None, "The same after each upload, also with `{remote_checkpoint_path}`, the address of the upload."
-    )
+    """S3 buckets that get a copy of the output folder at the end: an object with `provider` (s3, backblaze_b2),
+    `bucket` and more, a list of them, or a file with either; see docs/PUBLISHING.md."""
+    post_checkpoint_script: Text | None = option(None)
+    """A program to run after each checkpoint, with its arguments; `{local_checkpoint_path}`, `{global_step}` and
+    `{tracker_run_name}` expand."""
+    post_upload_script: Text | None = uploaded(None)
+    """The same after each upload, also with `{remote_checkpoint_path}`, the address of the upload."""
 
     @property
     def stores(self) -> list[BucketConfig]:
@@ -250,18 +244,13 @@ class WebhookConfig(Group):
 
     requires = when(WEBHOOK_CONFIG)
 
-    webhook_config: Hooks | None = common(
-        None,
-        "Where to send what happens in a run: an object with `webhook_type` (discord or raw) and "
-        "`webhook_url` or `callback_url`, a list of them, or a file with either.",
-        form=JSON_OR_FILE,
-    )
-    webhook_reporting_interval: Integer = option(
-        5, "Seconds between two messages about the training steps; the first and the last are always sent.", ge=1
-    )
-    webhook_images: Literal["data_uri", "base64"] = option(
-        "data_uri", "How raw webhooks carry pictures: as data URIs, or as base64 alone. Clips are always data URIs."
-    )
+    webhook_config: Hooks | None = common(None, form=JSON_OR_FILE)
+    """Where to send what happens in a run: an object with `webhook_type` (discord or raw) and `webhook_url` or
+    `callback_url`, a list of them, or a file with either."""
+    webhook_reporting_interval: Integer = option(5, ge=1)
+    """Seconds between two messages about the training steps; the first and the last are always sent."""
+    webhook_images: Literal["data_uri", "base64"] = option("data_uri")
+    """How raw webhooks carry pictures: as data URIs, or as base64 alone. Clips are always data URIs."""
 
     @property
     def hooks(self) -> list[Hook]:
@@ -312,11 +301,12 @@ MODES_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")  # dryrun is the old nam
 class TrackingConfig(Group):
     """Tracking"""
 
-    report_to: Text = common(
-        "none", "wandb, tensorboard, comet_ml, swanlab, simpletuner (local files, always written), all, none or a list."
-    )
-    tracker_project_name: Text = common("simpletuner", "Project name for trackers.")
-    tracker_run_name: Text = common("simpletuner-testing", "Run name for trackers.")
+    report_to: Text = common("none")
+    """wandb, tensorboard, comet_ml, swanlab, simpletuner (local files, always written), all, none or a list."""
+    tracker_project_name: Text = common("simpletuner")
+    """Project name for trackers."""
+    tracker_run_name: Text = common("simpletuner-testing")
+    """Run name for trackers."""
 
 
 def tracker_names(report_to: str) -> list[str]:

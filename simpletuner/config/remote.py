@@ -16,66 +16,101 @@ SECRETS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 class TableKeys(Group):
     """type csv: a table with addresses and captions."""
 
-    csv_file: PathText | None = option(None, "The table; its first line names the columns.")
-    csv_cache_dir: PathText | None = option(None, "Folder for downloads.")
-    csv_caption_column: Text | None = option(None, "Column of captions.")
-    csv_url_column: Text = option("url", "Column of http(s) addresses, or of paths relative to the table.")
+    csv_file: PathText | None = option(None)
+    """The table; its first line names the columns."""
+    csv_cache_dir: PathText | None = option(None)
+    """Folder for downloads."""
+    csv_caption_column: Text | None = option(None)
+    """Column of captions."""
+    csv_url_column: Text = option("url")
+    """Column of http(s) addresses, or of paths relative to the table."""
 
 
 class BucketKeys(Group):
     """type aws: objects in a bucket of S3 or of a compatible server."""
 
-    aws_bucket_name: Text | None = option(None, "Name of the bucket.")
-    aws_endpoint_url: Text | None = option(None, "Address of the server; unset: Amazon's own.")
-    aws_region_name: Text | None = option(None, "Region; an endpoint decides it by itself.")
-    aws_access_key_id: Text | None = option(
-        None, "Key, best as {env:NAME}; unset: boto3 uses the AWS CLI's credentials."
-    )
-    aws_secret_access_key: Text | None = option(None, "Secret of the key, best as {env:NAME}.")
-    aws_session_token: Text | None = option(None, "Token of temporary keys, best as {env:NAME}.")
-    aws_data_prefix: Text | None = option(None, "Only objects whose keys start with this; like a folder.")
-    aws_max_pool_connections: Integer = option(128, "Maximum number of open connections.", ge=1)
+    aws_bucket_name: Text | None = option(None)
+    """Name of the bucket."""
+    aws_endpoint_url: Text | None = option(None)
+    """Address of the server; unset: Amazon's own."""
+    aws_region_name: Text | None = option(None)
+    """Region; an endpoint decides it by itself."""
+    aws_access_key_id: Text | None = option(None)
+    """Key, best as {env:NAME}; unset: boto3 uses the AWS CLI's credentials."""
+    aws_secret_access_key: Text | None = option(None)
+    """Secret of the key, best as {env:NAME}."""
+    aws_session_token: Text | None = option(None)
+    """Token of temporary keys, best as {env:NAME}."""
+    aws_data_prefix: Text | None = option(None)
+    """Only objects whose keys start with this; like a folder."""
+    aws_max_pool_connections: Integer = option(128, ge=1)
+    """Maximum number of open connections."""
 
 
 class RowFilter(Group):
     """Filter for rows of a hub dataset."""
 
-    collection: TextList | None = option(None, "Only rows whose column `collection` is one of these.")
-    quality_thresholds: dict[str, Number] | None = option(None, "Minimum of every quality metric.")
-    quality_column: Text = option("quality_assessment", "Column of an object with the metrics.")
-    min_width: Integer | None = option(None, "Smallest width, by the column of widths.", ge=1)
-    min_height: Integer | None = option(None, "Smallest height, by the column of heights.", ge=1)
+    collection: TextList | None = option(None)
+    """Only rows whose column `collection` is one of these."""
+    quality_thresholds: dict[str, Number] | None = option(None)
+    """Minimum of every quality metric."""
+    quality_column: Text = option("quality_assessment")
+    """Column of an object with the metrics."""
+    min_width: Integer | None = option(None, ge=1)
+    """Smallest width, by the column of widths."""
+    min_height: Integer | None = option(None, ge=1)
+    """Smallest height, by the column of heights."""
 
 
 class CompositeImage(Group):
     """Pictures composed of several side by side."""
 
-    enabled: Flag = option(False, "Whether to cut one out.")
-    image_count: Integer = option(1, "Number of pictures side by side.", ge=1)
-    select_index: Integer = option(0, "Index of the trained picture, counted from 0.", ge=0)
+    enabled: Flag = option(False)
+    """Whether to cut one out."""
+    image_count: Integer = option(1, ge=1)
+    """Number of pictures side by side."""
+    select_index: Integer = option(0, ge=0)
+    """Index of the trained picture, counted from 0."""
 
 
 class HubKeys(Group):
     """type huggingface: rows of a dataset of the hub."""
 
-    dataset_name: Text | None = option(None, "owner/name on the hub, or a folder.")
-    split: Text = option("train", "Which split.")
-    revision: Text | None = option(None, "Branch, tag or commit; it is resolved to a commit.")
-    image_column: Text = option("image", "Column of pictures.")
-    video_column: Text = option("video", "Column of clips.")
-    caption_column: TextList = option(["caption"], "Column of captions, or several; `meta.caption` looks inside.")
-    fallback_caption_column: Text | None = option(None, "Used if the caption is empty.")
-    description_column: Text | None = option(None, "Used if the fallback is empty, too.")
-    width_column: Text = option("width", "Column of widths, for filter_func.")
-    height_column: Text = option("height", "Column of heights, for filter_func.")
-    num_frames_column: Text | None = option(None, "Must exist; lengths are read from the clips.")
-    fps_column: Text | None = option(None, "Must exist; rates are read from the clips.")
-    huggingface_cache_dir: PathText | None = option(None, "Folder for downloads; cache_dir is an alias.")
-    num_proc: Integer = option(16, "Processes that prepare the rows, at most the machine's cores.", ge=1)
+    dataset_name: Text | None = option(None)
+    """owner/name on the hub, or a folder."""
+    split: Text = option("train")
+    """Which split."""
+    revision: Text | None = option(None)
+    """Branch, tag or commit; it is resolved to a commit."""
+    image_column: Text = option("image")
+    """Column of pictures."""
+    video_column: Text = option("video")
+    """Column of clips."""
+    caption_column: TextList = option(["caption"])
+    """Column of captions, or several; `meta.caption` looks inside."""
+    fallback_caption_column: Text | None = option(None)
+    """Used if the caption is empty."""
+    description_column: Text | None = option(None)
+    """Used if the fallback is empty, too."""
+    width_column: Text = option("width")
+    """Column of widths, for filter_func."""
+    height_column: Text = option("height")
+    """Column of heights, for filter_func."""
+    num_frames_column: Text | None = option(None)
+    """Must exist; lengths are read from the clips."""
+    fps_column: Text | None = option(None)
+    """Must exist; rates are read from the clips."""
+    huggingface_cache_dir: PathText | None = option(None)
+    """Folder for downloads; cache_dir is an alias."""
+    num_proc: Integer = option(16, ge=1)
+    """Processes that prepare the rows, at most the machine's cores."""
     auto_load: Flag = accepted(False, "rows are loaded when the run is planned")
-    streaming: Flag = option(False, "Refused: buckets need all rows.")
-    filter_func: RowFilter | None = option(None, "Which rows are used.")
-    composite_image_config: CompositeImage | None = option(None, "Cuts a picture out of a row of several.")
+    streaming: Flag = option(False)
+    """Refused: buckets need all rows."""
+    filter_func: RowFilter | None = option(None)
+    """Which rows are used."""
+    composite_image_config: CompositeImage | None = option(None)
+    """Cuts a picture out of a row of several."""
 
 
 SOURCES: Mapping[str, type[Group]] = {"csv": TableKeys, "aws": BucketKeys, "huggingface": HubKeys}

@@ -53,6 +53,10 @@ NOISE_LEVELS = 1000  # that the models tell apart; the highest timestep is pure 
 # Without sine, which swings back to learning_rate.
 DECAYING_SCHEDULERS = ("linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial")
 
+Scheduler = Literal[
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_warmup", "cosine_with_restarts", "polynomial",
+    "sine",
+]  # fmt: skip
 OptimizerName = Literal[
     "adamw_bf16", "adamw",
     "torch-adamw", "torch-adam", "torch-nadam", "torch-radam", "torch-adagrad", "torch-rmsprop", "torch-sgd",
@@ -74,115 +78,115 @@ class ModelConfig(Group):
 
     model_type: Literal["lora", "full"] = common(
         ...,
-        "What is trained: a LoRA on the frozen model, or every weight of the transformer.",
         refused=dict.fromkeys(("lokr", "lycoris"), "is a kind of LoRA: set model_type lora, and the kind as lora_type"),
     )
-    model_family: Text = common(
-        ...,
-        "What to train: kandinsky5-image (pictures, edits), kandinsky5-video (clips), or sanavideo (480p "
-        "clips). `_` for `-` and any letter case are accepted.",
-    )
-    model_flavour: Text | None = common(
-        None, "Which checkpoint of the family.", aliases=("model_flavor",), default_note="the family's first"
-    )
-    pretrained_model_name_or_path: PathText | None = common(
-        None, "Hub id or folder of a diffusers checkpoint; overrides the flavour.", default_note="of the flavour"
-    )
-    pretrained_vae_model_name_or_path: PathText | None = option(
-        None, "Hub id or folder to take the VAE from.", default_note="the model path"
-    )
-    pretrained_transformer_model_name_or_path: PathText | None = option(
-        None, "Hub id or folder to take the transformer from.", default_note="the model path"
-    )
-    pretrained_transformer_subfolder: PathText = option("transformer", "Folder of the transformer within that path.")
-    revision: Text | None = option(None, "Branch, tag or commit of the hub repository.")
-    variant: Text | None = option(None, "Weight file variant, such as fp16.")
+    """What is trained: a LoRA on the frozen model, or every weight of the transformer."""
+    model_family: Text = common(...)
+    """What to train: kandinsky5-image (pictures, edits), kandinsky5-video (clips), or sanavideo (480p clips). `_` for
+    `-` and any letter case are accepted."""
+    model_flavour: Text | None = common(None, aliases=("model_flavor",), default_note="the family's first")
+    """Which checkpoint of the family."""
+    pretrained_model_name_or_path: PathText | None = common(None, default_note="of the flavour")
+    """Hub id or folder of a diffusers checkpoint; overrides the flavour."""
+    pretrained_vae_model_name_or_path: PathText | None = option(None, default_note="the model path")
+    """Hub id or folder to take the VAE from."""
+    pretrained_transformer_model_name_or_path: PathText | None = option(None, default_note="the model path")
+    """Hub id or folder to take the transformer from."""
+    pretrained_transformer_subfolder: PathText = option("transformer")
+    """Folder of the transformer within that path."""
+    revision: Text | None = option(None)
+    """Branch, tag or commit of the hub repository."""
+    variant: Text | None = option(None)
+    """Weight file variant, such as fp16."""
 
 
 class RunOptions(Group):
     """Run and paths"""
 
-    output_dir: PathText = common("simpletuner-results", "Folder for all output of a run; created if missing.")
-    logging_dir: PathText = common("logs", "Folder for tracker files.")
-    cache_dir: PathText | None = common(None, "Folder for all caches.", default_note="`<output_dir>/cache`")
-    cache_dir_text: PathText | None = option(None, "Folder for text embeds.", default_note="`<cache_dir>/text`")
-    cache_dir_vae: PathText | None = option(None, "Folder for latents.", default_note="`<cache_dir>/vae`")
+    output_dir: PathText = common("simpletuner-results")
+    """Folder for all output of a run; created if missing."""
+    logging_dir: PathText = common("logs")
+    """Folder for tracker files."""
+    cache_dir: PathText | None = common(None, default_note="`<output_dir>/cache`")
+    """Folder for all caches."""
+    cache_dir_text: PathText | None = option(None, default_note="`<cache_dir>/text`")
+    """Folder for text embeds."""
+    cache_dir_vae: PathText | None = option(None, default_note="`<cache_dir>/vae`")
+    """Folder for latents."""
     data_backend_config: PathText | None = common(
-        None, "The dataset file.", default_note="multidatabackend.json beside the config", label="Dataset File"
+        None, default_note="multidatabackend.json beside the config", label="Dataset File"
     )
-    seed: Integer | None = common(
-        None,
-        "The same seed gives the same data order, noise and initial weights. 0 takes it from the clock, -1 or "
-        "unset draws one; both are logged.",
-        ge=-1,
-        le=math.inf,  # a seed is no quantity, so LARGEST_NUMBER does not apply
-    )
-    seed_for_each_device: Flag = option(
-        True,
-        "true: every sample of a step draws its own noise, as in one process with a larger batch. false: "
-        "every process draws the same as the first. No effect with one process.",
-    )
-    resume_from_checkpoint: PathText = common(
-        "latest",
-        "`latest`, the name or path of a checkpoint, or `none`. Latest without a checkpoint starts a new run; "
-        "none starts at step 0 and never overwrites an existing checkpoint.",
-    )
-    i_know_what_i_am_doing: Flag = option(False, "Turn safety errors that mention this key into warnings.")
+    """The dataset file."""
+    # A seed is no quantity, so LARGEST_NUMBER does not apply.
+    seed: Integer | None = common(None, ge=-1, le=math.inf)
+    """The same seed gives the same data order, noise and initial weights. 0 takes it from the clock, -1 or unset draws
+    one; both are logged."""
+    seed_for_each_device: Flag = option(True)
+    """true: every sample of a step draws its own noise, as in one process with a larger batch. false: every process
+    draws the same as the first. No effect with one process."""
+    resume_from_checkpoint: PathText = common("latest")
+    """`latest`, the name or path of a checkpoint, or `none`. Latest without a checkpoint starts a new run; none starts
+    at step 0 and never overwrites an existing checkpoint."""
+    i_know_what_i_am_doing: Flag = option(False)
+    """Turn safety errors that mention this key into warnings."""
 
 
 class ScheduleConfig(Group):
     """Schedule"""
 
-    train_batch_size: Integer = common(
-        1, "Samples per device and micro-step; a dataset may override it.", ge=1, label="Batch Size"
-    )
-    gradient_accumulation_steps: Integer = common(1, "Micro-steps per optimizer step, which is one global step.", ge=1)
-    max_train_steps: Integer | None = common(None, "Optimizer steps; 0 or unset: epochs decide.", ge=0, label="Steps")
-    num_train_epochs: Integer | None = common(
-        None, "Passes over the data, if max_train_steps is unset or 0.", ge=0,
-        default_note="1 without max_train_steps", label="Epochs")  # fmt: skip
-    ignore_final_epochs: Flag | None = option(None, "Continue past the computed number of epochs to max_train_steps.")
-    strict_epoch_limit: Flag | None = option(None, "The opposite of ignore_final_epochs; wins if both are set.")
+    train_batch_size: Integer = common(1, ge=1, label="Batch Size")
+    """Samples per device and micro-step; a dataset may override it."""
+    gradient_accumulation_steps: Integer = common(1, ge=1)
+    """Micro-steps per optimizer step, which is one global step."""
+    max_train_steps: Integer | None = common(None, ge=0, label="Steps")
+    """Optimizer steps; 0 or unset: epochs decide."""
+    num_train_epochs: Integer | None = common(None, ge=0, default_note="1 without max_train_steps", label="Epochs")
+    """Passes over the data, if max_train_steps is unset or 0."""
+    ignore_final_epochs: Flag | None = option(None)
+    """Continue past the computed number of epochs to max_train_steps."""
+    strict_epoch_limit: Flag | None = option(None)
+    """The opposite of ignore_final_epochs; wins if both are set."""
 
 
 class CheckpointConfig(Group):
     """Checkpoints"""
 
-    checkpoint_step_interval: Integer = common(500, "Steps between saves.", aliases=("checkpointing_steps",), ge=1)
-    checkpoint_epoch_interval: Integer | None = option(None, "Also save after every n-th epoch.", ge=1)
-    checkpoints_total_limit: Integer = common(
-        5,
-        "After a save, the oldest checkpoints beyond this number are removed; 0 keeps all.",
-        aliases=("save_total_limit",),
-        ge=0,
-    )
-    checkpointing_rolling_steps: Integer = common(0, "Additional frequent saves, pruned separately; 0 is off.", ge=0)
-    checkpoints_rolling_total_limit: Integer = option(1, "Number of rolling checkpoints to keep.", ge=1)
-    disk_low_threshold: Gigabytes | None = option(
-        None, "Save a checkpoint and stop if less disk space is free in output_dir: 10G, 500M, or a number of GB.", gt=0
-    )
+    checkpoint_step_interval: Integer = common(500, aliases=("checkpointing_steps",), ge=1)
+    """Steps between saves."""
+    checkpoint_epoch_interval: Integer | None = option(None, ge=1)
+    """Also save after every n-th epoch."""
+    checkpoints_total_limit: Integer = common(5, aliases=("save_total_limit",), ge=0)
+    """After a save, the oldest checkpoints beyond this number are removed; 0 keeps all."""
+    checkpointing_rolling_steps: Integer = common(0, ge=0)
+    """Additional frequent saves, pruned separately; 0 is off."""
+    checkpoints_rolling_total_limit: Integer = option(1, ge=1)
+    """Number of rolling checkpoints to keep."""
+    disk_low_threshold: Gigabytes | None = option(None, gt=0)
+    """Save a checkpoint and stop if less disk space is free in output_dir: 10G, 500M, or a number of GB."""
 
 
 class OptimizerConfig(Group):
     """Optimizer"""
 
-    optimizer: OptimizerName | None = common(
-        None,
-        "adamw_bf16 and the optimi ones train bf16 weights with Kahan summation. Some names need a package; "
-        "the error names it.",
-        default_note="adamw_bf16 with mixed_precision bf16, else adamw",
-    )
-    optimizer_config: Text | None = option(None, 'Settings of the optimizer itself, "k=v,k=v".')
-    optimizer_beta1: Number | None = option(None, "Only together with optimizer_beta2.", ge=0, lt=1)
-    optimizer_beta2: Number | None = option(None, "Only together with optimizer_beta1.", ge=0, lt=1)
-    adam_beta1: Number | None = option(None, "For Adam kinds.", ge=0, lt=1, default_note="0.9")
-    adam_beta2: Number | None = option(None, "For Adam kinds.", ge=0, lt=1, default_note="0.999 for plain adamw")
-    adam_weight_decay: Number | None = option(None, "For Adam kinds.", ge=0, default_note="0.01 for plain adamw")
-    adam_epsilon: Number | None = option(None, "For Adam kinds.", gt=0, default_note="1e-8 for plain adamw")
+    optimizer: OptimizerName | None = common(None, default_note="adamw_bf16 with mixed_precision bf16, else adamw")
+    """adamw_bf16 and the optimi ones train bf16 weights with Kahan summation. Some names need a package; the error
+    names it."""
+    optimizer_config: Text | None = option(None)
+    """Settings of the optimizer itself, "k=v,k=v"."""
+    optimizer_beta1: Number | None = option(None, ge=0, lt=1)
+    """Only together with optimizer_beta2."""
+    optimizer_beta2: Number | None = option(None, ge=0, lt=1)
+    """Only together with optimizer_beta1."""
+    adam_beta1: Number | None = option(None, ge=0, lt=1, default_note="0.9")
+    """For Adam kinds."""
+    adam_beta2: Number | None = option(None, ge=0, lt=1, default_note="0.999 for plain adamw")
+    """For Adam kinds."""
+    adam_weight_decay: Number | None = option(None, ge=0, default_note="0.01 for plain adamw")
+    """For Adam kinds."""
+    adam_epsilon: Number | None = option(None, gt=0, default_note="1e-8 for plain adamw")
+    """For Adam kinds."""
     optimizer_release_gradients: Flag = option(
         False,
-        "Update each weight as soon as its gradient is there and free the gradient: full fine-tunes take less "
-        "memory, with the same results.",
         requires=when(model_type="full", because="the gradients of a LoRA are small", fatal=True),
         excludes=(
             unless(
@@ -197,60 +201,45 @@ class OptimizerConfig(Group):
             unless(num_processes=1, because="processes average gradients before they update. Use fsdp_enable"),
         ),
     )
-    learning_rate: Number | None = common(
-        None, "Peak learning rate.", gt=0, default_note="1e-4 for lora, 5e-5 for full"
-    )
-    lr_scale: Flag = option(False, "Multiply the rate by processes x accumulation x batch.")
-    lr_scale_sqrt: Flag = option(
-        False, "Multiply by the square root of that product instead.", excludes=when("lr_scale")
-    )
-    lr_scheduler: Literal[
-        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_warmup", "cosine_with_restarts",
-        "polynomial", "sine",
-    ] = common(
-        "constant_with_warmup",
-        
-"After the warm-up: constant; linear, cosine, restarted cosine or polynomial decay to lr_end; or a "
-"sine between learning_rate and lr_end.")  # fmt: skip
-    lr_warmup_steps: Integer = common(0, "A linear ramp from 0, for every scheduler.", ge=0)
-    lr_end: Number = option(
-        4e-7,
-        "Final learning rate of schedulers that decay.",
-        ge=0,
-        requires=when(lr_scheduler=(*DECAYING_SCHEDULERS, "sine")),
-    )
-    lr_power: Number = option(0.8, "Power of the polynomial scheduler.", gt=0, requires=when(lr_scheduler="polynomial"))
-    lr_num_cycles: Integer = option(
-        1,
-        "Cycles of cosine_with_restarts and sine.",
-        ge=1,
-        requires=when(lr_scheduler=("cosine_with_restarts", "sine")),
-    )
-    max_grad_norm: Number = common(2.0, "Gradient clipping threshold; 0 disables clipping.", ge=0)
-    grad_clip_method: Literal["value", "norm"] = option(
-        "value", "value: clip every gradient entry to ±max_grad_norm; norm: clip the norm of all gradients together."
-    )
+    """Update each weight as soon as its gradient is there and free the gradient: full fine-tunes take less memory, with
+    the same results."""
+    learning_rate: Number | None = common(None, gt=0, default_note="1e-4 for lora, 5e-5 for full")
+    """Peak learning rate."""
+    lr_scale: Flag = option(False)
+    """Multiply the rate by processes x accumulation x batch."""
+    lr_scale_sqrt: Flag = option(False, excludes=when("lr_scale"))
+    """Multiply by the square root of that product instead."""
+    lr_scheduler: Scheduler = common("constant_with_warmup")
+    """After the warm-up: constant; linear, cosine, restarted cosine or polynomial decay to lr_end; or a sine between
+    learning_rate and lr_end."""
+    lr_warmup_steps: Integer = common(0, ge=0)
+    """A linear ramp from 0, for every scheduler."""
+    lr_end: Number = option(4e-7, ge=0, requires=when(lr_scheduler=(*DECAYING_SCHEDULERS, "sine")))
+    """Final learning rate of schedulers that decay."""
+    lr_power: Number = option(0.8, gt=0, requires=when(lr_scheduler="polynomial"))
+    """Power of the polynomial scheduler."""
+    lr_num_cycles: Integer = option(1, ge=1, requires=when(lr_scheduler=("cosine_with_restarts", "sine")))
+    """Cycles of cosine_with_restarts and sine."""
+    max_grad_norm: Number = common(2.0, ge=0)
+    """Gradient clipping threshold; 0 disables clipping."""
+    grad_clip_method: Literal["value", "norm"] = option("value")
+    """value: clip every gradient entry to ±max_grad_norm; norm: clip the norm of all gradients together."""
 
 
 class SpeedConfig(Group):
     """Speed"""
 
-    speed: Literal["auto", "reference"] = option(
-        "auto", "auto: all optimizations that keep the results (docs/SPEED.md). reference: unmodified diffusers code."
-    )
-    speed_plain_math: Flag | None = of_speed("Blocks of Kandinsky with less arithmetic and bit-identical results.")
-    speed_keep_attention: Flag | None = of_speed(
-        "With gradient_checkpointing: keep the result of self-attention, tokens x width x 2 bytes per block, "
-        "instead of recomputing it.",
-        requires=when("gradient_checkpointing"),
-    )
-    speed_bf16_modulation: Flag | None = of_speed(
-        "Store frozen float32 modulation weights of Kandinsky as bf16 if that is lossless."
-    )
+    speed: Literal["auto", "reference"] = option("auto")
+    """auto: all optimizations that keep the results (docs/SPEED.md). reference: unmodified diffusers code."""
+    speed_plain_math: Flag | None = of_speed()
+    """Blocks of Kandinsky with less arithmetic and bit-identical results."""
+    speed_keep_attention: Flag | None = of_speed(requires=when("gradient_checkpointing"))
+    """With gradient_checkpointing: keep the result of self-attention, tokens x width x 2 bytes per block, instead of
+    recomputing it."""
+    speed_bf16_modulation: Flag | None = of_speed()
+    """Store frozen float32 modulation weights of Kandinsky as bf16 if that is lossless."""
     speed_fused_lora: Flag = option(
         False,
-        "Compute the LoRAs of layers that share their input in one product, on a GPU together with the base "
-        "weights. Other rounding; a run prints the error of its gradients.",
         label="Fused LoRA",
         requires=(
             when(model_type="lora", because="model_type full trains every weight and no LoRA", fatal=True),
@@ -261,11 +250,11 @@ class SpeedConfig(Group):
             when("lora_dropout", because="each layer drops other inputs"),
         ),
     )
-    deterministic: Flag = option(
-        False,
-        "Bit-identical repeats on a GPU: kernels with a fixed order of sums, none chosen by timing. Slower; "
-        "no effect on a CPU, where repeats are always identical.",
-    )
+    """Compute the LoRAs of layers that share their input in one product, on a GPU together with the base weights. Other
+    rounding; a run prints the error of its gradients."""
+    deterministic: Flag = option(False)
+    """Bit-identical repeats on a GPU: kernels with a fixed order of sums, none chosen by timing. Slower; no effect on a
+    CPU, where repeats are always identical."""
 
 
 class EmaConfig(Group):
@@ -273,19 +262,23 @@ class EmaConfig(Group):
 
     requires = when("use_ema")
 
-    use_ema: Flag = common(False, "Keep an exponential moving average of the trained weights.", label="EMA")
-    ema_validation: Literal["none", "ema_only", "comparison"] = common(
-        "comparison", "Weights that validation renders with."
-    )
-    ema_update_interval: Integer = option(1, "Update when global_step is a multiple.", ge=1)
+    use_ema: Flag = common(False, label="EMA")
+    """Keep an exponential moving average of the trained weights."""
+    ema_validation: Literal["none", "ema_only", "comparison"] = common("comparison")
+    """Weights that validation renders with."""
+    ema_update_interval: Integer = option(1, ge=1)
+    """Update when global_step is a multiple."""
     # The law of TensorFlow's ExponentialMovingAverage with num_updates.
-    ema_decay: Number = common(
-        0.995, "Upper limit of the decay min((1+n)/(10+n), ema_decay) with n = step - 1.", ge=0, le=0.9999
-    )
-    ema_warmup_steps: Integer = option(0, "Before this step, the average is a copy of the weights.", ge=0)
-    ema_device: Literal["cpu", "accelerator"] = option("cpu", "Device of the average.")
-    ema_cpu_only: Flag = option(False, "Keep and update the average on the CPU only.", label="EMA CPU Only")
-    ema_foreach_disable: Flag = option(False, "Plain loops instead of fused updates; the result is the same.")
+    ema_decay: Number = common(0.995, ge=0, le=0.9999)
+    """Upper limit of the decay min((1+n)/(10+n), ema_decay) with n = step - 1."""
+    ema_warmup_steps: Integer = option(0, ge=0)
+    """Before this step, the average is a copy of the weights."""
+    ema_device: Literal["cpu", "accelerator"] = option("cpu")
+    """Device of the average."""
+    ema_cpu_only: Flag = option(False, label="EMA CPU Only")
+    """Keep and update the average on the CPU only."""
+    ema_foreach_disable: Flag = option(False)
+    """Plain loops instead of fused updates; the result is the same."""
 
 
 SLOTS = 2  # of the ring buffer for streamed blocks, in groups: one computes while the next is copied
@@ -314,69 +307,51 @@ Card = Annotated[
 class OffloadConfig(Group):
     """Offload"""
 
-    offload: Literal["manual", "auto"] = common(
-        "manual", "auto chooses unset keys of offloading, checkpointing and speed_keep_attention: the fastest that fit."
-    )
+    offload: Literal["manual", "auto"] = common("manual")
+    """auto chooses unset keys of offloading, checkpointing and speed_keep_attention: the fastest that fit."""
     plan_device_memory_gb: Number | None = option(
-        None,
-        "Plan for a GPU with this many GB, as cards are labelled: `simpletuner plan --device-memory 24`.",
-        aliases=("device_memory",),
-        gt=0,
-        default_note="the device of this machine",
+        None, aliases=("device_memory",), gt=0, default_note="the device of this machine"
     )
-    plan_device: Card | None = option(
-        None,
-        "Plan for this card, at its rates and with its memory unless plan_device_memory_gb gives another: "
-        "`simpletuner plan --device h100`.",
-        aliases=("device",),
-        default_note="the device of this machine",
-    )
+    """Plan for a GPU with this many GB, as cards are labelled: `simpletuner plan --device-memory 24`."""
+    plan_device: Card | None = option(None, aliases=("device",), default_note="the device of this machine")
+    """Plan for this card, at its rates and with its memory unless plan_device_memory_gb gives another: `simpletuner
+    plan --device h100`."""
     enable_group_offload: Flag = common(
         False,
-        "Keep frozen weights of the transformer in host memory and stream them block by block; same results.",
         excludes=(
             when("enable_model_cpu_offload", because="one streams the blocks, the other moves them all"),
             when("fsdp_enable", because="FSDP shards the weights that group offload would stream"),
             when(model_type="full", because="it has no frozen weights, and only those stream; set offload auto"),
         ),
     )
+    """Keep frozen weights of the transformer in host memory and stream them block by block; same results."""
     group_offload_type: Literal["block_level", "leaf_level"] = streamed(
         "block_level",
-        "Unit of streaming; leaf_level also streams blocks.",
         remarks={"leaf_level": "is treated as block_level: a whole block copies faster than its layers one by one"},
     )
-    group_offload_blocks_per_group: Integer = streamed(
-        1, "Blocks streamed together; two groups are on the device at a time.", ge=1, common=True
-    )
-    group_offload_resident_blocks: Integer = option(
-        0,
-        "This many blocks, evenly spaced, stay on the device. Helps if copies are slower than compute.",
-        ge=0,
-        requires=when("enable_group_offload"),
-    )
-    group_offload_use_stream: Flag = streamed(False, "Overlap copies with compute (CUDA).", common=True)
-    group_offload_to_disk_path: PathText | None = streamed(
-        None, "Keep offloaded weights in this folder instead of in host memory; every step reads them twice."
-    )
-    group_offload_text_encoder: Flag = option(False, "Stream the layers of text encoders while caching.")
+    """Unit of streaming; leaf_level also streams blocks."""
+    group_offload_blocks_per_group: Integer = streamed(1, ge=1, common=True)
+    """Blocks streamed together; two groups are on the device at a time."""
+    group_offload_resident_blocks: Integer = option(0, ge=0, requires=when("enable_group_offload"))
+    """This many blocks, evenly spaced, stay on the device. Helps if copies are slower than compute."""
+    group_offload_use_stream: Flag = streamed(False, common=True)
+    """Overlap copies with compute (CUDA)."""
+    group_offload_to_disk_path: PathText | None = streamed(None)
+    """Keep offloaded weights in this folder instead of in host memory; every step reads them twice."""
+    group_offload_text_encoder: Flag = option(False)
+    """Stream the layers of text encoders while caching."""
     group_offload_vae: Flag = option(
-        False,
-        "Stream the blocks of the VAE, while caching and in previews; saves little, since VAEs are small.",
-        excludes=when("enable_model_cpu_offload", because="one moves parts of the VAE, the other all of it"),
+        False, excludes=when("enable_model_cpu_offload", because="one moves parts of the VAE, the other all of it")
     )
-    offload_block_inputs: Flag = recomputed(
-        False,
-        "Keep block inputs, which gradient checkpointing saves, in host memory (CUDA).",
-        label="Offload Block Inputs",
-    )
+    """Stream the blocks of the VAE, while caching and in previews; saves little, since VAEs are small."""
+    offload_block_inputs: Flag = recomputed(False, label="Offload Block Inputs")
+    """Keep block inputs, which gradient checkpointing saves, in host memory (CUDA)."""
     offload_optimizer_state: Flag = option(
-        False,
-        "Keep optimizer state in host memory and copy it to the device for updates (CUDA); same results.",
-        requires=when("optimizer_release_gradients", because="it updates one weight at a time", fatal=True),
+        False, requires=when("optimizer_release_gradients", because="it updates one weight at a time", fatal=True)
     )
-    enable_model_cpu_offload: Flag = common(
-        False, "In previews, move the transformer off the device while the VAE decodes."
-    )
+    """Keep optimizer state in host memory and copy it to the device for updates (CUDA); same results."""
+    enable_model_cpu_offload: Flag = common(False)
+    """In previews, move the transformer off the device while the VAE decodes."""
 
     @property
     def plans_elsewhere(self) -> bool:
@@ -388,38 +363,45 @@ class CachingConfig(Group):
     """Caching"""
 
     vae_dtype: Literal["bf16", "fp16", "fp32"] | None = option(
-        None, "Dtype of the VAE; part of the cache identity.", default_note="fp32 with mixed_precision no, else bf16"
+        None, default_note="fp32 with mixed_precision no, else bf16"
     )
-    vae_batch_size: Integer = common(
-        1, "Samples encoded at a time, fewer if memory runs out; above 1 only the rounding changes.", ge=1
-    )
-    vae_enable_slicing: Flag = option(False, "Encode and decode the samples of a batch one by one.")
-    vae_enable_tiling: Flag = common(
-        False, "Encode and decode in tiles; edges may differ slightly, so it is part of the cache identity."
-    )
-    vae_enable_patch_conv: Flag = option(False, "Run 3D convolutions in slices of time (Kandinsky 5 Video's VAE).")
-    vae_enable_temporal_roll: Flag = option(
-        False, "Carry convolution state from frame to frame: always on in Sana Video's VAE, unavailable in the others."
-    )
-    keep_vae_loaded: Flag | None = option(
-        None, "Keep the VAE on the device between validations.", default_note="true where memory allows"
-    )
-    vae_cache_ondemand: Flag = common(False, "Encode and cache latents at their first use; the VAE stays loaded.")
-    vae_cache_disable: Flag = option(False, "Encode latents at every use, cache none; a dataset may override it.")
-    compress_disk_cache: Flag = option(True, "Compress cache entries; both kinds can be read with either setting.")
+    """Dtype of the VAE; part of the cache identity."""
+    vae_batch_size: Integer = common(1, ge=1)
+    """Samples encoded at a time, fewer if memory runs out; above 1 only the rounding changes."""
+    vae_enable_slicing: Flag = option(False)
+    """Encode and decode the samples of a batch one by one."""
+    vae_enable_tiling: Flag = common(False)
+    """Encode and decode in tiles; edges may differ slightly, so it is part of the cache identity."""
+    vae_enable_patch_conv: Flag = option(False)
+    """Run 3D convolutions in slices of time (Kandinsky 5 Video's VAE)."""
+    vae_enable_temporal_roll: Flag = option(False)
+    """Carry convolution state from frame to frame: always on in Sana Video's VAE, unavailable in the others."""
+    keep_vae_loaded: Flag | None = option(None, default_note="true where memory allows")
+    """Keep the VAE on the device between validations."""
+    vae_cache_ondemand: Flag = common(False)
+    """Encode and cache latents at their first use; the VAE stays loaded."""
+    vae_cache_disable: Flag = option(False)
+    """Encode latents at every use, cache none; a dataset may override it."""
+    compress_disk_cache: Flag = option(True)
+    """Compress cache entries; both kinds can be read with either setting."""
     text_encoder_batch_size: Integer | None = option(
-        None,
-        "Captions encoded at a time, fewer if memory runs out; changes at most the rounding.",
-        ge=1,
-        default_note="8; 32 with group_offload_text_encoder; 1 on a CPU",
+        None, ge=1, default_note="8; 32 with group_offload_text_encoder; 1 on a CPU"
     )
-    image_processing_batch_size: Integer = option(32, "Pictures decoded ahead.", ge=1)
-    max_workers: Integer = option(32, "Decode threads, at most the machine's cores.", ge=1)
-    torch_num_threads: Integer = option(8, "Compute threads on a CPU, at most the machine's cores.", ge=1)
-    dataloader_prefetch: Flag = option(False, "Prefetch several batches instead of one.")
-    dataloader_prefetch_qlen: Integer = option(10, "Batches to prefetch.", ge=1, requires=when("dataloader_prefetch"))
-    delete_problematic_images: Flag = option(False, "Move damaged files to `<output_dir>/quarantine`; none is deleted.")
-    delete_unwanted_images: Flag = option(False, "Also move files outside the size or aspect limits there.")
+    """Captions encoded at a time, fewer if memory runs out; changes at most the rounding."""
+    image_processing_batch_size: Integer = option(32, ge=1)
+    """Pictures decoded ahead."""
+    max_workers: Integer = option(32, ge=1)
+    """Decode threads, at most the machine's cores."""
+    torch_num_threads: Integer = option(8, ge=1)
+    """Compute threads on a CPU, at most the machine's cores."""
+    dataloader_prefetch: Flag = option(False)
+    """Prefetch several batches instead of one."""
+    dataloader_prefetch_qlen: Integer = option(10, ge=1, requires=when("dataloader_prefetch"))
+    """Batches to prefetch."""
+    delete_problematic_images: Flag = option(False)
+    """Move damaged files to `<output_dir>/quarantine`; none is deleted."""
+    delete_unwanted_images: Flag = option(False)
+    """Also move files outside the size or aspect limits there."""
 
     def captions_at_once(self, device: str, *, streamed: bool) -> int:
         """Batch size for captions; larger if every batch copies the weights to the device.
@@ -435,33 +417,28 @@ beta = partial(option, requires=when("flow_use_beta_schedule"))
 class FlowConfig(Group):
     """Flow matching"""
 
-    flow_schedule_shift: Number | None = of_family(
-        "Training sigmas become s·k / (1 + (k-1)·s): above 1 favours composition, below 1 detail. If set, "
-        "previews use it, too.",
-        gt=0,
-    )
+    flow_schedule_shift: Number | None = of_family(gt=0)
+    """Training sigmas become s·k / (1 + (k-1)·s): above 1 favours composition, below 1 detail. If set, previews use it,
+    too."""
     # The two points are those of FLUX.1: `calculate_shift` in diffusers.
-    flow_schedule_auto_shift: Flag = common(
-        False, "Shift e^mu, mu linear in the token count from 0.5 at 256 to 1.15 at 4096 tokens."
-    )
+    flow_schedule_auto_shift: Flag = common(False)
+    """Shift e^mu, mu linear in the token count from 0.5 at 256 to 1.15 at 4096 tokens."""
     flow_sigmoid_scale: Number = option(
-        1.0,
-        "Standard deviation of the normal behind the logit-normal.",
-        gt=0,
-        requires=unless("mixflow_enabled", "flow_use_uniform_schedule", "flow_use_beta_schedule"),
+        1.0, gt=0, requires=unless("mixflow_enabled", "flow_use_uniform_schedule", "flow_use_beta_schedule")
     )
-    flow_use_uniform_schedule: Flag = option(False, "Uniform sigmas instead of logit-normal.")
-    flow_use_beta_schedule: Flag = option(
-        False, "Beta-distributed sigmas instead of logit-normal.", excludes=when("flow_use_uniform_schedule")
-    )
-    flow_beta_schedule_alpha: Number = beta(2.0, "First parameter of the beta distribution.", gt=0)
-    flow_beta_schedule_beta: Number = beta(2.0, "Second parameter of the beta distribution.", gt=0)
-    disable_segmented_timestep_sampling: Flag = option(
-        False, "Draw sigmas independently; by default a batch draws from equal slices of the schedule."
-    )
+    """Standard deviation of the normal behind the logit-normal."""
+    flow_use_uniform_schedule: Flag = option(False)
+    """Uniform sigmas instead of logit-normal."""
+    flow_use_beta_schedule: Flag = option(False, excludes=when("flow_use_uniform_schedule"))
+    """Beta-distributed sigmas instead of logit-normal."""
+    flow_beta_schedule_alpha: Number = beta(2.0, gt=0)
+    """First parameter of the beta distribution."""
+    flow_beta_schedule_beta: Number = beta(2.0, gt=0)
+    """Second parameter of the beta distribution."""
+    disable_segmented_timestep_sampling: Flag = option(False)
+    """Draw sigmas independently; by default a batch draws from equal slices of the schedule."""
     mixflow_enabled: Flag = option(
         False,
-        "MixFlow: train on inputs noisier than their timestep, see docs/experimental/MIXFLOW.md.",
         excludes=(
             when("flow_use_uniform_schedule", because="MixFlow has a distribution of its own"),
             when("flow_use_beta_schedule", because="MixFlow has a distribution of its own"),
@@ -469,13 +446,9 @@ class FlowConfig(Group):
         ),
         label="MixFlow",
     )
-    mixflow_gamma: Number = option(
-        0.8,
-        "Maximum extra noise, as a share of the way to pure noise; 0 adds none.",
-        ge=0,
-        le=1,
-        requires=when("mixflow_enabled"),
-    )
+    """MixFlow: train on inputs noisier than their timestep, see docs/experimental/MIXFLOW.md."""
+    mixflow_gamma: Number = option(0.8, ge=0, le=1, requires=when("mixflow_enabled"))
+    """Maximum extra noise, as a share of the way to pure noise; 0 adds none."""
 
 
 class TextConfig(Group):
@@ -483,12 +456,13 @@ class TextConfig(Group):
 
     caption_dropout_probability: Number = common(
         0.1,
-        "Probability that a sample is trained with the empty caption.",
         ge=0,
         le=1,
         remarks={0: "means that the model never sees the empty caption, so guidance will suffer; 0.1 is usual"},
     )
-    tokenizer_max_length: Integer | None = of_family("Longer captions are truncated, with a warning.", ge=1)
+    """Probability that a sample is trained with the empty caption."""
+    tokenizer_max_length: Integer | None = of_family(ge=1)
+    """Longer captions are truncated, with a warning."""
 
 
 Decoding = Literal["whole", "strips", "tiles"]
@@ -499,84 +473,97 @@ class ValidationConfig(Group):
 
     validation_step_interval: Integer | None = common(
         None,
-        "Render when global_step is a multiple.",
         aliases=("validation_steps",),
         ge=1,
         default_note="up to eight times between start and end, so that previews take a tenth of the run; not with "
         "validation_epoch_interval",
     )
-    validation_epoch_interval: Integer | None = option(None, "Render after every n-th epoch.", ge=1)
-    validation_prompt: Text | None = common(None, "The primary prompt; its files are named `validation`.")
-    user_prompt_library: PathText | None = common(None, "JSON file that maps nicknames to prompts.")
-    validation_prompt_library: Flag = option(False, "Also render a built-in list of prompts.")
-    validation_negative_prompt: Text | None = of_family("Prompt that guidance steers away from.")
-    validation_seed: Integer | None = common(None, "Seed of previews.", default_note="`seed`")
-    validation_randomize: Flag = option(False, "Use a new seed for every validation.")
-    validation_seed_source: Literal["cpu", "gpu"] = option("cpu", "Which generator draws the noise.")
-    validation_guidance: Number | None = of_family("Guidance scale.", ge=1)
-    validation_num_inference_steps: Integer | None = of_family("Sampling steps.", ge=1, le=NOISE_LEVELS)
-    validation_resolution: Sizes | None = of_family(
-        "N, WxH or a comma-separated list; rendered at exactly this size.", form="text"
-    )
-    validation_num_video_frames: Integer | None = of_family("Frames of a preview clip, 4k+1; 8k+1 with 2b-720p.", ge=1)
-    framerate: Integer | None = of_family("Frames per second of clips.", aliases=("frame_rate",), ge=1)
-    validation_using_datasets: Flag = option(False, "Use pictures of a dataset as conditions of previews.")
-    eval_dataset_id: TextList | None = option(None, "The dataset (or list) of these pictures.")
-    validation_preview: Flag = option(
-        False,
-        "Write small pictures of unfinished previews to the output folder and to raw webhooks.",
-        requires=unless("validation_disable"),
-    )
-    validation_preview_steps: Integer = option(1, "Sampling steps between these pictures.", ge=1)
-    disable_benchmark: Flag = option(False, "Do not render the untrained model at step 0.")
-    validation_disable: Flag = common(False, "No validation at all.", label="No Previews")
-    validation_disable_unconditional: Flag | None = option(
-        None, "Do not render the empty prompt.", default_note="true, unless there is no other prompt"
-    )
-    validation_on_startup: Flag = option(False, "Render when a run starts or resumes.")
-    validate_after_step: Integer = option(0, "No validation before this step.", ge=0)
-    num_validation_images: Integer = option(1, "Samples per prompt.", ge=1, le=MOST_SHOTS)
-    num_eval_images: Integer = option(4, "Pictures taken from a dataset per validation.", ge=1)
-    validation_image_format: Literal["png", "webp", "jpeg"] = option("png", "File format of previews.")
-    validation_noise_scheduler: Literal["euler", "unipc", "dpm++"] | None = option(
-        None, "Sampler of previews, with the shift of the pipeline's sampler.", default_note="the pipeline's"
-    )
+    """Render when global_step is a multiple."""
+    validation_epoch_interval: Integer | None = option(None, ge=1)
+    """Render after every n-th epoch."""
+    validation_prompt: Text | None = common(None)
+    """The primary prompt; its files are named `validation`."""
+    user_prompt_library: PathText | None = common(None)
+    """JSON file that maps nicknames to prompts."""
+    validation_prompt_library: Flag = option(False)
+    """Also render a built-in list of prompts."""
+    validation_negative_prompt: Text | None = of_family()
+    """Prompt that guidance steers away from."""
+    validation_seed: Integer | None = common(None, default_note="`seed`")
+    """Seed of previews."""
+    validation_randomize: Flag = option(False)
+    """Use a new seed for every validation."""
+    validation_seed_source: Literal["cpu", "gpu"] = option("cpu")
+    """Which generator draws the noise."""
+    validation_guidance: Number | None = of_family(ge=1)
+    """Guidance scale."""
+    validation_num_inference_steps: Integer | None = of_family(ge=1, le=NOISE_LEVELS)
+    """Sampling steps."""
+    validation_resolution: Sizes | None = of_family(form="text")
+    """N, WxH or a comma-separated list; rendered at exactly this size."""
+    validation_num_video_frames: Integer | None = of_family(ge=1)
+    """Frames of a preview clip, 4k+1; 8k+1 with 2b-720p."""
+    framerate: Integer | None = of_family(aliases=("frame_rate",), ge=1)
+    """Frames per second of clips."""
+    validation_using_datasets: Flag = option(False)
+    """Use pictures of a dataset as conditions of previews."""
+    eval_dataset_id: TextList | None = option(None)
+    """The dataset (or list) of these pictures."""
+    validation_preview: Flag = option(False, requires=unless("validation_disable"))
+    """Write small pictures of unfinished previews to the output folder and to raw webhooks."""
+    validation_preview_steps: Integer = option(1, ge=1)
+    """Sampling steps between these pictures."""
+    disable_benchmark: Flag = option(False)
+    """Do not render the untrained model at step 0."""
+    validation_disable: Flag = common(False, label="No Previews")
+    """No validation at all."""
+    validation_disable_unconditional: Flag | None = option(None, default_note="true, unless there is no other prompt")
+    """Do not render the empty prompt."""
+    validation_on_startup: Flag = option(False)
+    """Render when a run starts or resumes."""
+    validate_after_step: Integer = option(0, ge=0)
+    """No validation before this step."""
+    num_validation_images: Integer = option(1, ge=1, le=MOST_SHOTS)
+    """Samples per prompt."""
+    num_eval_images: Integer = option(4, ge=1)
+    """Pictures taken from a dataset per validation."""
+    validation_image_format: Literal["png", "webp", "jpeg"] = option("png")
+    """File format of previews."""
+    validation_noise_scheduler: Literal["euler", "unipc", "dpm++"] | None = option(None, default_note="the pipeline's")
+    """Sampler of previews, with the shift of the pipeline's sampler."""
     validation_decoding: Decoding = option(
-        "whole",
-        "Decoding of previews: `strips` of rows take less memory and only change the rounding; `tiles` take "
-        "least, but slightly change pixels at their seams. Caches are unaffected.",
-        default_note="`whole`; `strips` for clips that are too large for torch or the GPU",
+        "whole", default_note="`whole`; `strips` for clips that are too large for torch or the GPU"
     )
+    """Decoding of previews: `strips` of rows take less memory and only change the rounding; `tiles` take least, but
+    slightly change pixels at their seams. Caches are unaffected."""
     validation_batched_guidance: Flag | None = option(
-        None,
-        "Compute both branches of guidance in previews as one batch, which only changes the rounding.",
-        default_note="true where memory allows and `speed` is auto",
-        requires=unless("validation_disable"),
+        None, default_note="true where memory allows and `speed` is auto", requires=unless("validation_disable")
     )
+    """Compute both branches of guidance in previews as one batch, which only changes the rounding."""
     validation_decode_in_background: Flag | None = option(
         None,
-        "Decode sampled previews in a thread while training goes on.",
         default_note="true on a GPU whose memory allows it",
         requires=unless("validation_disable") & when(num_processes=1),
         excludes=when("enable_model_cpu_offload", "group_offload_vae", because="they would move the VAE meanwhile"),
     )
-    validation_torch_compile: Flag | None = option(
-        None,
-        "Use compiled blocks in previews too, if training compiles them.",
-        default_note="true, without validation_adapter_*",
-    )
+    """Decode sampled previews in a thread while training goes on."""
+    validation_torch_compile: Flag | None = option(None, default_note="true, without validation_adapter_*")
+    """Use compiled blocks in previews too, if training compiles them."""
 
 
 class EvaluationConfig(Group):
     """Evaluation"""
 
-    eval_steps_interval: Integer | None = common(
-        None, "Compute the loss on `num_eval_images` samples of each eval dataset when global_step is a multiple.", ge=1
-    )
-    eval_epoch_interval: Number | None = option(None, "The same in epochs; 0.5 is twice an epoch.", gt=0)
-    eval_timesteps: Integer = option(28, "Number of evenly spaced timesteps in the evaluation.", ge=1, le=NOISE_LEVELS)
-    eval_dataset_pooling: Flag = option(False, "Also report the mean over datasets.")
-    eval_loss_disable: Flag = option(False, "No evaluation loss.")
+    eval_steps_interval: Integer | None = common(None, ge=1)
+    """Compute the loss on `num_eval_images` samples of each eval dataset when global_step is a multiple."""
+    eval_epoch_interval: Number | None = option(None, gt=0)
+    """The same in epochs; 0.5 is twice an epoch."""
+    eval_timesteps: Integer = option(28, ge=1, le=NOISE_LEVELS)
+    """Number of evenly spaced timesteps in the evaluation."""
+    eval_dataset_pooling: Flag = option(False)
+    """Also report the mean over datasets."""
+    eval_loss_disable: Flag = option(False)
+    """No evaluation loss."""
 
     @property
     def measures_loss(self) -> bool:
@@ -587,39 +574,51 @@ class EvaluationConfig(Group):
 class SharedKeys(Group):
     """Keys of a dataset that mean the same for all of them."""
 
-    minimum_image_size: Number | None = option(None, "Smaller pictures are left out; 0 is off.", ge=0, le=LARGEST_SIZE)
-    maximum_image_size: Number | None = option(
-        None, "Larger pictures are resized to target_downsample_size before cropping.", ge=0, le=LARGEST_SIZE
-    )
-    target_downsample_size: Number | None = option(None, "See maximum_image_size.", ge=0, le=LARGEST_SIZE)
-    instance_prompt: Texts | None = option(None, "Text to prepend to captions, or to use instead.")
-    skip_file_discovery: TextList | None = option(None, "Words of vae, aspect, metadata, text.")
+    minimum_image_size: Number | None = option(None, ge=0, le=LARGEST_SIZE)
+    """Smaller pictures are left out; 0 is off."""
+    maximum_image_size: Number | None = option(None, ge=0, le=LARGEST_SIZE)
+    """Larger pictures are resized to target_downsample_size before cropping."""
+    target_downsample_size: Number | None = option(None, ge=0, le=LARGEST_SIZE)
+    """See maximum_image_size."""
+    instance_prompt: Texts | None = option(None)
+    """Text to prepend to captions, or to use instead."""
+    skip_file_discovery: TextList | None = option(None)
+    """Words of vae, aspect, metadata, text."""
 
 
 class DatasetDefaults(SharedKeys):
     """Dataset defaults"""
 
-    resolution: Number | None = of_family("Target size of buckets.", gt=0, le=LARGEST_SIZE)
-    resolution_type: Literal["pixel", "area", "pixel_area"] = common(
-        "pixel_area", "Unit of resolution: short edge, megapixels, or edge of a square of equal area."
-    )
-    aspect_bucket_rounding: Integer = option(2, "Decimals of a bucket's ratio.", ge=1, le=9)
-    aspect_bucket_alignment: Alignment | None = of_family("Pixel grid of bucket sizes.", common=False)
-    caption_strategy: CaptionStrategy = common("filename", "Where captions come from.")
-    prepend_instance_prompt: Flag = option(False, "Prepend instance_prompt to all captions.")
-    only_instance_prompt: Flag = option(False, "Use instance_prompt instead of captions.")
-    preserve_data_backend_cache: Flag = option(False, "Do not look for added files.")
-    ignore_missing_files: Flag = option(False, "Use cached entries of files that are gone.")
-    retry_failed: Flag = option(False, "Retry failed downloads of remote datasets.")
-    disable_bucket_pruning: Flag = option(False, "Keep buckets smaller than a batch, filled with repeated samples.")
-    allow_dataset_oversubscription: Flag = option(False, "If repeats is unset, raise it until a batch is full.")
-    override_dataset_config: Flag = option(False, "Accept a changed dataset.")
-    data_backend_sampling: Literal["auto-weighting", "uniform"] = option(
-        "auto-weighting", "Choose datasets by size x probability, or by probability alone."
-    )
-    conditioning_multidataset_sampling: Literal["random", "combined"] = option(
-        "random", "Use one conditioning dataset per sample, or all of them."
-    )
+    resolution: Number | None = of_family(gt=0, le=LARGEST_SIZE)
+    """Target size of buckets."""
+    resolution_type: Literal["pixel", "area", "pixel_area"] = common("pixel_area")
+    """Unit of resolution: short edge, megapixels, or edge of a square of equal area."""
+    aspect_bucket_rounding: Integer = option(2, ge=1, le=9)
+    """Decimals of a bucket's ratio."""
+    aspect_bucket_alignment: Alignment | None = of_family(common=False)
+    """Pixel grid of bucket sizes."""
+    caption_strategy: CaptionStrategy = common("filename")
+    """Where captions come from."""
+    prepend_instance_prompt: Flag = option(False)
+    """Prepend instance_prompt to all captions."""
+    only_instance_prompt: Flag = option(False)
+    """Use instance_prompt instead of captions."""
+    preserve_data_backend_cache: Flag = option(False)
+    """Do not look for added files."""
+    ignore_missing_files: Flag = option(False)
+    """Use cached entries of files that are gone."""
+    retry_failed: Flag = option(False)
+    """Retry failed downloads of remote datasets."""
+    disable_bucket_pruning: Flag = option(False)
+    """Keep buckets smaller than a batch, filled with repeated samples."""
+    allow_dataset_oversubscription: Flag = option(False)
+    """If repeats is unset, raise it until a batch is full."""
+    override_dataset_config: Flag = option(False)
+    """Accept a changed dataset."""
+    data_backend_sampling: Literal["auto-weighting", "uniform"] = option("auto-weighting")
+    """Choose datasets by size x probability, or by probability alone."""
+    conditioning_multidataset_sampling: Literal["random", "combined"] = option("random")
+    """Use one conditioning dataset per sample, or all of them."""
 
 
 class AcceptedConfig(Group):

@@ -75,11 +75,9 @@ class TreadConfig(TechniqueGroup):
     """TREAD"""
 
     tread_config: Annotated[RouteGroup, BeforeValidator(parse_json_text)] | None = common(
-        None,
-        'Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}, see docs/TREAD.md.',
-        form="JSON",
-        label="TREAD Routes",
+        None, form="JSON", label="TREAD Routes"
     )
+    """Token routing: {"routes": [{"selection_ratio", "start_layer_idx", "end_layer_idx"}]}, see docs/TREAD.md."""
 
     @property
     def routes(self) -> tuple[Route, ...]:
@@ -150,15 +148,20 @@ preserved = partial(option, requires=when("preservation_probability"))
 class LossConfig(Group):
     """Loss"""
 
-    loss_type: Literal["l2", "huber", "smooth_l1"] = common("l2", "Distance between prediction and target.")
-    huber_schedule: Literal["snr", "exponential", "constant"] = huber("snr", "How huber_c depends on the timestep.")
-    huber_c: Number = huber(0.1, "Where huber and smooth_l1 change from quadratic to linear.", gt=0, common=True)
-    input_perturbation: Number = option(0.0, "Extra noise on the input only.", ge=0)
-    input_perturbation_steps: Integer = option(
-        0, "Decay input_perturbation linearly to 0 at this step; 0 keeps it constant.", ge=0
-    )
-    noise_offset: Number = option(0.0, "Offset of the noise mean per sample and channel.", ge=0)
-    noise_offset_probability: Number = option(1.0, "Share of samples with noise_offset.", ge=0, le=1)
+    loss_type: Literal["l2", "huber", "smooth_l1"] = common("l2")
+    """Distance between prediction and target."""
+    huber_schedule: Literal["snr", "exponential", "constant"] = huber("snr")
+    """How huber_c depends on the timestep."""
+    huber_c: Number = huber(0.1, gt=0, common=True)
+    """Where huber and smooth_l1 change from quadratic to linear."""
+    input_perturbation: Number = option(0.0, ge=0)
+    """Extra noise on the input only."""
+    input_perturbation_steps: Integer = option(0, ge=0)
+    """Decay input_perturbation linearly to 0 at this step; 0 keeps it constant."""
+    noise_offset: Number = option(0.0, ge=0)
+    """Offset of the noise mean per sample and channel."""
+    noise_offset_probability: Number = option(1.0, ge=0, le=1)
+    """Share of samples with noise_offset."""
 
     def input_perturbation_at(self, step: int) -> float:
         """The strength of `input_perturbation` after `step` optimizer steps."""
@@ -170,19 +173,16 @@ class LossConfig(Group):
 class MaskedLossConfig(TechniqueGroup):
     """Masked loss"""
 
-    masked_loss_probability: Number = common(
-        1.0, "Share of batches that use masks; the rest learn from the whole picture.", ge=0, le=1
-    )
-    masked_loss_normalise: Flag = option(
-        False, "Divide a sample's loss by the mean of its mask (at least 0.05), so that small masks learn as fast."
-    )
-    masked_loss_floor: Number = option(0.0, "Weight of black areas; white areas weigh 1.", ge=0, le=1)
+    masked_loss_probability: Number = common(1.0, ge=0, le=1)
+    """Share of batches that use masks; the rest learn from the whole picture."""
+    masked_loss_normalise: Flag = option(False)
+    """Divide a sample's loss by the mean of its mask (at least 0.05), so that small masks learn as fast."""
+    masked_loss_floor: Number = option(0.0, ge=0, le=1)
+    """Weight of black areas; white areas weigh 1."""
     masked_loss_prior: Number = option(
-        0.0,
-        "Weight of keeping black areas at the base model's prediction (LoRA only, one more forward pass).",
-        ge=0,
-        requires=when(model_type="lora", because="the base model is the one with the LoRA off", fatal=True),
+        0.0, ge=0, requires=when(model_type="lora", because="the base model is the one with the LoRA off", fatal=True)
     )
+    """Weight of keeping black areas at the base model's prediction (LoRA only, one more forward pass)."""
 
     def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
         """Masks for what needs them."""
@@ -198,7 +198,6 @@ class PreservationConfig(TechniqueGroup):
 
     preservation_weight: Number = common(
         0.0,
-        "LoRA only: weight of preserving the predictions for other captions; 0 is off. See docs/DREAMBOOTH.md.",
         ge=0,
         requires=when(
             model_type="lora",
@@ -206,19 +205,13 @@ class PreservationConfig(TechniqueGroup):
             fatal=True,
         ),
     )
-    preservation_probability: Number = option(
-        0.5,
-        "Share of micro-batches with preservation, which run the model twice more: without and with gradients.",
-        ge=0,
-        le=1,
-    )
-    preservation_prompt: Text | None = preserved(
-        None,
-        "The class word that replaces preservation_trigger or, without a trigger, the whole caption.",
-        default_note="the empty caption",
-        common=True,
-    )
-    preservation_trigger: Text | None = preserved(None, "The words in captions that name the subject.")
+    """LoRA only: weight of preserving the predictions for other captions; 0 is off. See docs/DREAMBOOTH.md."""
+    preservation_probability: Number = option(0.5, ge=0, le=1)
+    """Share of micro-batches with preservation, which run the model twice more: without and with gradients."""
+    preservation_prompt: Text | None = preserved(None, default_note="the empty caption", common=True)
+    """The class word that replaces preservation_trigger or, without a trigger, the whole caption."""
+    preservation_trigger: Text | None = preserved(None)
+    """The words in captions that name the subject."""
 
     @property
     def is_on(self) -> bool:
@@ -278,34 +271,41 @@ class ScheduledSamplingConfig(TechniqueGroup):
 
     requires = when(OFFSET)
 
-    scheduled_sampling_max_step_offset: Integer = common(
-        0, "Maximum number of sampler steps rolled out to make an input; see docs/experimental/SCHEDULED_SAMPLING.md.",
-        ge=0,)  # fmt: skip
+    scheduled_sampling_max_step_offset: Integer = common(0, ge=0)
+    """Maximum number of sampler steps rolled out to make an input; see docs/experimental/SCHEDULED_SAMPLING.md."""
     scheduled_sampling_probability: Number = common(
         0.0,
-        "Probability per sample, without a ramp.",
         ge=0,
         le=1,
         requires=unless(RAMP, because=f"{RAMP} is set, so the probability follows prob_start and prob_end"),
     )
-    scheduled_sampling_prob_start: Number = ramped(0.0, "Probability before and at the start of a ramp.", ge=0, le=1)
-    scheduled_sampling_prob_end: Number = ramped(0.5, "Probability at the end of a ramp and after it.", ge=0, le=1)
-    scheduled_sampling_ramp_steps: Integer = option(0, "Length of the ramp; 0 is none.", ge=0)
-    scheduled_sampling_start_step: Integer = option(0, "Start of the ramp, or of a fixed probability.", ge=0)
-    scheduled_sampling_ramp_shape: Literal["linear", "cosine"] = ramped("linear", "Shape of the ramp.")
-    scheduled_sampling_strategy: Literal["uniform", "biased_early", "biased_late"] = option(
-        "uniform", "Distribution of the number of steps: uniform, mostly few, or mostly many."
-    )
-    scheduled_sampling_sampler: Literal["unipc", "euler", "dpm"] = option("unipc", "The solver of these steps.")
+    """Probability per sample, without a ramp."""
+    scheduled_sampling_prob_start: Number = ramped(0.0, ge=0, le=1)
+    """Probability before and at the start of a ramp."""
+    scheduled_sampling_prob_end: Number = ramped(0.5, ge=0, le=1)
+    """Probability at the end of a ramp and after it."""
+    scheduled_sampling_ramp_steps: Integer = option(0, ge=0)
+    """Length of the ramp; 0 is none."""
+    scheduled_sampling_start_step: Integer = option(0, ge=0)
+    """Start of the ramp, or of a fixed probability."""
+    scheduled_sampling_ramp_shape: Literal["linear", "cosine"] = ramped("linear")
+    """Shape of the ramp."""
+    scheduled_sampling_strategy: Literal["uniform", "biased_early", "biased_late"] = option("uniform")
+    """Distribution of the number of steps: uniform, mostly few, or mostly many."""
+    scheduled_sampling_sampler: Literal["unipc", "euler", "dpm"] = option("unipc")
+    """The solver of these steps."""
     scheduled_sampling_order: Integer = option(
-        2, "Order of unipc and dpm.", ge=1, le=3, requires=when(scheduled_sampling_sampler=("unipc", "dpm"))
+        2, ge=1, le=3, requires=when(scheduled_sampling_sampler=("unipc", "dpm"))
     )
-    scheduled_sampling_reflexflow: Flag = common(True, "Correct the drift of these samples in the loss (ReflexFlow).")
-    scheduled_sampling_reflexflow_alpha: Number = reflexflow(
-        1.0, "Extra weight of positions where sampling lost content.", ge=0
-    )
-    scheduled_sampling_reflexflow_beta1: Number = reflexflow(10.0, "Weight of the direction (reflexflow_adr).", ge=0)
-    scheduled_sampling_reflexflow_beta2: Number = reflexflow(1.0, "Factor of the loss of these samples.", ge=0)
+    """Order of unipc and dpm."""
+    scheduled_sampling_reflexflow: Flag = common(True)
+    """Correct the drift of these samples in the loss (ReflexFlow)."""
+    scheduled_sampling_reflexflow_alpha: Number = reflexflow(1.0, ge=0)
+    """Extra weight of positions where sampling lost content."""
+    scheduled_sampling_reflexflow_beta1: Number = reflexflow(10.0, ge=0)
+    """Weight of the direction (reflexflow_adr)."""
+    scheduled_sampling_reflexflow_beta2: Number = reflexflow(1.0, ge=0)
+    """Factor of the loss of these samples."""
 
     @property
     def is_on(self) -> bool:

@@ -41,15 +41,14 @@ def write_rope_scale(scale: RopeScale | None) -> str:
 class KandinskyOptions(Group):
     """Kandinsky 5"""
 
-    qwen_text_encoder_model_name_or_path: PathText | None = option(
-        None, "Hub id or folder to take the Qwen2.5-VL text encoder from.", default_note="the model path"
-    )
-    text_template: Literal["official", "diffusers"] = common(
-        "official", "The words around a caption: those the model was trained on, or diffusers' own."
-    )
+    qwen_text_encoder_model_name_or_path: PathText | None = option(None, default_note="the model path")
+    """Hub id or folder to take the Qwen2.5-VL text encoder from."""
+    text_template: Literal["official", "diffusers"] = common("official")
+    """The words around a caption: those the model was trained on, or diffusers' own."""
     rope_scale: Annotated[RopeScale | None, BeforeValidator(parse_rope_scale), PlainSerializer(write_rope_scale)] = (
-        option(None, "auto, or three numbers for time, height and width (video).", default_note=AUTO, form="text")
+        option(None, default_note=AUTO, form="text")
     )
+    """auto, or three numbers for time, height and width (video)."""
 
 
 TILE_SIDE = 8  # tokens per side of a tile, within one latent frame
