@@ -136,8 +136,7 @@ class Ema:
         weights = apart(flat, averages)
         # Rounded, a + (w - a) is not always w; the first update must be an exact copy.
         if decay == 0:
-            for average, weight in zip(averages, weights, strict=True):
-                average.copy_(weight)
+            torch._foreach_copy_(averages, weights)
         elif self.config.ema_foreach_disable:
             for average, weight in zip(averages, weights, strict=True):
                 average.add_(weight.sub_(average).mul_(1 - decay))

@@ -142,9 +142,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig, 
         sizes: what `gradient_size` gave for these parameters, as numbers.
     """
     limit = config.max_grad_norm
-    if not any(0 < limit < size for size in sizes.values()):
+    exceeds = any(0 < limit < size for size in sizes.values())
+    parts = local_parts(each.grad for each in parameters if each.grad is not None) if exceeds else []
+    if not parts:  # released gradients are gone
         return
-    parts = local_parts([parameter.grad for parameter in parameters if parameter.grad is not None])
     if "grad_norm" in sizes:
         torch._foreach_mul_(parts, limit / sizes["grad_norm"])
     else:

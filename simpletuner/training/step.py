@@ -8,9 +8,9 @@ Nothing that happens between steps (previews, a restart, another technique) can 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -52,10 +52,10 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
 
     # First: clipping and the logged norm need unscaled gradients.
     assembly.scaler.unscale_(assembly.optimizer)
-    model, modules = assembly.parameters, assembly.module_parameters
-    guard.equalise_samples((model | modules).values(), losses.counts)
     # Clipped apart: the gradient of a technique's module must not shrink that of the model.
-    measured = [guard.gradient_size(parameters.values(), settings.optimizer) for parameters in (model, modules)]
+    parts = [assembly.parameters.values(), assembly.module_parameters.values()]
+    guard.equalise_samples(chain(*parts), losses.counts)
+    measured = [guard.gradient_size(parameters, settings.optimizer) for parameters in parts]
     if assembly.release is not None:
         measured[0] = assembly.release.gradient_size()
     # The step's only wait for the device, unless gradients are released.
@@ -64,7 +64,12 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     # All processes have the same sizes and decide alike: a loss that is not finite makes them NaN (`_backward`).
     # The device updates the weights while the host exchanges records.
     if all(map(math.isfinite, sizes)):
-        _update(assembly, size, module_size)
+        for parameters, limited in zip(parts, (size, module_size), strict=True):
+            guard.clip_gradients(parameters, settings.optimizer, limited)
+        if assembly.release is None:
+            assembly.scaler.step(assembly.optimizer)
+        else:  # the model is updated already
+            assembly.release.finish()
     with assembly.world.exchanging(f"Step {global_step + 1}"):
         gathered = assembly.world.gather(mine)
     everyone = Losses.merged(gathered[:: settings.sequence])  # one of each group
@@ -75,18 +80,6 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     assembly.optimizer.zero_grad(set_to_none=True)
     metrics = everyone.means(assembly.techniques) | size | {"learning_rate": rate, "epoch": loader.epoch}
     return meter.report(loader, everyone, metrics, tiles)
-
-
-def _update(assembly: Assembly, size: Mapping[str, float], module_size: Mapping[str, float]) -> None:
-    """Clip the gradients of the model and of techniques' modules, given their sizes, and update the weights."""
-    config = assembly.settings.optimizer
-    # Before `finish`, which updates the modules with released gradients, too.
-    guard.clip_gradients(assembly.module_parameters.values(), config, module_size)
-    if assembly.release is not None:
-        assembly.release.finish()
-        return
-    guard.clip_gradients(assembly.parameters.values(), config, size)
-    assembly.scaler.step(assembly.optimizer)
 
 
 def _prepare_groups(assembly: Assembly, global_step: int) -> float:
