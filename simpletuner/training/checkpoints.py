@@ -42,7 +42,7 @@ from simpletuner.training.loop import Callback
 from simpletuner.training.manifest import ROLLING, STATE_FOLDER, Checkpoint, Identity, Manifest
 from simpletuner.training.optimizers import load_state
 from simpletuner.training.state import Assembly, TrainState, random_states, restore_random_states
-from simpletuner.training.trained import EARLIER, Draft, copy_drafts
+from simpletuner.training.trained import Draft, copy_drafts
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def _restore(checkpoint: Checkpoint, assembly: Assembly, loader: BatchLoader, *,
             technique.load_state_dict(content["techniques"][technique.name])
     ema = assembly.trained.ema
     if ema is not None and content["ema"] is not None:
-        refuse_not_finite(content["ema"]["average"], f"The moving average in {checkpoint.path}", EARLIER)
+        refuse_not_finite(content["ema"]["average"], f"The moving average in {checkpoint.path}")
         ema.load_state_dict(content["ema"])
     loader.load_state_dict(content["loader"] if same_data else {**content["loader"], "position": 0})
     restore_random_states(content["random"])
@@ -119,7 +119,7 @@ def _load_modules(assembly: Assembly, folder: Path) -> None:
             continue
         try:
             weights = load_file(saved[name])
-            refuse_not_finite(weights, saved[name], EARLIER)
+            refuse_not_finite(weights, saved[name])
             module.load_state_dict(weights)
         except RuntimeError as error:
             raise UserError(f"{saved[name]} does not fit: {error}") from None

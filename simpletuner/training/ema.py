@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from simpletuner.config.schema import SLOTS, EmaConfig
 from simpletuner.distributed.sharding import as_sharded, like, local
-from simpletuner.errors import UserError
 from simpletuner.memory.offload.beside import SideStream
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -108,18 +107,10 @@ class Ema:
         return {"average": self.average, "updates": self._updates, "decay_value": self.decay_value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved average.
-
-        Raises:
-            UserError: it belongs to other parameters.
-        """
-        saved: Mapping[str, Tensor] = state["average"]
-        shapes = {name: tensor.shape for name, tensor in self.average.items()}
-        if shapes != {name: tensor.shape for name, tensor in saved.items()}:
-            raise UserError("The saved EMA belongs to other trained layers; start without it or with the same LoRA.")
+        """Continue from a saved average of the same parameters."""
         for name, average in self.average.items():
             # In place: device and sharding are those of this run, whatever the checkpoint's were.
-            local(average).copy_(local(as_sharded(saved[name], average)))
+            local(average).copy_(local(as_sharded(state["average"][name], average)))
         self._updates, self.decay_value = state["updates"], state["decay_value"]
 
     def _decay(self, global_step: int) -> float:

@@ -37,7 +37,6 @@ from simpletuner.models.lora_keys import (
 from simpletuner.reporting.pace import size_text
 from simpletuner.training import lora_files
 from simpletuner.training.ema import AnyTensor
-from simpletuner.training.guard import refuse_not_finite
 from simpletuner.training.trained import AdapterWeights, Draft, Publication
 
 ADAPTER = "default"
@@ -221,19 +220,12 @@ def without_adapters(transformer: nn.Module) -> Iterator[None]:
 
 
 def start_from(adapter: LoraAdapter, path: Path) -> None:
-    """Start from the weights of a LoRA file (`init_lora`).
+    """Start from the weights of a LoRA file (`init_lora`), which the plan has checked.
 
     Raises:
-        UserError: no key of the file fits, it holds NaN or infinity, its rank differs, or it is a DoRA and the adapter
-            is not.
+        UserError: no key of the file fits.
     """
     weights = lora_files.read_lora_file(path, lora_files.layer_names(adapter.transformer))
-    refuse_not_finite(weights, f"init_lora: {str(path)!r}", "choose another file")
-    rank = next(tensor.shape[0] for name, tensor in weights.items() if ".lora_A." in name)
-    if rank != adapter.settings.r:
-        raise UserError(f"init_lora: the file has rank {rank}, lora_rank is {adapter.settings.r}.")
-    if not adapter.settings.use_dora and any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in weights):
-        raise UserError("init_lora: the file is a DoRA; set use_dora.")
     start, initial = _as_trained(adapter, weights), adapter.state_dict()
     # A file for fewer layers is fine: the rest start as in a new LoRA.
     adapter.load_state_dict({name: start[name].to(each) if name in start else each for name, each in initial.items()})

@@ -202,7 +202,7 @@ def random_states() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": [numpy_state[0], torch.from_numpy(numpy_state[1].astype(np.int64)), *numpy_state[2:]],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all(),  # empty without one
     }
 
 
@@ -213,6 +213,5 @@ def restore_random_states(states: dict[str, Any]) -> None:
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.is_available():
-        # The checkpoint may come from a machine with more devices.
-        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
+    # The checkpoint may come from a machine with more devices.
+    torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])

@@ -30,7 +30,6 @@ from simpletuner.training.ema import Ema
 from simpletuner.training.guard import not_finite, refuse_not_finite
 from simpletuner.training.manifest import NOTE_FILE, PIPELINE_FOLDER, STATE_FOLDER
 
-EARLIER = "choose an earlier checkpoint"
 WEIGHTS_FILE = "trainable.safetensors"
 
 
@@ -198,7 +197,7 @@ def load_parameters(parameters: Mapping[str, nn.Parameter], files: Iterable[Path
                 raise UserError(f"{origin}: {name} has another shape; check {keys}.")
         # One at a time: all of them may not fit into memory.
         spoilt = [name for name, file in weights.items() if not_finite({name: file.get_tensor(name)})]
-        refuse_not_finite({name: weights[name].get_tensor(name) for name in spoilt}, origin, EARLIER)
+        refuse_not_finite({name: weights[name].get_tensor(name) for name in spoilt}, origin)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 local(parameter).copy_(local(as_sharded(weights[name].get_tensor(name), parameter)))
