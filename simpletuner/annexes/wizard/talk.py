@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -236,7 +237,8 @@ def _bracketed(value: Any, question: Question | None = None) -> str:
 
 def _worded(value: Any, question: Question | None) -> str:
     if value is None:
-        note = question.option.default_note.replace("`", "") if question else ""
+        # `?` shows the rest: a long line cannot be edited in some terminals.
+        note = re.split("[;,]", question.option.default_note)[0].replace("`", "") if question else ""
         return note or "none"
     known = (word for word, route in ROUTES.items() if route == value)
     return next(known, f"{value:g}" if isinstance(value, float) else str(value))
