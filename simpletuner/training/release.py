@@ -73,7 +73,7 @@ class GradientRelease:
             self._updates = False
 
     def finish(self) -> None:
-        """End a step: update what else the optimizer has a gradient for, and let the groups' own state advance once."""
+        """End a step: update the remaining parameters, and advance the state of the groups once."""
         groups = self._optimizer.param_groups
         for number, group in self._after.items():
             groups[number].update(group)
