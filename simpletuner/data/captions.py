@@ -6,7 +6,6 @@ A picture may have several captions; one of them is drawn each time it is used.
 from __future__ import annotations
 
 import codecs
-import importlib
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from typing import Any
 import regex
 
 from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetConfig
+from simpletuner.config.option import Package, check_installed
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import FileFacts, Folder, pair_key
 from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read
@@ -32,6 +32,7 @@ FILTERS = "caption_filter_list"
 EMPTY = "has an empty caption file"
 LONGEST_SHOWN = 200  # characters of a caption in a message
 UNKNOWN = FileFacts(0, 0, "")
+PYARROW = Package("pyarrow", "pyarrow>=21,<27")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 no_caption = partial(LeftOutError, "no caption")
@@ -310,18 +311,14 @@ def _filter(filters: Sequence[tuple[str | None, regex.Pattern[str] | None, str]]
 
 def read_caption_table(config: ParquetConfig) -> Reading[dict[str, tuple[str, ...]]]:
     """Captions by file name (NFC, path with `/`); an empty tuple if the table has none."""
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        yield Problem("metadata_backend", "parquet needs the package pyarrow: pip install 'pyarrow>=21,<27'.")
-        parquet = None
-    # The file is checked without the package, too, so that one start reports both.
-    path = Path(config.path)
-    if not path.is_file():
-        yield Problem("parquet.path", f"the file {config.path!r} does not exist.")
+    path, problems = Path(config.path), [*check_installed(PYARROW, "metadata_backend", "parquet")]
+    if not path.is_file():  # checked without the package, too, so that one start reports both
+        problems.append(Problem("parquet.path", f"the file {config.path!r} does not exist."))
+    yield from problems
+    if problems or not (yield from _has_columns(path, config)):
         return {}
-    if parquet is None or not (yield from _has_columns(parquet, path, config)):
-        return {}
+    from pyarrow import parquet
+
     # Only what is needed, since such tables may hold the pictures themselves.
     columns = [column for column in (config.caption_column, config.fallback_caption_column) if column]
     rows = parquet.read_table(path, columns=list(dict.fromkeys([config.filename_column, *columns]))).to_pylist()
@@ -344,8 +341,10 @@ def match_rows(table: CaptionTable, pictures: Iterable[str]) -> tuple[CaptionTab
     return matched, sorted(unused)
 
 
-def _has_columns(parquet: Any, path: Path, config: ParquetConfig) -> Reading[bool]:
+def _has_columns(path: Path, config: ParquetConfig) -> Reading[bool]:
     """Check every column that the entry names, even those of sizes, which are read from the pictures themselves."""
+    from pyarrow import parquet
+
     try:
         known = list(parquet.read_schema(path).names)
     except (OSError, ValueError) as error:  # the bases of pyarrow's own errors

@@ -203,11 +203,12 @@ class Dataset:
         """The dataset without samples that turned out to be unusable.
 
         Args:
-            problems: why each of them is unusable, by name.
+            problems: why files are unusable, by name.
             reason: "damaged" is recorded in the index, so that the next run leaves them out at once.
         """
+        names = {sample.name for sample in self.samples}
         samples = tuple(sample for sample in self.samples if sample.name not in problems)
-        rejected = [Rejected(self.id, name, reason, problem) for name, problem in problems.items()]
+        rejected = [Rejected(self.id, name, reason, problem) for name, problem in problems.items() if name in names]
         damaged = problems if reason == "damaged" else {}
         facts = {name: replace(self.facts[name], problem=why, reason=reason) for name, why in damaged.items()}
         return replace(self, samples=samples, rejected=(*self.rejected, *rejected), facts={**self.facts, **facts})
@@ -305,9 +306,10 @@ def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str
     Args:
         damaged: why each file is unusable, by dataset id and name.
     """
-    reduced = []
+    reduced, folders = [], {dataset.id: dataset.folder for dataset in datasets}
     for dataset in datasets:
-        unusable = {name: problem for (owner, name), problem in damaged.items() if owner == dataset.id}
+        # By folder: the index of a dataset also remembers the damage of the samples that are held out from it.
+        unusable = {name: problem for (owner, name), problem in damaged.items() if folders[owner] is dataset.folder}
         whole = dataset.without(unusable)
         single = {
             sample.name: f"its partner {partner.name} {problem}"

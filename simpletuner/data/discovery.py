@@ -315,7 +315,7 @@ class Folder:
 
     Attributes:
         root: the folder.
-        facts: of each picture or clip; first those without a problem, sorted by name.
+        facts: of each picture or clip, sorted by name.
         listing: caption files, captions of a table, origins.
         gone: those that are used although their files are gone.
         rejected: every file with a problem, and every other file.
@@ -379,13 +379,10 @@ def read_folder(
         facts |= lost
     else:
         left_out |= dict.fromkeys(lost, ("gone", "was here in the last run and is gone"))
-    usable = {name: facts[name] for name in sorted(facts) if facts[name].problem is None}
-    damaged = {name: fact for name, fact in facts.items() if name not in usable}
-    for name, fact in damaged.items():
-        left_out[name] = fact.reason, fact.problem or ""
+    left_out |= {name: (fact.reason, fact.problem) for name, fact in facts.items() if fact.problem}
     rejected = tuple(Rejected(config.id, name, *why) for name, why in left_out.items())
-    # Damaged files stay in the index too, or every start would read them again.
-    return Folder(root, usable | damaged, listing, frozenset(lost.keys() & facts.keys()), rejected, known)
+    # Files with a problem stay in the index too, or every start would read them again.
+    return Folder(root, dict(sorted(facts.items())), listing, frozenset(lost.keys() & facts.keys()), rejected, known)
 
 
 def _not_chosen(config: DatasetConfig, names: Sequence[str], excluded: Set[str], known: Collection[str]) -> Reasons:

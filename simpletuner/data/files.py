@@ -123,5 +123,5 @@ def with_retries(path: Path, attempt: Callable[[], T]) -> T:
 
 def _device_message(path: Path, error: OSError) -> str:
     mount = next(folder for folder in path.absolute().parents if folder.is_mount() or folder == folder.parent)
-    failed = f"{path}: {error.strerror or error}, {len(RETRY_DELAYS) + 1} times, by the disk or network behind {mount}."
-    return f"{failed} It is not the file's fault: no file is marked as damaged. Start again when it can be read."
+    failed = f"{path}: {error.strerror or error}; {len(RETRY_DELAYS) + 1} times, the disk or network at {mount} failed."
+    return f"{failed} The file may be intact: no file is marked as damaged. Start again when it can be read."

@@ -48,10 +48,6 @@ class _ShapeHistory:
     def lately(self, part: str) -> float:
         return median(parts[part] for parts in self.recent)
 
-    def growth(self, part: str) -> float:
-        """By how many seconds a part of a step grew."""
-        return self.lately(part) - self.usual(part)
-
 
 class SlowSteps:
     """Notices when steps become slower, and names the likely reason.
@@ -89,7 +85,7 @@ class SlowSteps:
         # One notice an episode, however many shapes slow down in it.
         begins = not self._slow
         self._slow.add(kind)
-        reason = REASONS[max(parts, key=history.growth)]
+        reason = REASONS[max(parts, key=lambda part: history.lately(part) - history.usual(part))]
         slower = f"{slowdown:.1f} times the usual {pace_text(usual)}, over the last {RECENT} steps of this size"
         return f"Steps became slower: {pace_text(recent)}, {slower}. Likely cause: {reason}." if begins else None
 

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from simpletuner.annexes.processes import launching
-from simpletuner.annexes.processes.launching import describe, differences, joined
+from simpletuner.annexes.processes.agreement import describe, differences
+from simpletuner.annexes.processes.launching import joined
 from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted

@@ -233,13 +233,9 @@ def _load(config: DatasetConfig, commit: str, cache: Path) -> Any:
     folder = home_path(name)
     # The commit, as the branch may have moved since it was looked up.
     place = {"path": str(folder)} if folder.is_dir() else {"path": name, "revision": commit}
+    part = {"split": config.split, "num_proc": processes if processes > 1 else None}
     try:
-        table = datasets.load_dataset(
-            **place,
-            split=config.split,
-            cache_dir=str(cache / "datasets"),
-            num_proc=processes if processes > 1 else None,
-        )
+        table = datasets.load_dataset(**place, **part, cache_dir=str(cache / "datasets"))
     except (DatasetsError, OSError, RuntimeError, ValueError) as error:
         raise UserError(_refusal(name, error)) from error
     for column, feature in table.features.items():
@@ -413,14 +409,8 @@ def list_bucket(config: DatasetConfig, store: Store) -> Reading[Offer]:
 
 
 def _login(config: DatasetConfig) -> S3Login:
-    return S3Login(
-        endpoint_url=config.aws_endpoint_url,
-        region=config.aws_region_name,
-        access_key=config.aws_access_key_id,
-        secret_key=config.aws_secret_access_key,
-        session_token=config.aws_session_token,
-        pool=config.aws_max_pool_connections,
-    )
+    keys = config.aws_access_key_id, config.aws_secret_access_key, config.aws_session_token
+    return S3Login(config.aws_endpoint_url, config.aws_region_name, *keys, pool=config.aws_max_pool_connections)
 
 
 def _place(config: DatasetConfig) -> str:

@@ -1,7 +1,7 @@
-"""The folder that remote files are downloaded to: what is there, what failed, and the downloads themselves.
+"""The folder that remote files are downloaded to.
 
-`downloads.jsonl` says which file was downloaded as what and in which version, so that nothing is fetched twice and a
-killed download continues; `failed.jsonl` names what could not be had, which is tried again only when asked for.
+`downloads.jsonl` records the name and version of every downloaded file, so that nothing is fetched twice and a killed
+download continues; `failed.jsonl` lists what could not be downloaded, which is retried only on request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tif", "HEIF": ".heic"}  # of pictures whos
 
 
 class DownloadError(Exception):
-    """A file that cannot be had; the text says why and fits after its address."""
+    """A file that cannot be downloaded; the text says why and fits after its address."""
 
 
 class UnfetchedError(UserError):
@@ -127,7 +127,7 @@ class Store:
         return record.name if path.is_file() and path.stat().st_size == record.size else None
 
     def here(self, prefix: str) -> list[Item]:
-        """What was downloaded from addresses that begin alike, for plans that ask nobody."""
+        """What was downloaded from addresses that begin alike, for plans that contact no server."""
         # `tuple` reads nothing: they are here.
         items = [Item(each.key, each.name, tuple, each.version, each.size) for each in self._done.values()]
         return [item for item in items if item.key.startswith(prefix) and self.name_of(item)]
