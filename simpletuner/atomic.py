@@ -84,8 +84,9 @@ def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Hold off other processes that read a file, change its content and write it in this context. The lock is another
-    file beside it, `.<name>.lock`, since writing replaces the file itself.
+    """Lock a file that the block reads, changes and writes, against other processes that do the same.
+
+    The lock is a file beside it, `.<name>.lock`, since writing replaces the file itself.
 
     Raises:
         DiskFullError, WriteError: as in `writing_to`.

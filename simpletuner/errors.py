@@ -44,7 +44,7 @@ class Problem:
         return visible(f"{self.where}: {self.message}" if self.where else self.message)
 
     def to_json(self) -> dict[str, Any]:
-        """It as programs read it."""
+        """The problem as JSON, for programs."""
         remedy = {"remedy": dict(self.remedy)} if self.remedy else {}
         return {"key": self.where, "message": self.message, "fatal": self.fatal, **remedy}
 
@@ -95,7 +95,7 @@ class ConfigError(UserError):
 
 
 class Problems(list[Problem]):
-    """The place where the problems that rules and readers yield come together."""
+    """Collects the problems that rules and readers yield."""
 
     def take(self, reading: Reading[T]) -> T:
         """The result of a reading, whose problems are added.

@@ -344,7 +344,7 @@ def _decode(sample: Sample) -> np.ndarray:
     """
     if sample.clip is None:
         # The bytes that are hashed are those that are decoded, so no change can come in between.
-        data = files.read(sample.path, files.LARGEST_PICTURE)
+        data = files.read_file(sample.path, files.LARGEST_PICTURE)
         _check_same(sample, hashlib.sha256(data).hexdigest())
         return media.fit(media.decode(data), sample.geometry)[None]
     try:

@@ -23,7 +23,7 @@ from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetCo
 from simpletuner.config.option import Package, check_installed
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import FileFacts, Folder, pair_key
-from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read
+from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read_file
 from simpletuner.errors import Problem, Reading, UserError, did_you_mean, shorten, warning
 
 COARSEST_CLOCK = 3.0  # seconds: file systems round times, FAT to two seconds
@@ -146,7 +146,7 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
     if file is None:
         raise no_caption(f"has no caption file {PurePosixPath(name).with_suffix('.txt').name!r} beside it")
     whole = source.config.disable_multiline_split
-    stamp = stamp_of(f"{folder.root}/{file}", whole=whole)
+    stamp = caption_stamp(f"{folder.root}/{file}", whole=whole)
     if stamp is None or stamp != known.stamp:
         captions = read_caption_file(folder.root / file, whole=whole)
         # Facts are saved in the index, so the next start opens no unchanged caption file.
@@ -154,7 +154,7 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
     return known.captions
 
 
-def stamp_of(path: str, *, whole: bool) -> str | None:
+def caption_stamp(path: str, *, whole: bool) -> str | None:
     """What differs if the captions of a file may: how it is split, its size, times and number.
 
     The time of change cannot be set, so even an edit that restores the time of modification is noticed. None if the
@@ -208,7 +208,7 @@ def read_caption_text(path: Path) -> str:
         DeviceError: the device failed.
     """
     try:
-        content = read(path, LARGEST_CAPTION)
+        content = read_file(path, LARGEST_CAPTION)
         text = content.decode("utf-16" if content.startswith(UTF16_MARKS) else "utf-8-sig")
     except UnreadableError as error:
         raise no_caption(f"has a caption file that {error}") from error
@@ -263,7 +263,7 @@ def read_filters(value: Any) -> Reading[Edit | None]:
 
 def _read_list(path: Path) -> Reading[list[Any]]:
     try:
-        text = read(path, LARGEST_CAPTION).decode("utf-8-sig")
+        text = read_file(path, LARGEST_CAPTION).decode("utf-8-sig")
         if path.suffix.lower() == ".json":
             content = json.loads(text)
             return content if isinstance(content, list) else [content]

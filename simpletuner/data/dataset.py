@@ -21,7 +21,7 @@ from simpletuner.data.chance import fraction
 from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
 from simpletuner.data.discovery import FileFacts, Folder, pair_key, save_index
 from simpletuner.data.entries import DataContext
-from simpletuner.data.sample import EXPECTED, LedgerEntry, Rejected, Sample, size_text
+from simpletuner.data.sample import EXPECTED, LedgerEntry, Rejected, Sample, shape_text
 from simpletuner.errors import Problem, Problems, shorten, warning
 
 # A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this share.
@@ -232,7 +232,7 @@ class Dataset:
     def sizes(self) -> dict[str, int]:
         """The number of samples by the size that they are trained at, as text."""
         found = Counter((each.geometry.bucket, each.geometry.size, each.frames) for each in self.samples)
-        return {size_text(*kind): count for kind, count in found.items()}
+        return {shape_text(*kind): count for kind, count in found.items()}
 
     def counts(self) -> Counter[str]:
         """Number of rejected files, by reason."""

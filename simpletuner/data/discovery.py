@@ -198,7 +198,7 @@ class FileFacts:
         captions: those of its caption file at `stamp`; else those it was last used with, in case the files are gone.
         clip: length and rate; None for pictures.
         white: how it was last read as a mask, and the share of it that is white then.
-        stamp: `captions.stamp_of` the caption file when it was read; None if there is none.
+        stamp: `captions.caption_stamp` the caption file when it was read; None if there is none.
     """
 
     size: int
@@ -267,7 +267,7 @@ def _inspect(path: Path) -> FileFacts:
     try:
         size, mtime_ns = files.check_regular(path, files.LARGEST_CLIP if clip else files.LARGEST_PICTURE)
         # A picture is read once for its hash and its size. A clip may not fit into memory, so it is hashed in chunks.
-        data = b"" if clip else files.read(path, files.LARGEST_PICTURE)
+        data = b"" if clip else files.read_file(path, files.LARGEST_PICTURE)
         facts = FileFacts(size, mtime_ns, files.content_hash(path) if clip else hashlib.sha256(data).hexdigest())
         if clip:
             shown = probe_clip(path)

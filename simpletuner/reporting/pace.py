@@ -1,4 +1,4 @@
-"""A notice when steps become slower, and durations and sizes worded for people."""
+"""Detects when steps become slower; formats durations and sizes for people."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _ShapeHistory:
 
 
 class SlowSteps:
-    """Notices when steps become slower, and names the likely reason.
+    """Detects when steps become slower, and names the likely reason.
 
     Only steps of the same shape are compared, since a larger bucket is slower by design.
 

@@ -161,6 +161,7 @@ def test_few_files_are_enlarged(sizes: list[tuple[int, int]], square: bool, trai
 def test_unusable_files_are_neither_held_out_nor_counted(commands: list[list[str]], capsys: Capture) -> None:
     put_pictures(Path("cat"), 15)
     Path("cat/broken.png").write_bytes(b"broken")
+    Path("cat/broken.txt").write_text("it stands there")
     assert main(["start", "cat", "--yes"]) == 0
     assert "Held out" not in capsys.readouterr().out
     config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")

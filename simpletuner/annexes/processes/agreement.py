@@ -27,13 +27,13 @@ def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Value]]
     seed = world.broadcast(first and first[0].seed)
     # Processes of one machine share its download cache: the leader fills it, the rest only read.
     made = world.leader_first(lambda: first or make(seed))
-    problems = differences(world.gather((socket.gethostname(), describe(made[0]))))
+    problems = differences(world.gather((socket.gethostname(), agreed_values(made[0]))))
     if problems:
         raise ConfigError(problems)
     return made
 
 
-def describe(plan: Plan) -> dict[str, str]:
+def agreed_values(plan: Plan) -> dict[str, str]:
     """What must be the same in all processes, by what a person would look at."""
     config, identity = plan.config, identify(plan)
     step = "the beginning" if plan.resume is None else plan.resume.path.name

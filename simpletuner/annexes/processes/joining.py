@@ -265,7 +265,7 @@ def _reach(host: str, address: str, port: int, deadline: float) -> socket.socket
 
 
 def settle_meeting(place: World, environment: MutableMapping[str, str]) -> list[Problem]:
-    """Set what torch and accelerate need to know for `env://`; returns what only the user knows."""
+    """Set the variables that `env://` reads; returns a problem for each that only the user can set."""
     values = {name: environment.get(name) or value for name, value in _usual_meeting(place, environment).items()}
     environment.update({name: value for name, value in values.items() if value})
     environment.update(zip(LAUNCHERS[0], map(str, astuple(place)), strict=True))

@@ -116,8 +116,7 @@ def launch_arguments(launch: LaunchConfig, command: list[str]) -> Any:
 
 @contextmanager
 def signals_passed_on() -> Iterator[None]:
-    """Pass Ctrl-C and SIGTERM on to the processes, which stop as one process does: in sessions of their own, they do
-    not get them from the terminal."""
+    """Forward Ctrl-C and SIGTERM to the processes: in separate sessions, they get no signals from the terminal."""
     import psutil
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -131,7 +130,7 @@ def signals_passed_on() -> Iterator[None]:
 
 @contextmanager
 def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
-    """This process's world; what ends one process ends all of them, and the first says why.
+    """The world of this process. What ends one process ends all of them, and process 0 prints why.
 
     Args:
         place: as a launcher has set it.
@@ -200,7 +199,7 @@ def together(world: ConnectedWorld, error: BaseException) -> BaseException:
 
 
 def _words_of(world: ConnectedWorld, error: BaseException, code: int) -> str:
-    """How a process that prints nothing reports its failure to the first one."""
+    """How a process that prints nothing words its failure for process 0."""
     if code == Interrupted.exit_code or (code == 1 and isinstance(error, SimpleTunerError)):
         # All end at once. The first process has more to finish, such as trackers, and its end ends this one.
         world.watch.known(GRACE_SECONDS if isinstance(error, Interrupted) else LINGER)

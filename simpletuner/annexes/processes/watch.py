@@ -207,7 +207,7 @@ class Links:
             self.found[rank] = link
 
     def hear(self, own: Beat) -> None:
-        """Read what others report for a while, or until something has happened."""
+        """Read reports for `POLL_SECONDS`, or until a connection ends or a failure is reported."""
         deadline, eventful = time.monotonic() + POLL_SECONDS, False
         # After an event, only what has arrived already: the watch must judge it now.
         while ready := self._selector.select(0.0 if eventful else max(0.0, deadline - time.monotonic())):
@@ -296,7 +296,7 @@ class Watch:
         return missing
 
     def enforce(self) -> None:
-        """End this process from now on if another one fails."""
+        """From now on, end this process if another one fails."""
         self._left_alone.clear()
 
     def close(self) -> None:
@@ -320,7 +320,7 @@ class Watch:
             self._exchange = None
 
     def known(self, seconds: float) -> Failure | None:
-        """The verdict, for which this waits some seconds. From now on, the main thread ends this process."""
+        """Wait up to some seconds for the verdict. From now on, the main thread itself ends this process."""
         with self.writing:
             self._left_alone.set()
         self._decided.wait(seconds)
