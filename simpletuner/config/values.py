@@ -241,14 +241,10 @@ def plain_key(written: str) -> str:
 
 def parse_flag(value: object) -> object:
     """True or False from a boolean, 0, 1 or one of the usual words, in any letter case."""
-    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
-        return bool(value)
-    word = value.strip().lower() if isinstance(value, str) else None
-    if word in TRUE_WORDS:
-        return True
-    if word in FALSE_WORDS:
-        return False
-    raise ValueError("is not true or false")
+    word = str(value).strip().lower() if isinstance(value, str | int) else ""
+    if word not in TRUE_WORDS | FALSE_WORDS:
+        raise ValueError("is not true or false")
+    return word in TRUE_WORDS
 
 
 def parse_integer(value: object) -> object:
@@ -388,14 +384,13 @@ def parse_sizes(value: object) -> object:
     if isinstance(value, tuple):
         return value
     parts = [part.strip().lower() for part in str(parse_text(value)).split(",") if part.strip()]
-    wrong = [repr(part) for part in parts if not SIZE.fullmatch(part)]
-    if wrong:
+    sizes = [found for part in parts if (found := SIZE.fullmatch(part))]
+    if wrong := [repr(part) for part in parts if not SIZE.fullmatch(part)]:
         named = f"contains {', '.join(wrong)}, which is not" if len(parts) > 1 else "is not"
         raise ValueError(f"{named} a size such as 1024 or 1280x768")
     if not parts:
         raise ValueError("contains no size")
-    # "1024" is a square; older files have "1024.0"
-    return tuple((int(float(part.partition("x")[0])), int(float(part.rpartition("x")[2]))) for part in parts)
+    return tuple((int(size[1]), int(size[2] or size[1])) for size in sizes)
 
 
 def write_sizes(sizes: tuple[Size, ...] | None) -> str | None:
