@@ -1,7 +1,7 @@
 """From layers of raw keys and values to a checked `RunConfig`.
 
 A layer is one source of settings: family defaults, config.env, config.json, the command line. `resolve` merges them,
-records which one each value comes from, and collects all problems, pydantic's in words that a user can act on.
+records the origin of every value and collects all problems, with pydantic's reworded for users.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def resolve(
         if name in values and not same_value(values[name], value):
             yield warning(name, f"{values[name]!r} is ignored: the model fixes it to {value!r}. ({origins[name]})")
         values[name], origins[name] = value, schema.FAMILY_FIXED
-    # Apart from the others, whose messages already name their layer.
+    # Kept apart from the problems whose messages already name their layer.
     invalid = Problems()
 
     def build(group: type[schema.GroupType]) -> schema.GroupType:
@@ -220,7 +220,7 @@ def _sentence(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
 
 
 def _why_not(details: ErrorDetails, path: str, model: type[BaseModel]) -> str:
-    """Why a key does not take a word: it is the value of another key, or none of its own."""
+    """Why a key does not take a word."""
     value, allowed = details["input"], _allowed(details)
     options = schema.options_of(model) if issubclass(model, Group) else {}
     if path in options and (why := options[path].refused.get(str(value))):

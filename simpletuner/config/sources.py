@@ -72,7 +72,7 @@ class Arguments:
         settings: keys and values in the order given; a bare flag has the value True.
         selectors: `env`, `example` and the like.
         collect: the door to remote datasets, see `DataContext.collect`.
-        problems: of their syntax, and whatever is found while they are made a plan.
+        problems: of their syntax; planning adds its own.
         base: the configuration that the settings override; None to look for one.
         label: how messages name the settings.
     """
@@ -127,7 +127,7 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
 
 
 def _stray(token: str) -> Problem:
-    """A bare word, which may be the name or the path of a configuration."""
+    """The problem of a bare word, which may name a configuration."""
     if any(map(os.path.isfile, [token, f"{token}/config.json", f"config/{token}/config.json"])):
         return Problem(token, f"is not a setting. Did you mean env={token}?")
     return Problem(token, "is not a setting; write key=value, --key value or --flag.")
