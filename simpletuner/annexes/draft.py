@@ -74,7 +74,7 @@ class Draft:
         flat = self.config.flat
         self.values = {
             # Untouched keys stay as the user wrote them; references stay references in the file.
-            key: flat[key] if key in changes and not _refers_to_environment(value) else value
+            key: flat[key] if key in changes and "{env:" not in str(value) else value
             for key, value in values.items()
         }
 
@@ -110,7 +110,3 @@ class Draft:
 
     def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in {**self.values, **changes}.items() if value is not None}
-
-
-def _refers_to_environment(value: Any) -> bool:
-    return isinstance(value, str) and "{env:" in value

@@ -138,10 +138,13 @@ def start_limit(arguments: Arguments) -> float:
 
 def _replay(folder: Path, arguments: Arguments, bisect: bool) -> None:
     """Repeat a step that failed; exits with 1 if it fails again."""
+    from simpletuner.annexes.replay.failure import prepare
+
+    failure, plan = prepare(folder, arguments)
     with logged_events(None) as events:
-        with events.phase("Loading torch"):
-            from simpletuner.annexes.replay import prepare, replay_step
-        if replay_step(*prepare(folder, arguments), events, bisect=bisect):
+        with events.phase("Loading torch"), uncollected():
+            from simpletuner.annexes.replay.autopsy import replay_step
+        if replay_step(failure, plan, events, bisect=bisect):
             raise typer.Exit(1)
 
 
@@ -268,7 +271,7 @@ def open_companions(
     plan: Plan, destinations: Sequence[Destination], events: EventStream, world: World
 ) -> list[Companion]:
     """What accompanies a run in this process, in the order in which it is called."""
-    from simpletuner.annexes.replay import Autopsy
+    from simpletuner.annexes.replay.autopsy import Autopsy
 
     autopsy = Autopsy()
     events.subscribe(autopsy)  # now, because it notes the memory that each phase needed
