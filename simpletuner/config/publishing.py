@@ -166,9 +166,9 @@ def check_publishing(publish: PublishConfig, project: str) -> Iterator[Problem]:
 
 
 def check_typed(publish: PublishConfig) -> Iterator[Problem]:
-    """Keys of stores that were given on the command line: `simpletuner publish` cannot find them again."""
+    """Keys of stores that are in no file: `simpletuner publish` cannot find them again."""
     if any(store.secret_key or store.session_token or store.headers for store in publish.stores):
-        message = "its keys are not recorded: simpletuner publish finds those in a config file, not on a command line."
+        message = "its keys are not recorded: simpletuner publish finds keys only in a config file."
         yield warning(PUBLISHING_CONFIG, message)
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from simpletuner.data.entries import Collect
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
-COMMAND_LINE = "command line"  # the origin of what is given there
+# Origins of settings that are in no file: of the command line, and of functions.
+COMMAND_LINE, ARGUMENTS = "command line", "config"
 # Arguments that choose the config and are not settings themselves, by the name they are stored under.
 SELECTORS = {**{key: key for key in ("env", "example", "config_path", "config_backend")}, "config": "config_path"}
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -60,7 +61,7 @@ class Located:
 
 def configured(values: Mapping[str, Any]) -> Located:
     """A configuration that is no file."""
-    return Located([launch_layer(), Layer("config", [(key, resolve_alias(value)) for key, value in values.items()])])
+    return Located([launch_layer(), Layer(ARGUMENTS, [(key, resolve_alias(value)) for key, value in values.items()])])
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Arguments:
         collect: the door to remote datasets, see `DataContext.collect`.
         problems: of their syntax, and whatever is found while they are made a plan.
         base: the configuration that the settings override; None to look for one.
+        label: how messages name the settings.
     """
 
     settings: list[tuple[str, object]] = field(default_factory=list)
@@ -80,6 +82,7 @@ class Arguments:
     collect: Collect | None = None
     problems: Problems = field(default_factory=Problems)
     base: Located | None = None
+    label: str = COMMAND_LINE
 
     def layers(self) -> Reading[tuple[list[Layer], Path]]:
         """The layers of files, environment and command line, the weakest first, and the folder of the config file."""
@@ -96,7 +99,7 @@ class Arguments:
     def layer(self) -> Layer:
         """The settings as the layer with the highest priority; `null` unsets a key, as in JSON."""
         values = [(key, None if value == "null" else value) for key, value in self.settings]
-        return Layer(COMMAND_LINE, values, last_wins=True)
+        return Layer(self.label, values, last_wins=True)
 
 
 def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Arguments:

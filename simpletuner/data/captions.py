@@ -55,21 +55,17 @@ class CaptionSource:
 
     Attributes:
         config: the dataset's entry with its defaults filled in.
-        root: its folder.
-        files: caption file by `pair_key`, as found by the scan.
+        folder: its folder as it was read.
         table: captions by picture name, from a table or from the hub.
         edits: applied to each caption, in this order.
         facts: of the files, by name; a caption file is read only if it has changed, and is added here then.
-        gone: names of files that are used although they are gone, with the captions in `facts`.
     """
 
     config: DatasetConfig
-    root: Path
-    files: Mapping[str, str]
+    folder: Folder
     table: CaptionTable
     edits: tuple[Edit, ...] = ()
     facts: dict[str, FileFacts] = field(default_factory=dict)
-    gone: frozenset[str] = frozenset()
 
 
 def caption_source(
@@ -86,7 +82,7 @@ def caption_source(
         if unused:
             yield warning("parquet.path", f"{len(unused)} names in the table have no picture: {shorten(unused)}.")
     edits = tuple(edit for edit in (text_filter(entry), shuffle_edit(entry.caption_shuffle)) if edit is not None)
-    return CaptionSource(entry, folder.root, folder.listing.captions, table, edits, {**folder.facts}, folder.gone)
+    return CaptionSource(entry, folder, table, edits, {**folder.facts})
 
 
 def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
@@ -102,9 +98,9 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
     """
     known = source.facts.get(name)
     # Without a stamp, the index holds captions as they were trained, edits included.
-    if known and name in source.gone and known.captions and not known.stamp:
+    if known and name in source.folder.gone and known.captions and not known.stamp:
         return known.captions
-    captions = _edited(_written(name, source), source.edits, str(source.root / name))
+    captions = _edited(_written(name, source), source.edits, str(source.folder.root / name))
     for caption in captions:
         if token := control_token(caption):
             raise no_caption(f"has a caption with {token}, a control token of the tokenizer; remove it")
@@ -142,15 +138,16 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
         if not captions:
             raise no_caption("has no caption in the table")
         return captions
-    file, known = source.files.get(pair_key(name)), source.facts.get(name, UNKNOWN)
-    if file is None and name in source.gone and known.stamp:
+    folder, known = source.folder, source.facts.get(name, UNKNOWN)
+    file = folder.listing.captions.get(pair_key(name))
+    if file is None and name in folder.gone and known.stamp:
         return known.captions
     if file is None:
         raise no_caption(f"has no caption file {PurePosixPath(name).with_suffix('.txt').name!r} beside it")
     whole = source.config.disable_multiline_split
-    stamp = stamp_of(f"{source.root}/{file}", whole=whole)
+    stamp = stamp_of(f"{folder.root}/{file}", whole=whole)
     if stamp is None or stamp != known.stamp:
-        captions = read_caption_file(source.root / file, whole=whole)
+        captions = read_caption_file(folder.root / file, whole=whole)
         # Facts are saved in the index, so the next start opens no unchanged caption file.
         known = source.facts[name] = replace(known, captions=captions, stamp=stamp)
     return known.captions

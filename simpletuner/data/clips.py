@@ -24,7 +24,7 @@ from PIL import Image
 
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.files import LeftOutError, MediaError, UnreadableError
+from simpletuner.data.files import LeftOutError, MediaError, UnreadableError, UnsuitableError
 from simpletuner.data.media import AVIF_BRANDS, HEIF_BRANDS, decode, fit
 from simpletuner.errors import Problem, Reading, warning, within
 
@@ -203,7 +203,7 @@ def retry_once(attempt: Callable[[], T]) -> T:
     """
     try:
         return attempt()
-    except UnreadableError:
+    except (UnreadableError, UnsuitableError):
         raise
     except MediaError:
         return attempt()

@@ -37,11 +37,21 @@ class LeftOutError(Exception):
 
 
 class MediaError(Exception):
-    """A file that cannot be used; the text says why and fits after the file's name."""
+    """A file that cannot be used; the text says why and fits after the file's name. `reason` is as in `Rejected`."""
+
+    reason = "damaged"
 
 
 class UnreadableError(MediaError):
     """A file that could not be read, so nothing is known about its content."""
+
+    reason = "unreadable"
+
+
+class UnsuitableError(MediaError):
+    """An intact file that holds nothing to train on, or that would be decoded wrongly."""
+
+    reason = "unsuitable"
 
 
 class DeviceError(UserError):

@@ -14,7 +14,7 @@ from simpletuner.config.optimizers import check_optimizer, learning_rate
 from simpletuner.config.precision import check_packages, check_products, text_encoder_dtype, transformer_dtype
 from simpletuner.config.publishing import check_publishing, check_trackers, check_typed, check_webhooks
 from simpletuner.config.schema import DECAYING_SCHEDULERS, PLAIN_PRECISIONS, RunConfig, all_options, family_groups
-from simpletuner.config.sources import COMMAND_LINE
+from simpletuner.config.sources import ARGUMENTS, COMMAND_LINE
 from simpletuner.config.speed import BLOCK_KEYS, check_speed
 from simpletuner.config.values import check_unset
 from simpletuner.data.buckets import Geometry
@@ -172,7 +172,7 @@ def check_rest(config: RunConfig) -> Iterator[Problem]:
     yield from check_trackers(config.tracking)
     yield from check_publishing(config.publish, config.tracking.tracker_project_name)
     # A file can be read again by `simpletuner publish`.
-    if config.origins.get("publishing_config") == COMMAND_LINE:
+    if config.origins.get("publishing_config") in (COMMAND_LINE, ARGUMENTS):
         yield from check_typed(config.publish)
     if config.webhooks.hooks:
         yield from check_webhooks(config.webhooks)

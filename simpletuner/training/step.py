@@ -22,7 +22,7 @@ from simpletuner.diffusion.flow import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.reporting.events import StepReport
 from simpletuner.training import guard
-from simpletuner.training.losses import Losses, loss_divisor
+from simpletuner.training.losses import Losses, MicroLoss, loss_divisor
 from simpletuner.training.meter import StepMeter
 from simpletuner.training.noise import add_noise
 from simpletuner.training.optimizers import RATE_RATIO, SEED, learning_rate_at
@@ -57,15 +57,10 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     guard.equalise_samples((model | modules).values(), losses.counts)
     # Clipped apart: the gradient of a technique's module must not shrink that of the model.
     measured = [guard.gradient_size(parameters.values(), settings.optimizer) for parameters in (model, modules)]
-    tiles = assembly.take_tiles()
-    # Without released gradients, the step's only wait for the device.
-    mine, numbers = losses.on_host(
-        [*(size for sizes in measured for size in sizes.values()), *(count for count, _ in tiles.values())]
-    )
-    size, module_size = ({name: next(numbers) for name in sizes} for sizes in measured)
-    visited = {tokens: (next(numbers), pairs) for tokens, (_, pairs) in tiles.items()}
     if assembly.release is not None:
-        size = assembly.release.read_size(losses.names)
+        measured[0] = assembly.release.gradient_size()
+    # The step's only wait for the device, unless gradients are released.
+    mine, (size, module_size, tiles) = losses.on_host(*measured, assembly.take_tiles())
     sizes = (*size.values(), *module_size.values())
     # All processes have the same sizes, which a loss that is not finite makes NaN (`_backward`): they decide alike, and
     # the device updates the weights while the host exchanges records.
@@ -74,13 +69,14 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
     with assembly.world.exchanging(f"Step {global_step + 1}"):
         gathered = assembly.world.gather(mine)
     everyone = Losses.merged(gathered[:: settings.sequence])  # one of each group
-    guard.stop_if_gradients_not_finite(assembly, sizes, everyone.names, is_halfway=assembly.release is not None)
+    guard.stop_if_gradients_not_finite(assembly, sizes, everyone.names)
     # After the check, which judges by the scale that this step was computed with.
     assembly.scaler.update()
     # None, not zeros: previews get the memory, and optimizers skip a module that no loss has reached.
     assembly.optimizer.zero_grad(set_to_none=True)
     metrics = everyone.means(assembly.techniques) | size | {"learning_rate": rate, "epoch": loader.epoch}
-    return meter.report(global_step + 1, loader, metrics, [*chain.from_iterable(everyone.timesteps)], visited)
+    timesteps = [*chain.from_iterable(micro.timesteps for micro in everyone)]
+    return meter.report(global_step + 1, loader, metrics, timesteps, tiles)
 
 
 def _update(assembly: Assembly, size: Mapping[str, float], module_size: Mapping[str, float]) -> None:
@@ -126,17 +122,17 @@ def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_ste
     for index, run in enumerate(extras):
         with assembly.exchange_only(transformer=last and index == len(extras) - 1, modules=False):
             added = run(partial(predict, assembly))
-            losses.log(added)
-            for loss in added.values():
-                # `_backward` looks at the total: a loss of an extra pass that is not finite must show in it.
-                losses.total[-1] = losses.total[-1] + loss.detach()
-            _backward(assembly, torch.stack(list(added.values())).sum(), losses)
+            loss = torch.stack([*added.values()]).sum()
+            losses[-1].log(added)
+            # `_backward` looks at the total: a loss of an extra pass that is not finite must show in it.
+            losses[-1].total = losses[-1].total + loss.detach()
+            _backward(assembly, loss, losses)
 
 
 def _backward(assembly: Assembly, loss: Tensor, losses: Losses) -> None:
     """Add the gradients of a loss; NaN if the total is not finite, which every process then sees in its gradients."""
     # 0 * inf and 0 * NaN are NaN. An `if` would make the host wait for the device.
-    one = 1 + 0 * losses.total[-1]
+    one = 1 + 0 * losses[-1].total
     share = one * loss / loss_divisor(losses.counts, assembly.settings.accumulation)
     assembly.accelerator.backward(assembly.scaler.scale(share))
 
@@ -157,18 +153,19 @@ def micro_loss(assembly: Assembly, noisy: NoisyBatch, losses: Losses) -> Tensor:
         extras = [technique.extra_losses(noisy, prediction) for technique in assembly.techniques]
 
     loss = elementwise_loss(prediction, noisy, assembly.settings.loss)  # B C F H W
-    losses.begin(noisy, per_sample(loss.detach()))
+    micro = MicroLoss(noisy.batch.names, noisy.timesteps, per_sample(loss.detach()))
     for technique in assembly.techniques:
         loss = technique.weigh(noisy, prediction, loss)
     total = per_sample(loss).mean()
-    losses.diffusion.append(total.detach())
+    micro.diffusion = total.detach()
     for extra in extras:
-        losses.log(extra)
+        micro.log(extra)
         for value in extra.values():
             total = total + value
     for technique in assembly.techniques:
-        losses.log(technique.metrics())
-    losses.total.append(total.detach())
+        micro.log(technique.metrics())
+    micro.total = total.detach()
+    losses.append(micro)
     return total
 
 
