@@ -139,16 +139,17 @@ def refresh(path: Path, owner: Owner, over: threading.Event) -> None:
 def create(path: Path, content: bytes, mode: int = 0o666) -> bool:
     """Create a file, such as the lock, with its content atomically; False if there is one already."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(draft, "wb", opener=partial(os.open, mode=mode)) as file:
-        file.write(content)
     try:
-        os.link(draft, path)  # unlike a rename it fails if the name exists
-    except FileExistsError:
-        return False
-    except OSError:  # a file system without links
-        return create_in_place(path, content, mode)
+        with open(draft, "wb", opener=partial(os.open, mode=mode)) as file:
+            file.write(content)
+        try:
+            os.link(draft, path)  # unlike a rename it fails if the name exists
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without links
+            return create_in_place(path, content, mode)
     finally:
-        draft.unlink()
+        draft.unlink(missing_ok=True)
     return True
 
 
@@ -156,7 +157,12 @@ def create_in_place(path: Path, content: bytes, mode: int = 0o666) -> bool:
     """Create a file, then write its content; a kill in between leaves a lock that the user must delete."""
     try:
         with open(path, "xb", opener=partial(os.open, mode=mode)) as file:
-            file.write(content)
+            try:
+                file.write(content)
+                file.flush()
+            except OSError:  # a full disk: an empty lock would block every later start
+                path.unlink()
+                raise
     except FileExistsError:
         return False
     return True

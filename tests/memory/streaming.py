@@ -17,6 +17,7 @@ from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.schema import OffloadConfig, PrecisionConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.memory.offload import attach
+from simpletuner.memory.offload.beside import SideStream
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.streamer import Lane, RememberedPlaces, Streamer
 from simpletuner.memory.precision import quantise, use_quantised_products
@@ -42,7 +43,7 @@ class AdversarialLane(Lane):
     """
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__(SideStream(CPU))
         self.submitted: list[int] = []
         self.seconds = 0.0
 

@@ -17,17 +17,18 @@ class SideStream:
 
     Args:
         device: what computes.
+        in_line: copy on the stream that computes instead.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, in_line: bool = False) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" and not in_line else None
 
-    def after_compute(self) -> AbstractContextManager[object]:
-        """A context in which copies wait for what has been submitted to the device up to this point."""
+    def after_compute(self, point: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
+        """A context in which copies wait for what has been submitted to the device up to a point, by default now."""
         if self.stream is None:
             return nullcontext()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.stream.wait_event(point or torch.cuda.current_stream(self.device).record_event())
         return torch.cuda.stream(self.stream)
 
     def complete(self) -> torch.cuda.Event | None:
