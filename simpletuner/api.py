@@ -40,7 +40,7 @@ PARAMETERS = {"prompt": "prompts", "image": "images"}  # of `sample` that are li
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run has produced.
+    """The result of a run.
 
     Attributes:
         output_dir: the folder of the run.
@@ -152,9 +152,9 @@ def sample(
 
 
 def _arguments(config: object, label: str = ARGUMENTS) -> Arguments:
-    """The settings in an argument of a function, which messages call `label`: a configuration, or what overrides one.
+    """The settings in an argument of a function, which messages call `label`.
 
-    By themselves, keys in `config` are a whole configuration; those of a sample override that of its run.
+    A `config` is a whole configuration, unless it selects one that its other keys override. Other arguments override.
     """
     # As nvidia-smi counts, which the plan asks; see `cli.app.run`.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")

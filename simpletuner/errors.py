@@ -215,6 +215,11 @@ def not_one_of(word: str, known: Iterable[str]) -> str:
     return f"{word!r} is not one of: {', '.join(known)}.{did_you_mean(word, known)}"
 
 
+def counted(number: int, word: str, words: str = "") -> str:
+    """`1 step`, `2 steps`; `words` is an irregular plural."""
+    return f"{number} {word if number == 1 else words or word + 's'}"
+
+
 def shorten(names: Sequence[str], most: int = 10) -> str:
     """Comma-separated names; a long list is cut to the first ones and a count of the rest."""
     shown = ", ".join(names[:most])

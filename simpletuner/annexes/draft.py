@@ -19,7 +19,7 @@ from simpletuner.plan.build import Plan, make_plan
 
 @dataclass(frozen=True)
 class Judgement(Plan):
-    """What training would make of some settings, finished or not, and everything that is wrong with them."""
+    """The plan of some settings, finished or not, and all their problems."""
 
     problems: Sequence[Problem] = ()
 
@@ -79,7 +79,7 @@ class Draft:
         }
 
     def after(self, changes: Mapping[str, Any]) -> Draft:
-        """What this draft would be with the changes; None removes a key."""
+        """This draft after the changes; None removes a key."""
         # Shallow: values and judgement are replaced, never changed in place.
         draft = copy.copy(self)
         draft.values = self._with(changes)

@@ -129,7 +129,7 @@ class Studio:
         return paths
 
     def held_out(self, run: Path, arguments: Arguments, events: EventStream) -> tuple[Plan, BatchReader] | None:
-        """What a run is evaluated on, encoded before the transformer takes the memory; None after a warning.
+        """The evaluation of a run, encoded before the transformer takes the memory; None after a warning.
 
         Args:
             arguments: have the door to remote datasets.
@@ -209,7 +209,7 @@ class Studio:
 
 
 def read_caches(encoding: Encoding) -> tuple[Plan, Catalogue, BatchReader]:
-    """What a plan reads, encoded where it is missing: the plan without damaged files, the entries and their reader."""
+    """Fill the caches of a plan; returns the plan without damaged files, the entries and their reader."""
     filler = CacheFiller(encoding, list_entries(encoding.plan, complete_catalogue(encoding.plan)))
     filler.fill()
     reader = BatchReader(filler.catalogue, 0.0, filler.plan.seed, encoding.restore, encoding.encode)

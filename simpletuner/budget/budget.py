@@ -150,7 +150,7 @@ class Budget:
 
     @property
     def sent(self) -> Sent:
-        """What each process sends in an optimizer step."""
+        """Bytes that each process sends in an optimizer step."""
         if not self.steps:
             return Sent()
         largest, micro_steps = self.steps[0], self.config.schedule.gradient_accumulation_steps
@@ -209,7 +209,7 @@ class Budget:
         return [phase.times(count) for phase in (*self._encoding(), *self._training())]
 
     def _encoding(self) -> Iterator[PhasePeak]:
-        """What is encoded before training."""
+        """The peaks of encoding, before training."""
         config, parts, workload = self.config, self.parts, self.workload
         vae, text = parts.encoder_bytes(config)
         if workload.encodes_text:
@@ -231,7 +231,7 @@ class Budget:
             yield PhasePeak("encoding features", max(map(self._teaching, workload.buckets)), self.device.process_memory)
 
     def _training(self) -> Iterator[PhasePeak]:
-        """Loading, training, previews and saving."""
+        """The peaks of loading, training, evaluation, previews and saving."""
         config, parts, model, workload = self.config, self.parts, self.model, self.workload
         vae, frozen, trained = parts.encoder_bytes(config)[0], model.frozen_bytes, model.trained_bytes
         later = workload.encoded_in_training
@@ -290,19 +290,19 @@ class Budget:
         return replace(load, tiled=caching.vae_enable_tiling, sliced=caching.vae_enable_patch_conv)
 
     def _teacher(self, bucket: Bucket) -> float:
-        """Memory of what computes features, VAE and encoder."""
+        """Memory of the VAE and the encoder that compute features."""
         load = self.parts.load(bucket)
         kinds = [kind for technique in self.parts.techniques for kind in technique.features]
         vae, _ = self.parts.encoder_bytes(self.config)
         return vae + max(kind.cost(load.frames, load.height, load.width).memory for kind in kinds)
 
     def _teaching(self, bucket: Bucket) -> float:
-        """The peak of that while it computes them for one clip."""
+        """Peak memory of computing the features of one clip."""
         numbers = self.parts.cost.vae.decode(self.parts.vae, self._as_configured(bucket.clip))
         return self._teacher(bucket) + numbers * BYTES[vae_dtype(self.config.precision, self.config.caching)]
 
     def _kept_for_previews(self) -> float:
-        """What previews leave on the device while training goes on: the VAE, and what decodes in the background."""
+        """Memory that previews keep during training: the VAE, and a decoding in the background."""
         background = self.config.validation.validation_decode_in_background
         if not self.workload.previews or not (background or self.config.caching.keep_vae_loaded):
             return 0.0
@@ -352,7 +352,7 @@ def check_decoding(budget: Budget) -> Iterator[Problem]:
 
 
 def with_faster_previews(budget: Budget) -> Budget:
-    """With what makes previews faster and fits with room to spare, unless the user decided."""
+    """Enable what makes previews faster where it fits with room to spare and the user has not decided."""
     if not budget.workload.previews or budget.device.memory is None:
         return budget
     for key in _faster_previews(budget):

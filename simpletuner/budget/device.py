@@ -132,7 +132,7 @@ class Device:
 
     @property
     def taken_by_others(self) -> str:
-        """What other programs use of the memory, as a phrase; empty if they use none."""
+        """The memory that other programs use, as a phrase; empty if they use none."""
         return f"{gigabytes(self.taken)} in use by {self.users or 'other programs'}" if self.taken else ""
 
 

@@ -65,7 +65,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run computes.
+    """The work of a run, apart from its settings.
 
     Attributes:
         buckets: training buckets, the largest first.
@@ -321,8 +321,8 @@ def quantised_bytes(precision: str) -> float:
 
 
 def kernels_on(config: RunConfig, spec: FamilySpec, *, is_gpu: bool) -> Kernels:
-    """What the blocks run in. Compiled blocks are counted where they were measured: fast ones, and on a GPU those of
-    Sana Video, which on a CPU fail the check of their gradients."""
+    """The kernels of the blocks. Compilation counts only where it was measured: for fast blocks, and on a GPU for Sana
+    Video, whose gradients fail their check on a CPU."""
     # A GPU that this machine's torch cannot use is another machine's.
     elsewhere = is_gpu and not device.torch_uses_gpus()
     backend = compile_backend(config.speed, config.launch, "cuda" if is_gpu else "cpu", elsewhere=elsewhere)

@@ -144,7 +144,7 @@ class TechniqueGroup(Group):
         yield from ()
 
     def check_datasets(self, config: RunConfig, datasets: Sequence[Dataset]) -> Iterator[Problem]:
-        """What the datasets lack, or exclude."""
+        """Data that the technique lacks, and datasets that exclude it."""
         yield from ()
 
     @property
@@ -353,7 +353,7 @@ def describe(name: str, group: type[Group], field: FieldInfo) -> Option:
 
 
 def _constraints(field: FieldInfo) -> list[Any]:
-    """What stands in the `Annotated` of a field, also in that of `Annotated[...] | None`."""
+    """The metadata of a field, including that of `Annotated[...] | None`."""
     inner = [part for part in get_args(field.annotation) if get_origin(part) is Annotated]
     return [*field.metadata, *(each for part in inner for each in get_args(part)[1:])]
 

@@ -20,7 +20,7 @@ from simpletuner.config.values import check_unset
 from simpletuner.data.buckets import Geometry
 from simpletuner.data.captions import control_token
 from simpletuner.data.dataset import Dataset
-from simpletuner.errors import NoEffect, Problem, did_you_mean, shorten, warning, within
+from simpletuner.errors import NoEffect, Problem, counted, did_you_mean, shorten, warning, within
 from simpletuner.models.adapter_kinds import adapter_kind
 from simpletuner.models.registry import FAMILY_DATASET_KEYS
 from simpletuner.models.source import ModelSource, blocks_of, differing_weights, encoder_fault, vae_fault
@@ -258,8 +258,9 @@ def check_sequence(plan: Plan) -> Iterator[Problem]:
     both = math.gcd(heads, launch.local_processes)
     if both % size:
         allowed = ", ".join(str(each) for each in range(1, both + 1) if both % each == 0)
-        processes = f"{launch.local_processes} process{'es' if launch.local_processes > 1 else ''} of each machine"
-        yield Problem(key, f"{size} must divide the {heads} heads of the model and the {processes}: use {allowed}.")
+        processes = counted(launch.local_processes, "process", "processes")
+        message = f"{size} must divide the {heads} heads of the model and the {processes} of each machine"
+        yield Problem(key, f"{message}: use {allowed}.")
 
 
 def check_parts(spec: FamilySpec, flavour: Flavour, source: ModelSource) -> list[Problem]:

@@ -31,7 +31,7 @@ from simpletuner.config.schema import all_options
 from simpletuner.config.values import typed
 from simpletuner.data.dataset import Dataset
 from simpletuner.data.sample import LedgerEntry
-from simpletuner.errors import Problem, visible
+from simpletuner.errors import Problem, counted, visible
 from simpletuner.plan.build import Plan
 from simpletuner.plan.entries import evaluated, previews_of_a_round
 from simpletuner.redaction import redact_settings
@@ -95,11 +95,11 @@ def plan_lines(plan: Plan, budget: Budget) -> Iterator[str]:
 def _length_lines(plan: Plan) -> Iterator[str]:
     length, schedule = plan.length, plan.config.schedule
     per_step = plan.config.launch.data_processes * schedule.train_batch_size * schedule.gradient_accumulation_steps
-    yield f"{_count(length.total_steps, 'step')} of {_count(per_step, 'sample')}"
+    yield f"{counted(length.total_steps, 'step')} of {counted(per_step, 'sample')}"
     peak, rate = peak_learning_rate(plan.config), learning_rate(plan.config.optimizer, plan.config.model.model_type)
     if peak != rate:
         yield f"learning rate {peak:.3g}, which is {rate:.3g} scaled to the samples of a step"
-    yield f"{_count(length.batches_per_epoch, 'batch', 'batches')} an epoch, {_count(length.epochs, 'epoch')}"
+    yield f"{counted(length.batches_per_epoch, 'batch', 'batches')} an epoch, {counted(length.epochs, 'epoch')}"
     if plan.resume is not None:
         yield f"continues from {plan.resume.path.name} (step {plan.resume.step})"
 
@@ -118,10 +118,6 @@ def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:
         if origins[name] != "default"
         and (config.is_explicit(name) or all(condition.holds(config.flat) for condition in option.requires))
     ]
-
-
-def _count(number: int, word: str, words: str = "") -> str:
-    return f"{number} {word if number == 1 else words or word + 's'}"
 
 
 def _ledger_lines(dataset: Dataset) -> Iterator[str]:
@@ -148,7 +144,7 @@ def _fate(entry: LedgerEntry) -> str:
     frames = f"{entry.frames} frames, " if entry.frames > 1 else ""
     fitted = f"resized to {resized}, cropped to {cropped} at {left},{top}"
     note = f", {entry.note}" if entry.note else ""
-    return f"{original}, {frames}{fitted}, {_count(entry.captions, 'caption')}{note}"
+    return f"{original}, {frames}{fitted}, {counted(entry.captions, 'caption')}{note}"
 
 
 def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
@@ -178,7 +174,7 @@ def _cached(what: str, entries: Entries[Any]) -> str:
 def _preview_lines(plan: Plan) -> Iterator[str]:
     watched = evaluated(plan)
     if watched:
-        names = ", ".join(f"{each.id} ({_count(len(each.samples), 'sample')})" for each in watched)
+        names = ", ".join(f"{each.id} ({counted(len(each.samples), 'sample')})" for each in watched)
         yield f"Evaluation loss at {plan.config.evaluation.eval_timesteps} timesteps: {names}"
     if plan.prompts:
         sizes = ", ".join(f"{width}x{height}" for width, height in plan.sizes)
@@ -203,7 +199,7 @@ def budget_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     host = f", host memory {gigabytes(device.host_memory)}" if device.is_gpu and device.host_memory else ""
     yield f"Estimate for {device.name}, {room}{host} ({device.note})"
     if launch.num_processes > 1:
-        where = _count(launch.num_machines, "machine")
+        where = counted(launch.num_machines, "machine")
         yield f"  {launch.num_processes} processes on {where}, one per device, {way_of(budget.config)}"
         if launch.sequence_parallel_size > 1:
             shared = f"the tokens of a sample are shared by {launch.sequence_parallel_size} processes"
@@ -279,7 +275,7 @@ def _time_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     yield f"  about {step} a step, {whole} for {steps} steps{beside}; without filling the caches"
     if previews:
         count, share = preview_rounds(plan), previews / (training + previews)
-        yield f"  {_count(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
+        yield f"  {counted(count, 'round')} of previews, {share:.0%} of that time; {halved_previews(plan)} halves it"
     if (known := budget.outcome) != UNCORRECTED:
         yield f"  corrected by earlier runs, the last on {known.day}: x{known.step:.2f}"
     if batch := free_batch(budget, steps_per_epoch(plan)):
@@ -322,8 +318,8 @@ def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
     rounds = preview_rounds(plan)
     seconds = sum(remaining_seconds(plan, budget))
     after = f" after step {plan.resume.step}" if plan.resume else ""
-    shown = f" and {_count(rounds, 'round')} of previews" if rounds else ""
-    yield f"  {_count(steps, 'step')}{after}{shown}, about {duration(seconds)}; saved to {plan.output_dir}"
+    shown = f" and {counted(rounds, 'round')} of previews" if rounds else ""
+    yield f"  {counted(steps, 'step')}{after}{shown}, about {duration(seconds)}; saved to {plan.output_dir}"
     yield fit_line(budget)
 
 

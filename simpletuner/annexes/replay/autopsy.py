@@ -204,7 +204,7 @@ def watched_outputs(model: nn.Module) -> Iterator[list[str]]:
 
 
 def facts_of(plan: Plan, device: str | None = None) -> dict[str, Any]:
-    """What a repetition depends on, by name: every setting without secrets, versions, models and data.
+    """The facts that a repetition depends on, by name: settings without secrets, versions, models and data.
 
     Args:
         device: what training runs on; None asks torch.
@@ -259,7 +259,7 @@ def replay_step(failure: Failure, plan: Plan, events: EventStream, *, bisect: bo
 
 
 def changes(failure: Failure, plan: Plan) -> Iterator[str]:
-    """What is no longer as it was when the run failed."""
+    """The facts that have changed since the run failed."""
     # Through JSON, as the recorded facts went: tuples are lists there.
     now = json.loads(json.dumps(facts_of(plan)))
     for name in sorted(failure.facts.keys() & now.keys() - OWN_SETTINGS):

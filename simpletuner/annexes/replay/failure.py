@@ -54,10 +54,10 @@ class Failure:
 
 
 def read_failure(folder: Path) -> Failure:
-    """What a failed run left in a folder.
+    """The failure that a run left in a folder.
 
     Raises:
-        UserError: nothing, something damaged, or there is no step to repeat.
+        UserError: the file is missing or damaged, or there is no step to repeat.
     """
     path = folder / FAILURE_FILE
     try:
@@ -71,7 +71,7 @@ def read_failure(folder: Path) -> Failure:
 
 
 def prepare(folder: Path, arguments: Arguments) -> tuple[Failure, Plan]:
-    """What failed, and the plan of the failed run with the settings of the command line.
+    """The failure, and the plan of its run with the settings of the command line.
 
     Raises:
         UserError: it cannot be repeated.
@@ -101,7 +101,7 @@ def checkpoint_before(plan: Plan, step: int) -> Checkpoint | None:
 
 
 def explicit_settings(plan: Plan) -> dict[str, Any]:
-    """What the user had set, except for secrets."""
+    """The settings of the user, without secrets."""
     values = redact_settings(plan.config.flat).items()
     chosen = {key: value for key, value in values if plan.config.is_explicit(key) and value != HIDDEN}
     return chosen | {"seed": plan.seed, "data_backend_config": str(plan.dataset_file)}
