@@ -6,19 +6,17 @@ Kinds other than LoRA are annexes: like the adapters of families they are named 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from simpletuner.config.lora import LoraConfig
 from simpletuner.config.schema import PLAIN_PRECISIONS, RunConfig
 from simpletuner.errors import Problem, Reading
 from simpletuner.models import lora_keys
-from simpletuner.models.cost import Adapters, Shape
+from simpletuner.models.cost import Adapters, Shapes
 from simpletuner.models.lora_keys import Targets, matching_modules
 from simpletuner.models.source import ModelSource
 from simpletuner.models.spec import FamilySpec
-
-Shapes = Mapping[str, Shape]  # of the weights of a transformer's layers, by layer
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import json
 import pickle
 import re
 import zipfile
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from simpletuner.config.schema import RunConfig
 from simpletuner.config.values import home_path
 from simpletuner.errors import Problem, UserError, shorten
 from simpletuner.headers import METADATA, read_head
+from simpletuner.models.cost import Shape, Shapes
 from simpletuner.models.spec import FamilySpec, Flavour
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -33,7 +34,7 @@ class WeightsError(ValueError):
     """A weight file that cannot be used; the message continues a sentence that starts with its name."""
 
 
-def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(path: Path) -> dict[str, Shape]:
     """Names and shapes in a safetensors file.
 
     Raises:
@@ -144,7 +145,7 @@ class Part:
         folder = home_path(self.location) / self.folder
         return _fault(folder) or _unreadable(folder) or self._fault_of_variant(folder)
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+    def weight_shapes(self) -> dict[str, Shape]:
         """Names and shapes of the weights that would be loaded; empty if unknown or not on this machine.
 
         Raises:
@@ -284,10 +285,8 @@ class ModelSource:
         """Problems of local folders and malformed hub ids; a missing repository shows at the download."""
         problems = []
         # One message per location, since most parts share theirs.
-        by_location: dict[str, list[Part]] = {}
-        for part in self.parts.values():
-            by_location.setdefault(part.location, []).append(part)
-        for location, parts in by_location.items():
+        for location in dict.fromkeys(part.location for part in self.parts.values()):
+            parts = [part for part in self.parts.values() if part.location == location]
             key = parts[0].key
             if not parts[0].is_local:
                 if not HUB_ID.fullmatch(location):
@@ -337,7 +336,7 @@ def check_channels(source: ModelSource, transformer_key: str, vae_key: str) -> I
         yield Problem(VAE_KEY, f"the VAE has {makes} channels, the transformer {takes}.")
 
 
-def encoder_fault(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tokens: int | None) -> str | None:
+def encoder_fault(config: Mapping[str, Any], shapes: Shapes, tokens: int | None) -> str | None:
     """The mismatch of a text encoder's weights with its config or tokenizer, or None.
 
     Args:
@@ -382,9 +381,9 @@ def vae_fault(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def blocks_of(group: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, dict[str, tuple[int, ...]]]:
+def blocks_of(group: str, shapes: Shapes) -> dict[int, dict[str, Shape]]:
     """Shapes of the weights of a group's blocks, by block number and by name within the block."""
-    blocks: dict[int, dict[str, tuple[int, ...]]] = {}
+    blocks: dict[int, dict[str, Shape]] = {}
     for name, shape in shapes.items():
         number, dot, rest = name.removeprefix(f"{group}.").partition(".")
         if name.startswith(f"{group}.") and dot and number.isdecimal():
@@ -392,7 +391,7 @@ def blocks_of(group: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, di
     return blocks
 
 
-def differing_weights(group: str, blocks: Mapping[int, Mapping[str, tuple[int, ...]]]) -> list[str]:
+def differing_weights(group: str, blocks: Mapping[int, Shapes]) -> list[str]:
     """Weights that a block lacks but others have, or whose shape differs from the majority."""
     everything = {name for block in blocks.values() for name in block}
     usual = {name: Counter(block[name] for block in blocks.values() if name in block) for name in everything}
@@ -404,7 +403,7 @@ def differing_weights(group: str, blocks: Mapping[int, Mapping[str, tuple[int, .
     )
 
 
-def pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def pickled_shapes(path: Path) -> dict[str, Shape]:
     """Names and shapes in a file of torch.save, of which no code is executed; empty if it is older than torch 1.6, or
     holds anything else."""
     status = path.stat()
@@ -412,7 +411,7 @@ def pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=256)
-def _pickled_shapes(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[int, ...]]:
+def _pickled_shapes(path: Path, size: int, mtime_ns: int) -> dict[str, Shape]:
     """Cached by size and modification time: several parts of a plan ask for the same file."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -427,10 +426,6 @@ def _pickled_shapes(path: Path, size: int, mtime_ns: int) -> dict[str, tuple[int
     return dict(weights) if are_shapes else {}
 
 
-class _StateDict(dict[str, Any]):
-    """A dict that takes attributes, in which `state_dict()` of a module keeps its versions."""
-
-
 class _Shapes(pickle.Unpickler):
     """Reads shapes instead of tensors, and refuses everything that weights do not need."""
 
@@ -438,7 +433,7 @@ class _Shapes(pickle.Unpickler):
         if module == "torch" and name.endswith("Storage"):
             return None
         return {
-            ("collections", "OrderedDict"): _StateDict,
+            ("collections", "OrderedDict"): OrderedDict,
             # Of what a tensor is rebuilt from, the shape; a parameter is rebuilt from a tensor.
             ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, shape, *rest: shape,
             ("torch._utils", "_rebuild_parameter"): lambda shape, *rest: shape,

@@ -11,8 +11,7 @@ from simpletuner.models.cost import (
     BatchShape,
     FamilyCost,
     Kernels,
-    Shape,
-    TileBytes,
+    Shapes,
     TransformerCost,
     number,
     read_cost_table,
@@ -57,27 +56,23 @@ def attention_heads(settings: Mapping[str, object]) -> int:
     return number(settings, "model_dim", 2048) // head_width(settings)
 
 
-def transformer_cost(
-    settings: Mapping[str, object], shapes: Mapping[str, Shape], kernels: Kernels = STOCK
-) -> TransformerCost:
+def transformer_cost(settings: Mapping[str, object], shapes: Shapes, kernels: Kernels = STOCK) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
     head, heads = head_width(settings), attention_heads(settings)
 
-    def tile_bytes(batch: BatchShape, size: int) -> TileBytes:
+    def tile_bytes(batch: BatchShape, size: int) -> tuple[float, float]:
         """Quadratic in tokens, unlike the measured costs."""
-        if not is_sparse(settings):
-            return TileBytes()
         pairs = float(batch.samples * heads * (batch.tokens // TILE) ** 2)
         if kernels.tile_lists:
             # Booleans, from which both passes make four int32 lists, by a sort and scatters with int64 indices.
-            return TileBytes(pairs, (16 + 24) * pairs)
+            return pairs, (16 + 24) * pairs
         # A mask of a tile's queries for every key: booleans, and the numbers added to the scores.
-        return TileBytes(TILE * size * pairs, TILE * 2 * pairs)
+        return TILE * size * pairs, TILE * 2 * pairs
 
-    unit = TILE if is_sparse(settings) else 1
+    dense = TransformerCost(read_cost_table(PACKAGE), shapes, head, compiled=kernels.compiled)
     # Masks leave nothing out.
-    density = (lambda tokens: ASSUMED_DENSITY) if is_sparse(settings) and kernels.tile_lists else None
-    return TransformerCost(read_cost_table(PACKAGE), shapes, head, unit, tile_bytes, kernels.compiled, density=density)
+    density = (lambda tokens: ASSUMED_DENSITY) if kernels.tile_lists else None
+    return replace(dense, unit=TILE, tiles=tile_bytes, density=density) if is_sparse(settings) else dense
 
 
 def picture_tokens(width: int, height: int) -> int:

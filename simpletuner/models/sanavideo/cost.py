@@ -9,7 +9,7 @@ from simpletuner.models.cost import (
     STOCK,
     FamilyCost,
     Kernels,
-    Shape,
+    Shapes,
     TransformerCost,
     number,
     read_cost_table,
@@ -36,9 +36,7 @@ def published(flavour: str) -> dict[str, object]:
     return {**PUBLISHED, **(PUBLISHED_720 if flavour == "2b-720p" else {})}
 
 
-def transformer_cost(
-    settings: Mapping[str, object], shapes: Mapping[str, Shape], kernels: Kernels = STOCK
-) -> TransformerCost:
+def transformer_cost(settings: Mapping[str, object], shapes: Shapes, kernels: Kernels = STOCK) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
     head = number(settings, "attention_head_dim", 112)
     return TransformerCost(
