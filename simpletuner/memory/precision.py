@@ -134,13 +134,13 @@ def pack(weight: Tensor, quantisation: Quantisation) -> Packed:
 class ScaledRows(WeightFormat):
     """One byte per weight, int8 or float8, and one scale per row: w = scale · level.
 
-    With `rounds_inputs`, torchao's int8dq: torchao's own product formats a tensor in every call, which synchronises
-    with the GPU; compiled, it fails for few rows. It rounds inputs in steps of 1/127.5 of a row's largest value and
-    clips that value; here the steps are 1/127.
+    It also replaces torchao's product of int8dq, which formats a tensor in every call and so synchronises with the GPU,
+    and fails for few rows when compiled. torchao rounds inputs in steps of 1/127.5 of a row's largest value and clips
+    that value; here the steps are 1/127.
 
     Attributes:
         dtype: of the unpacked weight, if it is not that of the scales.
-        rounds_inputs, rounds_gradients: multiply them in the type of the weight, instead of unpacking that.
+        rounds_inputs, rounds_gradients: round these to the type of the weight and multiply there; otherwise unpack it.
         kernel: see `multiply`.
     """
 
@@ -400,25 +400,21 @@ def _lacking(config: PrecisionConfig, device: torch.device) -> Iterator[Problem]
     if config.quantized_matmul_kernel != "torch" and capability < (8, 0):
         message = "'triton' needs an NVIDIA GPU of compute capability 8.0; set it to torch."
         yield Problem("quantized_matmul_kernel", message)
-    elif not asked or device.type == "cpu":
-        return
-    elif not is_nvidia:
+    elif is_nvidia:
+        refused = ((key, stored, refusal(stored, device)) for key, stored in asked.items())
+        problems = [*check_capability(config, capability)]
+        yield from problems or (Problem(key, f"{stored.name} {why}") for key, stored, why in refused if why)
+    elif device.type != "cpu":
         name = "ROCm" if device.type == "cuda" else device.type
         for key, stored in asked.items():
-            instead_of_it = UNPACKED if stored.always else "false"
-            yield Problem(key, f"needs an NVIDIA GPU, not {name}; set it to {instead_of_it}.")
-    elif problems := [*check_capability(config, capability)]:
-        yield from problems
-    else:
-        for key, stored in asked.items():
-            if why := refusal(stored, device):
-                yield Problem(key, f"{stored.name} {why}")
+            remedy = UNPACKED if stored.always else "false"
+            yield Problem(key, f"needs an NVIDIA GPU, not {name}; set it to {remedy}.")
 
 
 def refusal(stored: Quantisation, device: torch.device) -> str:
     """Why a small product of such weights fails on a device, empty if it works.
 
-    The compute capability does not tell: torch 2.10 refuses fp8 with scales per row on 12.0 (pytorch #192707).
+    The compute capability is not enough: torch 2.10 refuses fp8 with scales per row on 12.0 (pytorch #192707).
     """
     dtype = torch.float8_e4m3fn if "float8" in stored.kind else torch.int8
     levels = torch.zeros(2 * MULTIPLE, 2 * MULTIPLE, dtype=dtype, device=device).t()

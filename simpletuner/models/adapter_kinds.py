@@ -26,7 +26,7 @@ class AdapterKind:
     Attributes:
         add: `module:function` that freezes a transformer and adds the adapter: (transformer, settings, targets, family,
             seed=, dtype=) -> `Trained`. None for a LoRA, which is part of the core.
-        numbers: (settings, family, targets, shapes) -> trained numbers by layer. None for a LoRA, whose rank says them.
+        numbers: (settings, family, targets, shapes) -> trained numbers by layer. None for a LoRA, which has a rank.
         layers: (settings, family, shapes, quantised) -> the layers that the kind's own file chooses, and the problems
             of that file. None where `peft_lora_target_modules` chooses them.
         takes_any_rank: also one above the width of a layer.

@@ -194,6 +194,12 @@ class CostTable:
 
 
 @cache
+def read_toml(package: str, name: str) -> dict[str, Any]:
+    """A file of data in a family's folder."""
+    return tomllib.loads((files(package) / name).read_text(encoding="utf-8"))
+
+
+@cache
 def read_cost_table(package: str) -> CostTable:
     """The table in a family's folder."""
     return CostTable(**json.loads((files(package) / "cost.json").read_text(encoding="utf-8")))
@@ -596,11 +602,9 @@ class VaeCost:
         }
 
 
-@cache
 def read_vae_costs(package: str) -> dict[str, VaeCost]:
     """What the VAEs of a family take, by their class in diffusers."""
-    tables = tomllib.loads((files(package) / "vae.toml").read_text(encoding="utf-8"))
-    return {name: VaeCost(**table) for name, table in tables.items()}
+    return {name: VaeCost(**table) for name, table in read_toml(package, "vae.toml").items()}
 
 
 @dataclass(frozen=True)

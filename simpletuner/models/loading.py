@@ -87,7 +87,7 @@ def _full_forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def told_plainly(part: Part) -> Iterator[None]:
+def user_errors(part: Part) -> Iterator[None]:
     """Turn the errors of the libraries about a part's files into one that names it.
 
     Raises:
@@ -108,10 +108,10 @@ def load_whole(model_class: Any, part: Part, **settings: Any) -> Any:
         settings: further arguments of its `from_pretrained`.
 
     Raises:
-        UserError: a weight is missing, or has another shape than the config says.
+        UserError: a weight is missing, or its shape differs from that in the config.
     """
     folder = part.fetch()
-    with told_plainly(part):
+    with user_errors(part):
         model, found = model_class.from_pretrained(folder, variant=part.variant, output_loading_info=True, **settings)
     refuse_missing(part, found["missing_keys"])
     return model
@@ -136,7 +136,7 @@ def load_denoiser(model_class: Any, part: Part, dtype: torch.dtype, *, empty: bo
     torch.set_default_dtype(dtype)  # of buffers, as in `from_pretrained`
     try:
         # Not on `torch.device("meta")`: buffers that are not in the files need their values.
-        with told_plainly(part), init_empty_weights():
+        with user_errors(part), init_empty_weights():
             model = model_class.from_config(model_class.load_config(folder))
     finally:
         torch.set_default_dtype(usual)
@@ -149,12 +149,12 @@ def check_shapes(part: Part) -> None:
     """Compare a diffusers model's files with the names and shapes of its class, without loading a weight.
 
     Raises:
-        UserError: a weight is missing, or has another shape than the config says.
+        UserError: a weight is missing, or its shape differs from that in the config.
     """
     stored, settings = part.weight_shapes(), part.read_config()
     if not stored or settings is None:
         return  # unknown formats are checked when they are loaded
-    with told_plainly(part), torch.device("meta"):
+    with user_errors(part), torch.device("meta"):
         model = getattr(diffusers, settings["_class_name"]).from_config(settings)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     wrong = [f"{name} {list(shape)}" for name, shape in expected.items() if stored.get(name) != shape]
@@ -166,7 +166,7 @@ def load_scheduler(part: Part, **overrides: Any) -> Any:
     """Load a scheduler, with the class that its settings name."""
     part.fetch()
     settings = part.read_config() or {}
-    with told_plainly(part):
+    with user_errors(part):
         return getattr(diffusers, settings["_class_name"]).from_config(settings, **overrides)
 
 
@@ -325,7 +325,7 @@ class DeferredWeights:
         paths = tuple(f"{path}." if path else "" for path, part in self._model.named_modules() if part in modules)
         wanted = [name for name in self._lacking if name.startswith(paths)]
         self._lacking = [name for name in self._lacking if not name.startswith(paths)]
-        with told_plainly(self._part):
+        with user_errors(self._part):
             for name, tensor in self._read(wanted):
                 self._put(name, tensor)
 

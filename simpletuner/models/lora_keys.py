@@ -162,7 +162,7 @@ def layers_in(shapes: Shapes, modules: Sequence[str] = ()) -> dict[str, dict[str
 
 
 def check_init_lora(config: LoraConfig, modules: Sequence[str], targets: Targets) -> Iterator[Problem]:
-    """Problems of the file `init_lora`, found from its header.
+    """Problems of the file `init_lora`, judged by its header.
 
     Args:
         modules: the linear layers of the transformer; empty if it is not on this machine.
@@ -205,8 +205,8 @@ def _check_layers(
 def _check_coverage(path: Path, wanted: Set[str], held: Set[str]) -> Iterator[Problem]:
     """Layers that are trained and not in the file, and the other way round."""
     if absent := sorted(wanted - held):
-        there = f"holds {len(wanted & held)} of {len(wanted)} trained layers"
-        message = f"{str(path)!r} {there}; the others start untrained ({shorten(absent)})."
+        covered = f"holds {len(wanted & held)} of {len(wanted)} trained layers"
+        message = f"{str(path)!r} {covered}; the others start untrained ({shorten(absent)})."
         yield Problem("init_lora", message, fatal=False)
     if surplus := sorted(held - wanted):
         message = f"{len(surplus)} layers of {str(path)!r} are not trained and are dropped ({shorten(surplus)})."
@@ -324,16 +324,23 @@ def check_lora_file(key: str, path: Path, modules: Mapping[str, tuple[int, int]]
     strange = [name for name in shapes if role_of(name) is None]
     if strange:
         yield Problem(key, f"{str(path)!r} is not a plain LoRA: it holds {shorten(strange, 3)}.")
-    layers = layers_in(shapes, list(modules))
-    foreign = sorted(layers.keys() - modules.keys()) if modules else []
-    if foreign:
+    if modules:
+        yield from _check_fit(key, path, layers_in(shapes, list(modules)), modules)
+
+
+def _check_fit(
+    key: str, path: Path, layers: Mapping[str, Mapping[str, Shape]], modules: Mapping[str, tuple[int, int]]
+) -> Iterator[Problem]:
+    """The layers of a LoRA file against those of the model."""
+    if foreign := sorted(layers.keys() - modules.keys()):
         message = f"layers in {str(path)!r} are not in this model ({shorten(foreign, 3)})."
         yield Problem(key, f"{len(foreign)} of {len(layers)} {message}")
     for layer, parts in layers.items():
         features = (parts["B"][0], parts["A"][1]) if "A" in parts else None  # each A has its B
         if layer in modules and features not in (None, modules[layer]):
             ours, theirs = ("{}x{}".format(*each) for each in (modules[layer], features))
-            yield Problem(key, f"{str(path)!r} is for other layers: {layer} has {ours} features, there {theirs}.")
+            message = f"{layer} has {ours} features in the model and {theirs} in the file."
+            yield Problem(key, f"{str(path)!r} is for other layers: {message}")
             return
 
 

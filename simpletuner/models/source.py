@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +78,27 @@ def weights_fault(folder: Path) -> str | None:
         return "config.json cannot be read"
     files = [path for path in sorted(folder.iterdir()) if path.suffix in WEIGHT_SUFFIXES]
     if not files:
-        return "there are no weights in it"
-    for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")):
-        shards = (read_object(index) or {}).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-            return f"{index.name} cannot be read"
-        if absent := sorted({shard for shard in shards.values() if not (folder / shard).is_file()}):
-            return f"it lacks {', '.join(absent)}"
-    for path in (path for path in files if path.suffix == ".safetensors"):
-        try:
+        return "it contains no weights"
+    faults = chain(map(_index_fault, sorted(folder.glob(f"*{INDEX_SUFFIX}"))), map(_file_fault, files))
+    return next(filter(None, faults), None)
+
+
+def _index_fault(index: Path) -> str | None:
+    """The fault of the list of a model's files."""
+    shards = (read_object(index) or {}).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+        return f"{index.name} cannot be read"
+    absent = sorted({shard for shard in shards.values() if not index.with_name(shard).is_file()})
+    return f"it lacks {', '.join(absent)}" if absent else None
+
+
+def _file_fault(path: Path) -> str | None:
+    """The fault of a weight file, as far as its header shows."""
+    try:
+        if path.suffix == ".safetensors":
             tensor_shapes(path)
-        except WeightsError as error:
-            return f"{path.name} {error}"
+    except WeightsError as error:
+        return f"{path.name} {error}"
     return None
 
 
@@ -354,7 +364,7 @@ def encoder_fault(config: Mapping[str, Any], shapes: Shapes, tokens: int | None)
         if not name.endswith(("embed_tokens.weight", "token_embedding.weight")):
             continue
         if any(said not in (None, actual) for said, actual in zip(size, shape, strict=False)):
-            return f"has {name} of {list(shape)}, where its config.json says {size}"
+            return f"has {name} of {list(shape)}, its config.json {size}"
         # A vocabulary below half of the rows is that of another model, not padding.
         if tokens is not None and not shape[0] / 2 < tokens <= shape[0]:
             return f"has an embedding of {shape[0]} tokens, its tokenizer has {tokens}"

@@ -125,13 +125,8 @@ def compile_blocks(
         sampling: also compile previews, which run without gradients.
         recomputing: let the last functions of checkpointed blocks recompute themselves.
     """
-    strict, mode, options = launch.dynamo_fullgraph, launch.dynamo_mode, None
-    if launch.dynamo_cpp_wrapper:  # torch takes a mode or options
-        mode, options = None, {**torch._inductor.list_mode_options(mode or "default"), "cpp_wrapper": True}
-    any_sizes = fast is not None or layout.compiled is not None
-    # None: symbols only for sizes that are marked or change; False: a graph for every shape.
-    dynamic = True if launch.dynamo_dynamic else None if any_sizes else False
-    compiler = partial(torch.compile, backend=backend, mode=mode, options=options, fullgraph=strict, dynamic=dynamic)
+    any_sizes, strict = fast is not None or layout.compiled is not None, launch.dynamo_fullgraph
+    compiler = make_compiler(backend, launch, any_sizes=any_sizes)
     if fast is not None:
         if recomputing:
             fast.outside_checkpoint = outside_checkpoints()
@@ -146,6 +141,20 @@ def compile_blocks(
     compiled = compiler if layout.compiled is None else partial(layout.compiled, compiler)
     for block in layout.blocks:
         block.forward = CheckedForward(block, compiled, verdicts, sampling)
+
+
+def make_compiler(backend: str, launch: LaunchConfig, *, any_sizes: bool) -> Compiler:
+    """`torch.compile` as configured.
+
+    Args:
+        any_sizes: one graph serves all sizes; otherwise every shape is compiled.
+    """
+    mode, options = launch.dynamo_mode, None
+    if launch.dynamo_cpp_wrapper:  # torch takes a mode or options
+        mode, options = None, {**torch._inductor.list_mode_options(mode or "default"), "cpp_wrapper": True}
+    # None: symbols only for sizes that are marked or change.
+    dynamic, strict = True if launch.dynamo_dynamic else None if any_sizes else False, launch.dynamo_fullgraph
+    return partial(torch.compile, backend=backend, mode=mode, options=options, fullgraph=strict, dynamic=dynamic)
 
 
 def sizes_of(tensor: Tensor) -> list[int]:
@@ -184,8 +193,8 @@ def with_gradient(hidden: Tensor) -> Tensor:
 
 
 def largest_error(block: nn.Module, forwards: Iterable[Forward], inputs: Sequence[Any]) -> float:
-    """The largest relative error, in norms, by the second forward: of the gradients of a block's weights and inputs, or
-    without gradients of its output.
+    """The largest relative error, in norms, of the second forward compared with the first: in the gradients of a
+    block's weights and inputs, or, without gradients, in its output.
     """
     trains = torch.is_grad_enabled()
     results = (_gradients(block, forward, inputs) if trains else [forward(*inputs)] for forward in forwards)

@@ -15,7 +15,7 @@ from simpletuner.memory.offload.image import page_lock, whole_pages
 class SideStream:
     """A stream beside the one that computes. Without CUDA, copies are synchronous and save nothing.
 
-    The allocator does not know of it: whoever copies a tensor keeps it until the copy is complete, or calls `keep`.
+    The allocator does not track it: the caller keeps a tensor until its copy is complete, or passes it to `keep`.
 
     Args:
         device: what computes.
@@ -39,11 +39,11 @@ class SideStream:
         return None if self.stream is None else self.stream.record_event()
 
     def keep(self, copied: object) -> torch.cuda.Event | None:
-        """Keep what was just copied until that is complete; returns the event of that.
+        """Hold a reference to tensors until the copies so far are complete; returns that event.
 
-        `record_stream` would leave it to the allocator, which reuses memory only after the host has seen the event: by
-        then it has launched many blocks, whose inputs all take new memory. Here the compute waits for all but the
-        newest copies, and later tensors take the memory of those.
+        With `record_stream`, the allocator would reuse their memory only after the host has seen the event. By then the
+        host has launched many blocks, whose inputs all take new memory. Here the compute waits for all but the newest
+        copies, and later tensors reuse the memory of the older ones.
         """
         complete = self.complete()
         if complete is not None:
@@ -53,7 +53,7 @@ class SideStream:
         return complete
 
     def hold_compute(self, until: torch.cuda.Event | None) -> None:
-        """Let the compute wait for copies; what was kept for them is free then."""
+        """Let the compute wait for copies, and release what was kept for them."""
         if until is not None:
             torch.cuda.current_stream(self.device).wait_event(until)
             while any(event is until for _, event in self._kept):

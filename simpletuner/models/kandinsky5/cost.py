@@ -1,4 +1,4 @@
-"""Costs of Kandinsky 5 that `cost.json` lacks: published dimensions, encoders, NABLA's tiles. Free of torch."""
+"""Costs of Kandinsky 5 that `cost.json` lacks: published transformers, encoders, NABLA's tiles. Free of torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from simpletuner.models.cost import (
     TransformerCost,
     number,
     read_cost_table,
+    read_toml,
     read_vae_costs,
 )
 from simpletuner.models.kandinsky5.options import TILE, is_sparse, is_sparse_flavour
@@ -27,22 +28,15 @@ QWEN_HEAD, QWEN_VISION = 544_997_376, 676_550_144
 ASSUMED_DENSITY = 0.25
 PROMPT_PIXELS = 56  # pixels per side of a prompt token: Qwen gets the picture at half size, in patches of 28
 
-# From the config.json of the published transformers.
-LITE = {"model_dim": 1792, "ff_dim": 7168, "time_dim": 512, "num_visual_blocks": 32, "axes_dims": [16, 24, 24]}
-IMAGE = {"model_dim": 2560, "ff_dim": 10240, "time_dim": 512, "num_visual_blocks": 50, "axes_dims": [32, 48, 48]}
-PRO = {
-    "model_dim": 4096, "ff_dim": 16384, "time_dim": 1024, "num_visual_blocks": 60, "num_text_blocks": 4,
-    "axes_dims": [32, 48, 48],
-}  # fmt: skip
-CHANNELS = {"in_visual_dim": 16, "out_visual_dim": 16, "in_text_dim": 3584, "in_text_dim2": 768}
+FAMILY = read_toml(PACKAGE, "family.toml")
 
 
 def published(flavour: str) -> dict[str, object]:
-    """Dimensions of the published checkpoint of a flavour."""
+    """The config.json of the published transformer of a flavour."""
     task, *words = flavour.split("-")
-    size = IMAGE if task in ("t2i", "i2i") else PRO if "pro" in words else LITE
+    size = "image" if task in ("t2i", "i2i") else "pro" if "pro" in words else "lite"
     attention = "nabla" if is_sparse_flavour(flavour) else "regular"
-    return {**CHANNELS, "num_text_blocks": 2, **size, "visual_cond": task != "t2i", "attention_type": attention}
+    return {**FAMILY["transformers"][size], "visual_cond": task != "t2i", "attention_type": attention}
 
 
 def head_width(settings: Mapping[str, object]) -> int:

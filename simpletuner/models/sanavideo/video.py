@@ -37,7 +37,7 @@ from simpletuner.models.adapter import (
     TextRequest,
 )
 from simpletuner.models.blocks import FreeSizes
-from simpletuner.models.loading import load_whole, stock_pipeline, told_plainly, with_solver
+from simpletuner.models.loading import load_whole, stock_pipeline, user_errors, with_solver
 from simpletuner.models.prompt_start import PromptStart
 from simpletuner.models.sanavideo.cost import TEXT_LENGTH
 from simpletuner.models.sanavideo.fast import run_block
@@ -72,7 +72,7 @@ class SanaTextEncoder(TextEncoder):
         options = adapter.options.of(SanaOptions)
         self.motion_score, instruction = options.sana_motion_score, options.sana_complex_human_instruction
         self.instruction = "\n".join(pipeline_instruction() if instruction is True else instruction)
-        with told_plainly(source["tokenizer"]):
+        with user_errors(source["tokenizer"]):
             self.tokenizer: PreTrainedTokenizerBase = GemmaTokenizer.from_pretrained(source["tokenizer"].fetch())
         self.tokenizer.padding_side = "right"
         self.start = PromptStart(self.tokenizer.encode(self.instruction), self._length(bare=False))
@@ -186,7 +186,7 @@ def collate_text(embeds: Sequence[TextEmbeds], dtype: torch.dtype) -> tuple[Tens
 def embed_distinct(embed: Forward, timesteps: Tensor, **settings: Any) -> tuple[Tensor, ...]:
     """`forward` of the timestep embedding, which in training embeds each distinct timestep once, not once per token.
 
-    A clip has two, one for the given frame and one for the rest, and an embedding is six times as wide as a token.
+    A clip has two timesteps: of the given frame, and of the rest. An embedding is six times as wide as a token.
 
     Returns:
         modulation and embedding, each `tokens D`.
