@@ -31,16 +31,6 @@ ALL_LINEAR = (
 # Only the visual blocks, and only attention among their own tokens.
 SLIDER = r"visual_transformer_blocks\.\d+\.self_attention\.(to_query|to_key|to_value|out_layer)"
 
-ATTENTION, FEED_FORWARD = r".+\.(self|cross)_attention", r".+\.feed_forward"
-ADAPTER_CLASSES = {
-    "Attention": ATTENTION,
-    "FeedForward": FEED_FORWARD,
-    "Kandinsky5Attention": ATTENTION,
-    "Kandinsky5FeedForward": FEED_FORWARD,
-    "Kandinsky5TransformerEncoderBlock": r"text_transformer_blocks\.\d+",
-    "Kandinsky5TransformerDecoderBlock": r"visual_transformer_blocks\.\d+",
-}
-
 COMPONENTS = {
     "transformer": Component("transformer", "pretrained_transformer_model_name_or_path", (TRANSFORMER_CLASS,)),
     "vae": Component("vae", "pretrained_vae_model_name_or_path", ("AutoencoderKL",)),
@@ -215,7 +205,7 @@ KANDINSKY5_IMAGE = FamilySpec(
     native_sizes={1024: IMAGE_SIZES},
     lora_targets=("to_query", "to_key", "to_value"),
     lora_presets={"all-linear": ALL_LINEAR, "slider": SLIDER},
-    adapter_classes=ADAPTER_CLASSES,
+    adapter_classes=FAMILY["adapter_classes"],
     quantised_layers=ALL_LINEAR,
     license="mit",
     checks=FamilyChecks(check_image, check_checkpoint, check_image_sizes),

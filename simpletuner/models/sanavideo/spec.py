@@ -155,12 +155,7 @@ SANA_VIDEO = FamilySpec(
     native_sizes={480: SIZES[480]},
     lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
     lora_presets={"all-linear": ALL_LINEAR, "slider": SLIDER},
-    adapter_classes={
-        "Attention": r".+\.attn[12]",
-        "FeedForward": r".+\.ff",
-        "GLUMBTempConv": r".+\.ff",
-        "SanaVideoTransformerBlock": r"transformer_blocks\.\d+",
-    },
+    adapter_classes=FAMILY["adapter_classes"],
     quantised_layers=QUANTISED,
     license="other",
     checks=FamilyChecks(check_video, check_checkpoint),
