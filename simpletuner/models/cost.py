@@ -389,8 +389,7 @@ class TransformerCost(Weights):
         """
         kind, positions, (tiles, making) = "bf16" if size < 4 else "fp32", batch.positions, self.tiles(batch, size)
         # Measured only for families whose tokens can have their own timesteps.
-        timed = batch.timed_tokens and f"{kind} given" in self.table.bytes
-        factors = self.table.bytes[f"{kind} given" if timed else kind]
+        factors = self.table.bytes.get(f"{kind} given" if batch.timed_tokens else kind, self.table.bytes[kind])
         # The widest output is that of the feed-forward.
         heads = self.hidden // self.head
         inner = max(layer.shape[0] for layer in self.large_layers if layer.axis == "token")
