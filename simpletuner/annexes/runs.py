@@ -72,6 +72,7 @@ class Tail:
     damage: str = field(default="", init=False)
     _file: int = field(default=0, init=False)
     _offset: int = field(default=0, init=False)
+    _before: bytes = field(default=b"", init=False)
 
     def lines(self) -> list[bytes]:
         """The next complete lines; none at the end of the file."""
@@ -86,14 +87,16 @@ class Tail:
             return []
         with file:
             now = os.fstat(file.fileno())
-            # Replaced by an atomic write, or truncated.
-            if now.st_ino != self._file or now.st_size < self._offset:
+            # Replaced by an atomic write, truncated, or its last lines by another, as on a full disk.
+            is_same = now.st_ino == self._file and now.st_size >= self._offset
+            if not is_same or byte_before(file, self._offset) != self._before:
                 self._restart(now.st_ino, self.begin(file))
+                self._before = byte_before(file, self._offset)
             file.seek(self._offset)
             part = file.read(PART)
         # A line longer than a part is no event: it is passed on in pieces that do not parse.
         end = part.rfind(b"\n") + 1 or (PART if len(part) == PART else 0)
-        self._offset += end
+        self._offset, self._before = self._offset + end, part[:end][-1:] or self._before
         return part[:end].splitlines(keepends=True)
 
     def _restart(self, file: int, offset: int) -> None:
@@ -115,6 +118,12 @@ class Tail:
     def reject(self, line: bytes) -> None:
         """Note that a line cannot be used; the first one is reported."""
         self.damage = self.damage or damage_of(self.path, line)
+
+
+def byte_before(file: BinaryIO, offset: int) -> bytes:
+    """The byte before a place in a file; none at its beginning."""
+    file.seek(max(0, offset - 1))
+    return file.read(min(1, offset))
 
 
 def damage_of(path: Path, line: bytes) -> str:

@@ -90,7 +90,7 @@ def plan_samples(request: SampleRequest) -> tuple[Plan, list[Sampled]]:
     problems = request.arguments.problems
     # What is asked for, and the weights to render it with.
     if not request.prompts and not request.sweeps:
-        problems.append(Problem("--prompt", "is required; it may be given several times."))
+        problems.append(Problem("prompt", "is required; it may be given several times."))
     pictures = problems.take(_pictures(request))
     weights, run = problems.take(find_weights(request))
     # What cannot be read has given its problem; the checks below need the rest.
@@ -122,7 +122,7 @@ def _pictures(request: SampleRequest) -> Reading[tuple[Sample, ...]]:
             whole = Geometry("", size := probe(path), size, (0, 0))
             found.append(Sample("image", path.name, path.parent, content_hash(path), size, whole))
         except MediaError as error:
-            yield Problem("--image", f"{str(path)!r} {error}.")
+            yield Problem("image", f"{str(path)!r} {error}.")
     return tuple(found)
 
 
@@ -147,7 +147,7 @@ def _check_strengths(strengths: Sequence[float], weights: Sequence[Sampled]) -> 
     names = (name for each in weights if each.lora for name in tensor_shapes(each.lora))
     if set(strengths) != {1.0} and any("magnitude" in (lora_keys.role_of(name) or "") for name in names):
         message = "scales the update of a DoRA and not its magnitudes, as in the stock pipeline."
-        yield warning("--strength", f"{message} At 0 the base model is rendered; there, magnitudes stay.")
+        yield warning("strength", f"{message} At 0 the base model is rendered; there, magnitudes stay.")
 
 
 def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
@@ -165,7 +165,7 @@ def find_weights(request: SampleRequest) -> Reading[tuple[list[Sampled], Checkpo
 
 
 def _weights_in_file(request: SampleRequest, path: Path) -> Reading[tuple[list[Sampled], Checkpoint | None]]:
-    given = {"--checkpoint": request.checkpoints is not None, "--ema": request.ema}
+    given = {"checkpoint": request.checkpoints is not None, "ema": request.ema}
     for key in filter(given.get, given):
         yield Problem(key, f"has no effect on a single file; name the run's folder, not {str(path)!r}.")
     # The file may be in a checkpoint, in its folder ema/, or beside the checkpoints.
@@ -281,4 +281,4 @@ def _layer_of(run: Checkpoint, without: Sequence[str] = (*CACHES, "output_dir"))
 def _check_pictures(flavour: Flavour, *, given: bool) -> Iterator[Problem]:
     if (flavour.task in ("i2i", "i2v")) != given:
         why = "has no effect: {} starts from noise." if given else "is required: {} starts from a picture."
-        yield Problem("--image", why.format(flavour.name))
+        yield Problem("image", why.format(flavour.name))

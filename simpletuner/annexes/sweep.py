@@ -26,6 +26,7 @@ from simpletuner.caching.catalogue import Catalogue
 from simpletuner.caching.keys import digest
 from simpletuner.caching.read import BatchReader
 from simpletuner.config.optimizers import trained_precision
+from simpletuner.config.schema import RunConfig
 from simpletuner.config.sources import Arguments
 from simpletuner.config.values import Size
 from simpletuner.data.sample import Sample
@@ -135,13 +136,20 @@ class Studio:
         """
         problems = Problems()
         try:
-            plan, _ = problems.take(weigh(plan_evaluation(run, arguments)))
+            plan = plan_evaluation(run, arguments)
+            problems.take(weigh(replace(plan, config=self._loaded_for(plan.config), lora_bytes=self.plan.lora_bytes)))
             problems.raise_if_fatal()
             plan, _, reader = read_caches(Encoding(plan, self.adapter, self.device, events))
         except UserError as error:
             events.say(f"The evaluation loss at each strength is not measured: {error}", warning=True)
             return None
         return plan, reader
+
+    def _loaded_for(self, config: RunConfig) -> RunConfig:
+        """The settings of an evaluation with the transformer as the studio loads it."""
+        mine = self.plan.config
+        offload = mine.offload.model_copy(update={"offload": "manual"})  # it was chosen for rendering
+        return replace(config, model=mine.model, precision=mine.precision, offload=offload)
 
     def measure(
         self, plan: Plan, reader: BatchReader, weights: Sampled, strengths: Sequence[float], events: EventStream

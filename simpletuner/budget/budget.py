@@ -1,6 +1,6 @@
 """Compares the memory that each phase of a run needs with what the device has. Nothing is loaded.
 
-    captions ─► pictures ─► loading ─► training, bucket by bucket ─► previews ─► saving
+    captions ─► pictures ─► loading ─► training, bucket by bucket ─► evaluation ─► previews ─► saving
 
 Each phase has a peak on the device and one on the host. Without a GPU both share the machine's memory and are added.
 """
@@ -238,7 +238,8 @@ class Budget:
         beside = vae + self._vae_bytes(later) if later else 0.0
         on_disk = config.offload.group_offload_to_disk_path is not None
         streamed = 0.0 if on_disk else model.streamed_bytes  # the processes of a machine share them
-        common = streamed + model.shared_bytes
+        # On the host, FSDP2's blocks wait to be split among the processes of the machine.
+        common = streamed + (sum(model.whole_blocks) if model.sharded else 0.0)
         yield PhasePeak(LOADING, frozen, self.device.process_memory + common, model.passing_bytes, common=common)
         on_device, on_host = model.average_memory("device"), model.average_memory("host")
         waiting = self.device.process_memory + streamed + on_host.kept + model.state_on_host_bytes
@@ -253,6 +254,12 @@ class Budget:
             host = waiting + max(model.inputs_on_host_bytes(step.load), on_host.updating)
             peak += beside + self._kept_for_previews()
             yield PhasePeak(f"training at {bucket.label}", peak, host, trains=True, common=streamed)
+        if workload.evaluated:
+            # Sample by sample, without gradients; what is not trained, as in a sweep, has its LoRA loaded.
+            largest, lora = parts.load(workload.evaluated[0]), 0.0 if parts.trains else parts.lora_bytes
+            peak = idle + frozen + model.sampling_bytes(largest) + lora + on_device.waiting + beside
+            peak += self._kept_for_previews()
+            yield PhasePeak("measuring the evaluation loss", peak, waiting + on_host.waiting, common=streamed)
         if workload.previews:
             # Optimizer state stays on the device during previews; gradients do not.
             peak = idle + self._rendering() + parts.lora_bytes + on_device.waiting + beside

@@ -283,11 +283,6 @@ class StepModel:
         return sum(self.blocks) * self.moving / len(self.blocks)
 
     @property
-    def shared_bytes(self) -> float:
-        """Host memory of a machine for the blocks that FSDP2 will split among its processes."""
-        return sum(self.whole_blocks) if self.sharded else 0.0
-
-    @property
     def passing_bytes(self) -> float:
         """Host memory of a process while it loads the transformer, besides streamed and shared weights: what is outside
         the blocks, and the blocks in work, as they are read and as they are packed."""
@@ -356,10 +351,9 @@ class StepModel:
 
 def _share(whole: Activations, count: int) -> Activations:
     """What each of `count` processes has of a block whose tokens they share."""
-    return replace(
-        whole, held=whole.held / count, saved=whole.saved / count, attention=whole.attention / count,
-        transient=(whole.transient + EXCHANGED * whole.held) / count,
-    )  # fmt: skip
+    exchanging = whole.transient + EXCHANGED * whole.held
+    share = {"held": whole.held, "saved": whole.saved, "attention": whole.attention, "transient": exchanging}
+    return replace(whole, **{name: size / count for name, size in share.items()})
 
 
 @dataclass(frozen=True)
@@ -521,7 +515,7 @@ class Sent:
 
     @property
     def total(self) -> float:
-        return self.reduced + self.gathered + self.scattered + self.across + self.exchanged
+        return float(sum(astuple(self)))
 
 
 def sent_bytes(model: StepModel, added: TechniqueCost, micro_steps: int) -> Sent:

@@ -83,7 +83,8 @@ def _start(arguments: Arguments, command: list[str], take_page: TakePage | None,
     from simpletuner.annexes.fitting.ready import ready_plan
 
     if (place := launched(os.environ)) is not None:
-        from simpletuner.annexes.processes.launching import joined, plan_together
+        from simpletuner.annexes.processes.agreement import plan_together
+        from simpletuner.annexes.processes.launching import joined
 
         with joined(place, start_limit(arguments)) as world:
             plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed)))
@@ -137,10 +138,13 @@ def start_limit(arguments: Arguments) -> float:
 
 def _replay(folder: Path, arguments: Arguments, bisect: bool) -> None:
     """Repeat a step that failed; exits with 1 if it fails again."""
+    from simpletuner.annexes.replay.failure import prepare
+
+    failure, plan = prepare(folder, arguments)
     with logged_events(None) as events:
-        with events.phase("Loading torch"):
-            from simpletuner.annexes.replay import prepare, replay_step
-        if replay_step(*prepare(folder, arguments), events, bisect=bisect):
+        with events.phase("Loading torch"), uncollected():
+            from simpletuner.annexes.replay.autopsy import replay_step
+        if replay_step(failure, plan, events, bisect=bisect):
             raise typer.Exit(1)
 
 
@@ -267,7 +271,7 @@ def open_companions(
     plan: Plan, destinations: Sequence[Destination], events: EventStream, world: World
 ) -> list[Companion]:
     """What accompanies a run in this process, in the order in which it is called."""
-    from simpletuner.annexes.replay import Autopsy
+    from simpletuner.annexes.replay.autopsy import Autopsy
 
     autopsy = Autopsy()
     events.subscribe(autopsy)  # now, because it notes the memory that each phase needed

@@ -109,7 +109,7 @@ def package_versions() -> dict[str, str]:
 
 
 def identify(plan: Plan) -> Identity:
-    """The identity that a run writes into its checkpoints: what tells it from others."""
+    """The identity that a run writes into its checkpoints, to recognise them."""
     config = plan.config
     return Identity(
         model_family=plan.spec.name,
@@ -186,7 +186,7 @@ def dataset_mathematics(trained: Sequence[Dataset]) -> dict[str, Any]:
 
 
 def sample_order(plan: Plan) -> dict[str, Any]:
-    """Besides the samples themselves, what decides which of them share a batch and how they are cropped."""
+    """What decides, besides the samples themselves, which of them share a batch and how they are cropped."""
     order: dict[str, Any] = {"seed": plan.seed}
     for dataset in plan.trained:
         config, samples = dataset.config, dataset.batch_size * plan.config.launch.data_processes

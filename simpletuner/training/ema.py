@@ -50,13 +50,14 @@ class Ema:
         self._parameters = dict(parameters)
         self._bundles = in_bundles(parameters.values())
         self._updates = 0
-        weights = (
-            weight.clone() for bundle in self._bundles
-            for weight in apart(in_row(bundle).to(self.device), map(local, bundle))
-        )  # fmt: skip
-        self._average = {name: like(next(weights), parameter) for name, parameter in parameters.items()}
-        leaves = on_cpu and device.type == "cuda"
-        self._following = Following(device, max(map(len, map(in_row, self._bundles)), default=0)) if leaves else None
+        self._average = {
+            name: like(local(each.detach()).to(self.device, torch.float32, copy=True), each)
+            for name, each in parameters.items()
+        }
+        self._following = None
+        if on_cpu and device.type == "cuda":
+            sizes = (sum(local(each).numel() for each in bundle) for bundle in self._bundles)
+            self._following = Following(device, max(sizes, default=0))
 
     @property
     def average(self) -> dict[str, Tensor]:
@@ -198,14 +199,14 @@ def in_row(bundle: Iterable[nn.Parameter]) -> Tensor:
 
 
 def apart(flat: Tensor, shaped: Iterable[Tensor]) -> list[Tensor]:
-    """Views of what `in_row` gave, in the shapes of other tensors."""
+    """Views of a row of `in_row`, in the given tensors' shapes."""
     shapes = [each.shape for each in shaped]
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def in_bundles(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
-    """Tensors in groups of at most `BUNDLE` numbers, in order; a larger one is a group of its own."""
+    """Tensors in groups of at most `BUNDLE` numbers, in order; a larger tensor is a group alone."""
     bundles: list[list[AnyTensor]] = []
     room = 0
     for tensor in tensors:

@@ -44,24 +44,23 @@ def fold_scale(weight: Tensor, scale: float) -> Tensor:
     return weight if scale == 1 else weight * scale if exact else weight.float() * scale
 
 
-def write_weights(name: str, header: Mapping[str, str], folder: Path, weights: Mapping[str, Tensor]) -> Path:
-    """Write a safetensors file with header entries into a folder, atomically; returns its path."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_weights(path: Path, weights: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
+    """Write a safetensors file with header entries, atomically; its folder is created if missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     content = {name: each.cpu().contiguous() for name, each in weights.items()}
-    write_atomically(folder / name, with_metadata(to_safetensors(content), {"format": "pt", **header}))
-    return folder / name
+    write_atomically(path, with_metadata(to_safetensors(content), {"format": "pt", **header}))
 
 
 def write_verified(
     folder: Path, weights: Mapping[str, Tensor], header: Mapping[str, str], form: LoraForm, pipeline: Any
 ) -> Path:
     """Write a LoRA file, verify it (see `verify_file`), then move it into place; returns its path."""
-    trial = folder / f"unverified{UNFINISHED_FOLDER_SUFFIX}"
-    candidate = write_weights(LORA_FILE, header, trial, weights)
+    candidate = folder / f"unverified{UNFINISHED_FOLDER_SUFFIX}" / LORA_FILE
+    write_weights(candidate, weights, header)
     verify_file(candidate, weights, form, pipeline)
     # In one step, so that no file under this name is ever unverified.
     final = candidate.replace(folder / LORA_FILE)
-    trial.rmdir()
+    candidate.parent.rmdir()
     return final
 
 

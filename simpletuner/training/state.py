@@ -47,10 +47,15 @@ class TrainState:
     epochs_done: int = 0
     data_before: dict[str, Any] | None = None
 
-    def passed(self, interval: int | None, report_epochs_done: int) -> bool:
-        """Whether the last step completed an epoch that is a multiple of `interval`."""
+    def is_due(self, steps: int | None, epochs: int | None, epochs_done: int) -> bool:
+        """Whether the last step ends an interval of steps, or completes an epoch that ends an interval of epochs.
+
+        Args:
+            epochs_done: after the last step; `self.epochs_done` is the number before it.
+        """
         # Not `%`: with much accumulation, a step may complete several short epochs.
-        return interval is not None and self.epochs_done // interval < report_epochs_done // interval
+        by_epoch = epochs is not None and self.epochs_done // epochs < epochs_done // epochs
+        return by_epoch or bool(steps and self.global_step % steps == 0)
 
 
 @dataclass(frozen=True)

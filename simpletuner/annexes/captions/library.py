@@ -277,8 +277,8 @@ def part_of(entry: DatasetConfig, names: Sequence[str], listing: Scan) -> Folder
     root = Path(entry.instance_data_dir or "")
     facts = inspected(root, sorted(names))
     captions = {key: listing.captions[key] for key in map(pair_key, names) if key in listing.captions}
-    damaged = tuple(Rejected(entry.id, name, "damaged", fact.problem) for name, fact in facts.items() if fact.problem)
-    return Folder(root, facts, Scan((*facts,), captions), frozenset(), damaged, {})
+    damaged = tuple(Rejected(entry.id, name, fact.reason, fact.problem) for name, fact in facts.items() if fact.problem)
+    return Folder(root, facts, Scan((*facts,), captions), rejected=damaged)
 
 
 BACKUP = re.compile(r"\.captions-[\d-]+\.json")

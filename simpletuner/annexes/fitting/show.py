@@ -143,12 +143,12 @@ def _fate(entry: LedgerEntry) -> str:
     if entry.use or entry.geometry is None or entry.original_size is None:
         return f"not used, {entry.use}"
     left, top = entry.geometry.crop
-    size, resized, cropped = (f"{width}x{height}" for width, height in
-                              (entry.original_size, entry.geometry.resized, entry.geometry.size))  # fmt: skip
+    sizes = entry.original_size, entry.geometry.resized, entry.geometry.size
+    original, resized, cropped = (f"{width}x{height}" for width, height in sizes)
     frames = f"{entry.frames} frames, " if entry.frames > 1 else ""
-    note = f", {entry.note}" if entry.note else ""
     fitted = f"resized to {resized}, cropped to {cropped} at {left},{top}"
-    return f"{size}, {frames}{fitted}, {_count(entry.captions, 'caption')}{note}"
+    note = f", {entry.note}" if entry.note else ""
+    return f"{original}, {frames}{fitted}, {_count(entry.captions, 'caption')}{note}"
 
 
 def _cache_lines(plan: Plan, budget: Budget) -> Iterator[str]:
@@ -230,29 +230,29 @@ def _phase_lines(budget: Budget) -> Iterator[str]:
     """Peaks of the phases; for training, of the largest bucket."""
     worst = max((phase for phase in budget.phases if phase.trains), key=lambda phase: phase.device, default=None)
     shown = [phase for phase in budget.phases if not phase.trains or phase is worst]
-    names = ["peak memory", *(phase.name for phase in shown)]
-    width = max(map(len, names)) + 2
-    yield f"  {names[0]:<{width}}{'device':>10}{'host':>10}"
+    width = max(len(name) for name in ("peak memory", *(phase.name for phase in shown))) + 2
+    yield _row("peak memory", width, "device", "host")
     for phase in shown:
         on_device = gigabytes(phase.device) if phase.device else "-"
-        yield f"  {phase.name:<{width}}{on_device:>10}{gigabytes(phase.on_host(budget.device)):>10}"
+        yield _row(phase.name, width, on_device, gigabytes(phase.on_host(budget.device)))
+
+
+def _row(name: str, width: int, *cells: str) -> str:
+    """A line of a table, whose names take `width` columns."""
+    return f"  {name:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
 
 
 def _bucket_lines(budget: Budget) -> Iterator[str]:
     """The largest buckets: tokens, FLOPs, memory by kind, and time."""
     buckets = list(zip(budget.workload.buckets, budget.steps, strict=True))
     width = max([len("micro-step"), *(len(bucket.label) for bucket, _ in buckets[:SHOWN_BUCKETS])]) + 2
-    heads = ("tokens", "TFLOP", "weights", "trained", "inputs", "block", "time")
-    yield f"  {'micro-step':<{width}}" + "".join(f"{head:>10}" for head in heads)
+    yield _row("micro-step", width, "tokens", "TFLOP", "weights", "trained", "inputs", "block", "time")
     for bucket, step in buckets[:SHOWN_BUCKETS]:
         memory, cost = step.memory, step.cost
         # The columns sum up to the peak of the step.
         parts = memory.weights, memory.trained + memory.update, memory.inputs, memory.block + memory.outside
-        cells = (
-            str(step.load.samples * step.load.tokens), f"{cost.executed.total / 1e12:.3g}", *map(gigabytes, parts),
-            duration(cost.seconds),
-        )  # fmt: skip
-        yield f"  {bucket.label:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
+        tokens, flops = str(step.load.samples * step.load.tokens), f"{cost.executed.total / 1e12:.3g}"
+        yield _row(bucket.label, width, tokens, flops, *map(gigabytes, parts), duration(cost.seconds))
     if len(buckets) > SHOWN_BUCKETS:
         yield f"  and {len(buckets) - SHOWN_BUCKETS} smaller buckets"
 
@@ -262,8 +262,10 @@ def _density_lines(budget: Budget) -> Iterator[str]:
     density, known = budget.parts.transformer.density, budget.outcome.densities
     if density is not None:
         shown = zip(budget.workload.buckets[:SHOWN_BUCKETS], [step.load.tokens for step in budget.steps], strict=False)
-        shares = [f"{density(tokens) * 100:.0f} % at {bucket.label} ({'measured' if tokens in known else 'assumed'})"
-                  for bucket, tokens in shown]  # fmt: skip
+        shares = [
+            f"{density(tokens) * 100:.0f} % at {bucket.label} ({'measured' if tokens in known else 'assumed'})"
+            for bucket, tokens in shown
+        ]
         yield f"  attention density (share of the tiles visited): {', '.join(shares)}"
 
 
@@ -299,14 +301,14 @@ def _way_lines(budget: Budget) -> Iterator[str]:
     """The ways to use several devices: peak memory, bytes that each process sends in a step, and time."""
     ways = find_ways(budget)
     if ways:
-        yield f"  {'ways to train':<17}{'device':>10}{'host':>10}{'sent':>10}{'step':>10}"
+        yield _row("ways to train", 17, "device", "host", "sent", "step")
     for name, way in ways.items():
         if isinstance(way, str):
             yield f"  {name}: {way}"
             continue
-        cells = (*map(gigabytes, (*way.peaks, way.sent.total)), duration(way.step_seconds))
         verdict = ("fits" if way.fits else "does not fit") + (", as configured" if way is budget else "")
-        yield f"  {name:<17}{''.join(f'{cell:>10}' for cell in cells)}  {verdict}"
+        memory = map(gigabytes, (*way.peaks, way.sent.total))
+        yield f"{_row(name, 17, *memory, duration(way.step_seconds))}  {verdict}"
 
 
 def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
@@ -328,11 +330,10 @@ def start_lines(plan: Plan, budget: Budget) -> Iterator[str]:
 def fit_line(budget: Budget) -> str:
     """`  fits: up to 16.4 GB of 25.8 GB on a GPU with 24 GiB, while training at 1024x1024`"""
     device = budget.device
-    needs = {each.name: each.needed(device) for each in budget.phases}
-    peak = max(needs, key=lambda name: needs[name])
+    peak = max(budget.phases, key=lambda phase: phase.needed(device))
     room = "" if device.memory is None else f" of {gigabytes(device.memory)}"
     verdict = "fits" if budget.fits else "does not fit"
-    return f"  {verdict}: up to {gigabytes(needs[peak])}{room} on {device.name}, while {peak}"
+    return f"  {verdict}: up to {gigabytes(peak.needed(device))}{room} on {device.name}, while {peak.name}"
 
 
 def plan_json(weighed: tuple[Plan, Budget] | None, problems: Sequence[Problem]) -> str:

@@ -45,6 +45,7 @@ from simpletuner.run.lock import LOCK_FILE, refuse_if_in_use
 DEPTH, FOLDERS = 4, 2000
 BULKY = frozenset({"cache", "checkpoint", "datasets", "node_modules", "site-packages", "validation_images"})
 NOTHING_RUNS = "No active training job."
+NOT_IN_LOOP = "The run is starting or stopping. It can do this only between two steps."
 PROGRAM = (sys.executable, "-m", "simpletuner")
 
 
@@ -184,15 +185,18 @@ class Runs:
 
 
 def ask(run: Run, request: requests.Request) -> None:
-    """Ask the training loop of a run for something; before the loop, only to stop.
+    """Ask the training loop of a run for something; before the loop, only to stop. To ask twice changes nothing.
 
     Raises:
-        Refusal: 400 if it does not run.
+        Refusal: 400 if the run has ended, or is not in its loop.
     """
     status = run.status()
     if not status["can"][request]:
-        raise Refusal(400, NOTHING_RUNS)
-    if status["status"] == "running" or run.pid is None:
+        if status["status"] not in ACTIVE:
+            raise Refusal(400, NOTHING_RUNS)
+        if request != "stop" and request not in status["asked"]:
+            raise Refusal(400, NOT_IN_LOOP)
+    elif status["status"] == "running" or run.pid is None:
         requests.make_request(run.folder, request)
     else:
         send(run.pid, signal.SIGINT)

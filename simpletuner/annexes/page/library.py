@@ -240,10 +240,10 @@ def captioning_state(request: Request) -> Response:
     if (job := captioning_job(request)) is None:
         return JSONResponse({"running": False})
     forget_listings()
-    said = printed(log_of(job)).rpartition(PROMPT)[2].partition("\n")[2].strip()
-    message = job.message or "Waits for its turn in the queue on the tab Run." if job.state == WAITING else said
-    dataset = job.options[0].removeprefix("--dataset=")
-    is_running = job.state in (WAITING, RUNNING)
+    message = job.message or "Waits for its turn in the queue on the tab Run."
+    if job.state == RUNNING:
+        message = printed(log_of(job)).rpartition(PROMPT)[2].partition("\n")[2].strip()
+    dataset, is_running = job.options[0].removeprefix("--dataset="), job.state in (WAITING, RUNNING)
     return JSONResponse({"job": job.id, "dataset": dataset, "running": is_running, "message": message})
 
 

@@ -99,7 +99,7 @@ def material_in(project: Project, body: dict[str, Any]) -> Material:
     Raises:
         UserError: nothing that can be trained on.
     """
-    return Material.of(project.inside(str(body.get("folder") or ".")), mixed=True)
+    return Material.of(project.inside(str(body.get("folder") or ".")))
 
 
 def answered(project: Project, material: Material, body: dict[str, Any]) -> Start:

@@ -31,8 +31,10 @@ def ask(
     material = Material.of(folder)
     name = given["name"] or run_name(folder)
     examples = {example.removesuffix("-lora"): example for example in material.models}
-    Problems(_check(material, name, given, examples, captions=captions)).raise_if_fatal()
     talk.tell(f"{folder}: {material.describe()}")
+    if others := material.describe_others():
+        talk.refuse(others)
+    Problems(_check(material, name, given, examples, captions=captions)).raise_if_fatal()
     purposes = {purpose: Recipe.of(purpose).title for purpose in material.purposes}
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"])
     trigger = (given["trigger"] or "").strip() or _ask_trigger(talk, purpose)

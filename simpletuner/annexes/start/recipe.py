@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 from unicodedata import category
 
 from simpletuner.annexes.figures import duration
@@ -27,11 +28,12 @@ from simpletuner.data.captions import read_caption_file
 from simpletuner.data.clips import CLIP_SUFFIXES, ClipFacts, fitting_frames, probe_clip
 from simpletuner.data.discovery import Scan, is_readable, pair_key, scan
 from simpletuner.data.files import LeftOutError, MediaError
-from simpletuner.data.media import probe
-from simpletuner.errors import ConfigError, Problems, UserError
+from simpletuner.data.media import PICTURE_SUFFIXES, probe
+from simpletuner.errors import ConfigError, Problems, UserError, shorten
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec
 
+T = TypeVar("T")
 # The example whose settings each model starts from; the one that suits most people comes first.
 PICTURES = ("kandinsky5-image-lora",)
 EDITS = ("kandinsky5-image-edit-lora",)
@@ -43,6 +45,7 @@ PURPOSES = {"subject": PICTURES[0], "style": PICTURES[0], "motion": CLIPS[0], "e
 # Names of two folders with the pictures of edits.
 PAIRS = (("before", "after"), ("source", "target"), ("input", "output"))
 LOOKED_AT = 200  # files, for their sizes and lengths; a folder may hold thousands
+MOST_NAMED = 3  # files beside those that are trained
 SMALL_ONES = 10  # of a hundred files, so many may be smaller or shorter than what is trained
 UNSEEN_ENLARGEMENT = 1.1
 SIZE_STEP, SMALLEST_SIZE = 64, 256  # of the resolution; below, a model draws little that can be recognised
@@ -57,22 +60,21 @@ class Material:
         files: pictures or clips, and their caption files.
         holds_clips: they are clips.
         sources: the folder of the pictures that edits start from.
+        others: clips beside more pictures, or pictures beside more clips; they are not trained.
     """
 
     folder: Path
     files: Scan
     holds_clips: bool = False
     sources: Path | None = None
+    others: Sequence[str] = ()
 
     @classmethod
-    def of(cls, folder: Path, *, mixed: bool = False) -> Material:
-        """Look at a folder.
-
-        Args:
-            mixed: of pictures beside clips, take what there is more of; the others are ignored.
+    def of(cls, folder: Path) -> Material:
+        """The pictures or the clips in a folder, whichever are more.
 
         Raises:
-            UserError: it holds nothing to train on, or pictures beside clips.
+            UserError: it holds neither.
         """
         if not is_readable(folder):
             raise UserError(f"{folder} cannot be read." if folder.is_dir() else f"{folder} is not a folder.")
@@ -81,15 +83,20 @@ class Material:
                 raise UserError(f"{pair[1]} holds no pictures.")
             return cls(pair[1], pictures, sources=pair[0])
         pictures, clips = scan(folder), scan(folder, CLIP_SUFFIXES)
-        if pictures.files and clips.files and not mixed:
-            counts = f"pictures ({len(pictures.files)}) and clips ({len(clips.files)})"
-            raise UserError(f"{folder} holds {counts}; give each a folder of its own, and start with one of them.")
         if not pictures.files and not clips.files:
             config = folder / "config.json"
             hint = f" It has a config: simpletuner train --config {config}." if config.is_file() else ""
             raise UserError(f"{folder} holds no pictures and no clips.{hint}")
-        holds_clips = len(clips.files) > len(pictures.files)
-        return cls(folder, clips if holds_clips else pictures, holds_clips)
+        if len(clips.files) > len(pictures.files):
+            return cls(folder, clips, holds_clips=True, others=pictures.files)
+        return cls(folder, pictures, others=clips.files)
+
+    @classmethod
+    def of_entry(cls, entry: Mapping[str, Any]) -> Material:
+        """What the folder of a dataset entry holds; nothing if it does not exist yet."""
+        folder, holds_clips = Path(entry["instance_data_dir"]), "video" in entry
+        wanted = CLIP_SUFFIXES if holds_clips else PICTURE_SUFFIXES
+        return cls(folder, scan(folder, wanted) if is_readable(folder) else Scan(), holds_clips)
 
     @property
     def noun(self) -> str:
@@ -119,34 +126,35 @@ class Material:
         names = (name for name in self.files.files if pair_key(name) not in self.files.captions)
         return [name for name in names if (self.folder / name).is_file()]  # no link to nowhere
 
+    def _read(self, names: Iterable[str], read: Callable[[Path], T]) -> list[T]:
+        """What the first of some files hold; the plan reports those that cannot be read."""
+        contents = []
+        for name in islice(dict.fromkeys(names), LOOKED_AT):
+            with suppress(LeftOutError, MediaError):
+                contents.append(read(self.folder / name))
+        return contents
+
     def mentions(self, words: str) -> bool:
         """Whether most captions contain these words."""
-        captions = []
-        for name in dict.fromkeys([*self.files.captions.values()][:LOOKED_AT]):
-            with suppress(LeftOutError):
-                captions.append(" ".join(read_caption_file(self.folder / name)))
+        captions = self._read(self.files.captions.values(), read_caption_file)
         whole = re.compile(rf"(?<!\w){re.escape(words)}(?!\w)", re.IGNORECASE)
-        return sum(map(bool, map(whole.search, captions))) * 2 > len(captions)
+        return sum(whole.search(" ".join(texts)) is not None for texts in captions) * 2 > len(captions)
 
     @cached_property
     def clips(self) -> list[ClipFacts]:
-        """The facts of readable clips; the plan tells what is wrong with the others."""
-        facts = []
-        for name in self.files.files[:LOOKED_AT]:
-            with suppress(MediaError):
-                facts.append(probe_clip(self.folder / name))
-        return facts
+        """The facts of clips; none of pictures."""
+        return self._read(self.files.files, probe_clip) if self.holds_clips else []
 
     @cached_property
     def sizes(self) -> list[tuple[int, int]]:
-        """Width and height of readable files, the smallest first."""
-        if self.holds_clips:
-            return sorted(((clip.width, clip.height) for clip in self.clips), key=math.prod)
-        sizes = []
-        for name in self.files.files[:LOOKED_AT]:
-            with suppress(MediaError):
-                sizes.append(probe(self.folder / name))
-        return sorted(sizes, key=math.prod)
+        """Width and height of the files, the smallest first."""
+        clips = [(clip.width, clip.height) for clip in self.clips]
+        return sorted(clips if self.holds_clips else self._read(self.files.files, probe), key=math.prod)
+
+    @property
+    def usable(self) -> int:
+        """How many files can be trained: all but the unreadable ones among those that are looked at."""
+        return len(self.files.files[LOOKED_AT:]) + len(self.sizes)
 
     def resolution(self, largest: int, *, square: bool) -> int:
         """The edge of a square with as many pixels as are trained, so that few files are enlarged.
@@ -166,6 +174,19 @@ class Material:
         lengths = [length for length in lengths if length > spec.frame_stride] or lengths or [longest]
         return fitting_frames(min(longest, lengths[len(lengths) * SMALL_ONES // 100]), spec.frame_stride)
 
+    def fitted(self, entry: Mapping[str, Any], spec: FamilySpec, longest: int) -> dict[str, Any]:
+        """A dataset entry with a resolution and a length that suit these files.
+
+        Args:
+            longest: frames of a clip, at most.
+        """
+        resolution = self.resolution(entry["resolution"], square=entry["crop_aspect"] == "square")
+        fitted = {**entry, "resolution": resolution}
+        if "video" in entry:
+            frames = self.frames(spec, longest)
+            fitted["video"] = {**entry["video"], "num_frames": frames, "min_frames": frames}
+        return fitted
+
     def describe(self) -> str:
         """One line."""
         sources = f", each with a picture in {self.sources.name}" if self.sources else ""
@@ -174,6 +195,12 @@ class Material:
         lengths = " to ".join(dict.fromkeys(f"{each:.1f}" for each in (*seconds[:1], *seconds[-1:])))
         facts = [f"{len(self.files.files)}{sources}", sizes, lengths and f"{lengths} s"]
         return f"{self.noun}: {', '.join(filter(None, facts))}; with a caption: {len(self.captioned)}"
+
+    def describe_others(self) -> str:
+        """One line about clips beside pictures, or the reverse; empty if there are none."""
+        others = "pictures" if self.holds_clips else "clips"
+        advice = f"A run learns from pictures or from clips: to train {others}, start with a folder of their own."
+        return f"Not trained, {others}: {shorten(self.others, MOST_NAMED)}. {advice}" if self.others else ""
 
 
 def _pair(folder: Path) -> tuple[Path, Path] | None:
@@ -285,13 +312,13 @@ class Start:
     @property
     def held_out(self) -> int:
         """How many files are not trained: the loss on them shows which checkpoint has learned and not memorised."""
-        files, measured = len(self.material.files.files), self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
+        files, measured = self.material.usable, self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
         return min(files // HELD_OUT_SHARE, measured) if files >= ENOUGH_FILES else 0
 
     @property
     def steps(self) -> int:
         """The length of the run."""
-        steps = self.recipe.steps(len(self.material.files.files) - self.held_out)
+        steps = self.recipe.steps(self.material.usable - self.held_out)
         return min(steps, read_example(self.example)["max_train_steps"]) if self.is_demo else steps
 
     def config(self) -> dict[str, Any]:
@@ -326,16 +353,11 @@ class Start:
         if self.is_demo:  # its entry is about its own files
             del trained["minimum_image_size"]
             trained["id"] = f"my-{self.material.noun}"
-        square = trained["crop_aspect"] == "square"
-        trained |= {
-            "instance_data_dir": self._written(self.material.folder),
-            "resolution": self.material.resolution(trained["resolution"], square=square),
-        }
+        longest = read_example(self.example).get("validation_num_video_frames", 1)
+        trained = self.material.fitted(trained, self.spec, longest)
+        trained["instance_data_dir"] = self._written(self.material.folder)
         trained |= {"hold_out": self.held_out} if self.held_out else {}
         trained |= self._captions()
-        if "video" in trained:
-            frames = self.material.frames(self.spec, read_example(self.example)["validation_num_video_frames"])
-            trained["video"] |= {"num_frames": frames, "min_frames": frames}
         if self.material.sources:
             others[0]["instance_data_dir"] = self._written(self.material.sources)
         # What the command line sets for all datasets would have no effect beside a value of the dataset's own.

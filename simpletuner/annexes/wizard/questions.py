@@ -19,7 +19,6 @@ from simpletuner.config.option import Option
 from simpletuner.config.publishing import PACKAGES, why_missing
 from simpletuner.config.schema import LEARNING_RATES, all_options
 from simpletuner.config.sections import CHOICES, Section, section_of
-from simpletuner.config.techniques import ROUTES
 from simpletuner.models.registry import FAMILIES
 
 # The schema's default, one epoch, is too short for most datasets.
@@ -51,11 +50,6 @@ class Question:
     @property
     def option(self) -> Option:
         return all_options()[self.key]
-
-    @property
-    def meanings(self) -> Mapping[str, Any]:
-        """Values that words stand for."""
-        return ROUTES if self.key == "tread_config" else {}
 
     @property
     def section(self) -> Section:

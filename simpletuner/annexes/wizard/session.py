@@ -9,6 +9,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,8 @@ from simpletuner.atomic import write_atomically, write_json
 from simpletuner.config.load import canonical
 from simpletuner.config.schema import main_name, render_config
 from simpletuner.config.sources import DATASET_FILE, read_json_layer
-from simpletuner.config.values import read_json, typed
-from simpletuner.data.clips import CLIP_SUFFIXES
-from simpletuner.data.discovery import Scan, scan
-from simpletuner.errors import ConfigError, Problems, Reading, UserError, result_of
+from simpletuner.config.values import read_stored, typed
+from simpletuner.errors import ConfigError, Problems, Reading, UserError
 from simpletuner.redaction import redact
 
 WELCOME = """\
@@ -51,13 +50,12 @@ def run_session(file: Path, talk: Talk) -> bool:
         progress.ask(talk)
         agreed = review(draft, talk)
     except (KeyboardInterrupt, InputEnded):
-        # A script cannot continue, and would be asked about the draft at its next start.
-        if sys.stdin.isatty() and progress.position > 0:
-            talk.tell(f"\nYour answers are kept in {progress.keep()}; the same command continues there.", "yellow")
+        if kept := progress.keep():
+            talk.tell(f"\nYour answers are kept in {kept}; the same command continues there.", "yellow")
         raise
     if not agreed:
-        kept = f" Your answers are kept in {progress.keep()}." if sys.stdin.isatty() else ""
-        talk.say(f"Nothing was written.{kept}")
+        kept = progress.keep()
+        talk.say("Nothing was written." + (f" Your answers are kept in {kept}." if kept else ""))
         return False
     existed = file.exists()
     save(file, render_config(_written(draft)))
@@ -67,6 +65,20 @@ def run_session(file: Path, talk: Talk) -> bool:
     talk.tell(f"Written: {file}" + (f" (before: {backup_of(file)})" if existed else ""), "green")
     show_next_steps(draft, talk)
     return True
+
+
+@dataclass(frozen=True)
+class Answers:
+    """An unfinished session, kept beside the file.
+
+    Attributes:
+        question: key of the next question, since another version may ask in another order.
+        loaded, values: of the draft.
+    """
+
+    question: str
+    loaded: list[str]
+    values: dict[str, Any]
 
 
 class Progress:
@@ -86,18 +98,21 @@ class Progress:
         title = ""
         while self.position < len(QUESTIONS):
             question = QUESTIONS[self.position]
-            if question.applies(self.draft):
-                if question.section.label != title:
-                    title = question.section.label
-                    talk.say()
-                    talk.say(title, "bold cyan")
-                try:
-                    talk.ask(question, self.draft)
-                    self._answered.append(self.position)
-                except Back:
-                    self._go_back(talk)
-                    continue
+            if not question.applies(self.draft):
+                self.position += 1
+                continue
+            if question.section.label != title:
+                title = question.section.label
+                talk.say()
+                talk.say(title, "bold cyan")
+            try:
+                talk.ask(question, self.draft)
+            except Back:
+                self._go_back(talk)
+                continue
+            self._answered.append(self.position)
             self.position += 1
+            self.keep()
 
     def _go_back(self, talk: Talk) -> None:
         if self._answered:
@@ -109,13 +124,14 @@ class Progress:
         if self._stuck == PATIENCE:
             raise InputEnded("There is no question before the first. Nothing was written.")
 
-    def keep(self) -> Path:
-        """Save the answers next to the file."""
+    def keep(self) -> Path | None:
+        """Save the answers next to the file, after each one, since a terminal may be closed; None if there are none."""
+        # A script cannot continue, and would be asked about them at its next start.
+        if not (self.position and sys.stdin.isatty()):
+            return None
         path = kept_answers(self.draft.file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # By key, as another version may ask in another order.
         following = QUESTIONS[min(self.position, len(QUESTIONS) - 1)].key
-        write_json(path, {"question": following, "loaded": sorted(self.draft.loaded), "values": self.draft.values})
+        write_json(path, asdict(Answers(following, sorted(self.draft.loaded), self.draft.values)), durable=False)
         return path
 
 
@@ -126,12 +142,12 @@ def kept_answers(file: Path) -> Path:
 
 def start_draft(file: Path, talk: Talk) -> tuple[Draft, int]:
     """The initial draft and the number of the first question, from kept answers, the existing file, or defaults."""
-    kept = _kept(file)
+    # What another version has kept is ignored rather than guessed at.
+    kept = read_stored(kept_answers(file), Answers)
     if kept is not None and talk.confirm(f"Continue with the answers in {kept_answers(file)}?", default=True):
-        keys = [question.key for question in QUESTIONS]
-        draft = Draft(file, kept["values"])
-        draft.loaded = frozenset(kept["loaded"])
-        return draft, keys.index(kept["question"]) if kept["question"] in keys else 0
+        draft = Draft(file, kept.values)
+        draft.loaded = frozenset(kept.loaded)
+        return draft, next((n for n, question in enumerate(QUESTIONS) if question.key == kept.question), 0)
     if not file.exists() or not talk.confirm(f"{file} exists. Start from it?", default=True):
         return _new_draft(file, talk), 0
     problems = Problems()
@@ -157,21 +173,19 @@ def _new_draft(file: Path, talk: Talk) -> Draft:
 
 
 def _usable(draft: Draft, talk: Talk) -> Draft:
-    """The draft, without what training would refuse unless the user wants to keep it."""
-    unusable = unusable_keys(draft)
-    for key, reason in unusable.items():
+    """The draft without keys of the file that training refuses, unless the user wants to keep them."""
+    refused: dict[str, str] = {}
+    for problem in draft.judgement.problems:
+        # The key of a place such as "tread_config.routes[0]".
+        key = re.split(r"[.\[]", problem.where)[0]
+        if problem.fatal and key in draft.loaded:
+            refused.setdefault(key, problem.message)
+    for key, reason in refused.items():
         talk.refuse(f"{key}: {reason}")
-    if not unusable or not talk.confirm("Training would refuse the above. Leave it out?", default=True):
+    if not refused or not talk.confirm("Training would refuse the above. Leave it out?", default=True):
         return draft
-    talk.tell(f"Left out: {', '.join(unusable)}", "yellow")
-    return Draft(draft.file, {key: value for key, value in draft.values.items() if key not in unusable})
-
-
-def _kept(file: Path) -> dict[str, Any] | None:
-    content = result_of(read_json(kept_answers(file))) if kept_answers(file).is_file() else None
-    # A draft of another version is ignored rather than guessed at.
-    is_whole = isinstance(content, dict) and content.keys() == {"question", "loaded", "values"}
-    return content if is_whole else None
+    talk.tell(f"Left out: {', '.join(refused)}", "yellow")
+    return Draft(draft.file, {key: value for key, value in draft.values.items() if key not in refused})
 
 
 def review(draft: Draft, talk: Talk) -> bool:
@@ -299,17 +313,6 @@ def load_values(file: Path) -> Reading[dict[str, Any]]:
     return {key: value for key, value in named if value not in (None, "") or key == "resume_from_checkpoint"}
 
 
-def unusable_keys(draft: Draft) -> dict[str, str]:
-    """Keys of a loaded file that training refuses, with the reason."""
-    reasons: dict[str, str] = {}
-    for problem in draft.judgement.problems:
-        # the key of a place such as "tread_config.routes[0]"
-        key = re.split(r"[.\[]", problem.where)[0]
-        if problem.fatal and key in draft.loaded:
-            reasons.setdefault(key, problem.message)
-    return reasons
-
-
 def save(file: Path, text: str) -> None:
     """Write the file atomically; the previous one is kept as `.bak`."""
     target = file.resolve()  # a link is kept, and the file it points to is replaced
@@ -348,14 +351,10 @@ def example_datasets(draft: Draft) -> list[dict[str, Any]]:
     """A dataset file to start from, that of a packaged example: captions in text files of the same names."""
     examples = EDITS if draft.judgement.flavour.task == "i2i" else (*PICTURES, *CLIPS)
     example = next(name for name in examples if name.startswith(draft.spec.name))
-    entries: list[dict[str, Any]] = read_example(example, DATASET_FILE)
-    if video := entries[0].get("video"):
-        folder, longest = Path(entries[0]["instance_data_dir"]), draft.config.validation.validation_num_video_frames
-        clips = scan(folder, CLIP_SUFFIXES) if folder.is_dir() else Scan()
-        # As many as a preview has, or fewer if the clips that are there are shorter.
-        frames = Material(folder, clips, holds_clips=True).frames(draft.spec, longest or 1)
-        video |= {"num_frames": frames, "min_frames": frames}
-    return entries
+    trained, *others = read_example(example, DATASET_FILE)
+    # Clips are as long as previews.
+    longest = draft.config.validation.validation_num_video_frames or 1
+    return [Material.of_entry(trained).fitted(trained, draft.spec, longest), *others]
 
 
 def train_command(file: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from simpletuner.annexes.draft import Draft
 from simpletuner.annexes.wizard.questions import Question, stale_keys
+from simpletuner.config.option import Option
 from simpletuner.config.techniques import ROUTES
 from simpletuner.config.values import parse_flag, plain_key
 from simpletuner.errors import ConfigError, Problem, UserError, nearest, not_one_of
@@ -63,16 +65,15 @@ class Talk:
 
     def ask(self, question: Question, draft: Draft) -> None:
         """Ask for one setting and put the answer into the draft."""
-        proposed = question.default(draft)
-        self.list_choices(question.choices(draft), _worded(proposed, question))
+        proposed, choices = question.default(draft), question.choices(draft)
+        self.list_choices(choices, _worded(proposed, question))
         for _ in range(PATIENCE):
             answer = self.read_line(f"  {question.text} {_bracketed(proposed, question)}: ")
             if answer == HELP:
-                self._explain(question, draft)
+                self._explain(question.option, choices)
                 continue
             if answer.lower() == BACK:
                 raise Back
-            choices = question.choices(draft)
             value = _interpret(answer, question, proposed, choices)
             problems = _problems_of(question, draft, value)
             if self._accept(question, problems, is_proposed=not answer):
@@ -116,20 +117,18 @@ class Talk:
 
     def pick(self, text: str, choices: Mapping[str, str]) -> str:
         """Ask for one of several names, each with a note; the first one is the default."""
-        names = list(choices)
+        first = next(iter(choices))
         self.say(text)
-        self.list_choices(choices, names[0])
-        numbered = dict(zip(map(str, range(1, len(names) + 1)), names, strict=True))
+        self.list_choices(choices, first)
         for _ in range(PATIENCE):
-            answer = self.read_line(f"  [{names[0]}]: ").lower()
-            chosen = numbered.get(answer, answer) or names[0]
-            if chosen in names:
+            answer = self.read_line(f"  [{first}]: ")
+            if (chosen := _named(answer or first, choices)) in choices:
                 return chosen
             if answer == HELP:
                 self.say("    Type a number or a word of the list; Enter takes the one in brackets.", "cyan")
-                continue
-            self.refuse(not_one_of(answer, names))
-        return names[0]
+            else:
+                self.refuse(not_one_of(answer, choices))
+        return first
 
     def refuse(self, reason: str) -> None:
         """Say what is wrong, even if nothing is asked."""
@@ -155,7 +154,7 @@ class Talk:
                 return answer
             self.refuse("This contains control characters; type it again.")
 
-    def list_choices(self, choices: Mapping[str, str], proposed: str) -> None:
+    def list_choices(self, choices: Mapping[str, str], proposed: str = "") -> None:
         """Number some words, each with a remark, and mark the one that Enter takes."""
         if len(choices) > LONGEST_LIST:
             return
@@ -179,15 +178,12 @@ class Talk:
             self.refuse(problem.message if problem.where == question.key else str(problem))
         return not problems or (not fatal and (is_proposed or self.confirm("  Keep it?", default=False)))
 
-    def _explain(self, question: Question, draft: Draft) -> None:
-        """Show the help of the option."""
-        option, choices = question.option, question.choices(draft)
+    def _explain(self, option: Option, choices: Mapping[str, str]) -> None:
+        """Show the help of an option."""
         self.say(f"    {option.help}", "cyan")
         allowed = ", ".join(choices) if choices else " ".join(filter(None, (option.type_name, option.limit_text)))
         self.say(f"    Allowed: {allowed}. Setting: {option.name}.", "cyan")
-        if choices and len(choices) <= LONGEST_LIST:
-            for name, note in choices.items():
-                self.say(f"      {name}{f': {note}' if note else ''}", "cyan")
+        self.list_choices(choices)
         if option.default_note:
             self.say(f"    Default: {option.default_note.replace('`', '')}.", "cyan")
         if not option.required:
@@ -213,13 +209,17 @@ def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[
         if "none" not in choices:
             return None
         answer = "none"
-    numbered = {str(number): name for number, name in enumerate(choices, start=1)}
+    answer = _named(answer, choices)
+    if question.key == "tread_config" and answer in ROUTES:
+        return ROUTES[answer]
+    return _word(answer) if question.option.is_flag else answer
+
+
+def _named(answer: str, choices: Mapping[str, str]) -> str:
+    """The choice of this number or spelling, else the answer as it is."""
     # A longer list was not shown, so its numbers mean nothing.
-    answer = numbered.get(answer, answer) if 1 < len(choices) <= LONGEST_LIST else answer
-    if answer in question.meanings:
-        return question.meanings[answer]
-    if question.option.is_flag:
-        return _word(answer)
+    if answer.isdecimal() and 1 < len(choices) <= LONGEST_LIST:
+        return dict(enumerate(choices, start=1)).get(int(answer), answer)
     spelled = {name.lower().replace("_", "-"): name for name in choices}
     return spelled.get(answer.lower().replace("_", "-"), answer)
 
@@ -237,7 +237,8 @@ def _bracketed(value: Any, question: Question | None = None) -> str:
 
 def _worded(value: Any, question: Question | None) -> str:
     if value is None:
-        note = question.option.default_note.replace("`", "") if question else ""
+        # `?` shows the rest: a long line cannot be edited in some terminals.
+        note = re.split("[;,]", question.option.default_note)[0].replace("`", "") if question else ""
         return note or "none"
     known = (word for word, route in ROUTES.items() if route == value)
     return next(known, f"{value:g}" if isinstance(value, float) else str(value))
