@@ -28,20 +28,18 @@ def ask(
     Raises:
         UserError: the folder, an answer or a setting cannot be used.
     """
-    material = Material.of(folder)
-    name = given["name"] or run_name(folder)
-    examples = {example.removesuffix("-lora"): example for example in material.models}
+    material, name = Material.of(folder), given["name"] or run_name(folder)
     talk.tell(f"{folder}: {material.describe()}")
     if others := material.describe_others():
         talk.refuse(others)
-    Problems(_check(material, name, given, examples, captions=captions)).raise_if_fatal()
+    Problems(_check(material, name, given, captions=captions)).raise_if_fatal()
     purposes = {purpose: Recipe.of(purpose).title for purpose in material.purposes}
     purpose = _choose(talk, "What should be learned?", purposes, given["purpose"])
     trigger = (given["trigger"] or "").strip() or _ask_trigger(talk, purpose)
     captioned, values = captions or not material.uncaptioned, _as_json(settings)
     starts = {
         model: Start(name, material, purpose, trigger, example, captioned, values)
-        for model, example in examples.items()
+        for model, example in material.models.items()
         if not (captions and material.uncaptioned) or writes_captions(example)
     }
     made = starts[_choose_model(talk, starts, given["model"])]
@@ -66,9 +64,7 @@ def _ask_trigger(talk: Talk, purpose: str) -> str:
     return answer or TRIGGER
 
 
-def _check(
-    material: Material, name: str, given: Mapping[str, str | None], examples: Mapping[str, str], *, captions: bool
-) -> Iterator[Problem]:
+def _check(material: Material, name: str, given: Mapping[str, str | None], *, captions: bool) -> Iterator[Problem]:
     """Everything wrong with the folder and the given answers, before the first question."""
     target = Path("config") / name
     if re.search(r"[/\\\x00-\x1f]", name):
@@ -76,17 +72,16 @@ def _check(
     elif target.exists() or target.is_symlink():
         message = f"{target} exists already: go on with `simpletuner train env={name}`, or give --name."
         yield Problem("", message)
-    for option, names in (("purpose", material.purposes), ("model", [*examples])):
+    for option, names in (("purpose", material.purposes), ("model", [*material.models])):
         if (value := given[option]) is not None and value not in names:
             yield Problem("", f"--{option} {not_one_of(value, names)}")
-    yield from _check_captions(material, examples.get(given["model"] or ""), captions=captions)
+    yield from _check_captions(material, given["model"], captions=captions)
 
 
-def _check_captions(material: Material, example: str | None, *, captions: bool) -> Iterator[Problem]:
+def _check_captions(material: Material, model: str | None, *, captions: bool) -> Iterator[Problem]:
     """Some files lack captions, or the model cannot write them."""
     missing, captioned = len(material.uncaptioned), len(material.captioned)
-    if captions and missing and example and not writes_captions(example):
-        model = example.removesuffix("-lora")
+    if captions and missing and model in material.models and not writes_captions(material.models[model]):
         yield Problem("", f"--caption: the text encoder of {model} writes none; choose another model.")
     if not captions and missing and (captioned or material.sources):
         first = material.uncaptioned[0]

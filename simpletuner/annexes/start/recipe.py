@@ -35,7 +35,7 @@ from simpletuner.models.spec import FamilySpec
 
 T = TypeVar("T")
 # The packaged examples whose settings models start from; the first suits most people.
-PICTURES = ("kandinsky5-image-lora",)
+PICTURES: tuple[str, ...] = ("kandinsky5-image-lora",)
 EDITS = ("kandinsky5-image-edit-lora",)
 # Tiny models that train in minutes on a CPU; they draw simple shapes.
 DEMOS = {True: "demo-video", False: "demo"}  # of clips, of pictures
@@ -102,13 +102,13 @@ class Material:
     def noun(self) -> str:
         return "clips" if self.holds_clips else "pictures"
 
-    @property
-    def models(self) -> Sequence[str]:
-        """Examples of models that can learn from it; without a GPU, also a tiny one to try everything with."""
-        if self.sources:
-            return EDITS
-        demo = [] if find_device().is_gpu else [DEMOS[self.holds_clips]]
-        return [*(CLIPS if self.holds_clips else PICTURES), *demo]
+    @cached_property
+    def models(self) -> dict[str, str]:
+        """Models that can learn from it, with their examples; without a GPU, also a tiny one to try everything with."""
+        examples = EDITS if self.sources else CLIPS if self.holds_clips else PICTURES
+        if not (self.sources or find_device().is_gpu):
+            examples += (DEMOS[self.holds_clips],)
+        return {example.removesuffix("-lora"): example for example in examples}
 
     @property
     def purposes(self) -> Sequence[str]:
