@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import sys
 import textwrap
@@ -13,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from simpletuner.annexes.draft import Draft
+from simpletuner.annexes.draft import Draft, key_of
 from simpletuner.annexes.start.recipe import CLIPS, EDITS, PICTURES, PURPOSES, TRIGGER, Material, Recipe, read_example
 from simpletuner.annexes.wizard.questions import QUESTIONS, Question, stale_keys
 from simpletuner.annexes.wizard.talk import PATIENCE, Back, InputEnded, Talk
@@ -177,10 +176,8 @@ def _usable(draft: Draft, talk: Talk) -> Draft:
     """The draft without keys of the file that training refuses, unless the user wants to keep them."""
     refused: dict[str, str] = {}
     for problem in draft.judgement.problems:
-        # The key of a place such as "tread_config.routes[0]".
-        key = re.split(r"[.\[]", problem.where)[0]
-        if problem.fatal and key in draft.loaded:
-            refused.setdefault(key, problem.message)
+        if problem.fatal and key_of(problem) in draft.loaded:
+            refused.setdefault(key_of(problem), problem.message)
     for key, reason in refused.items():
         talk.refuse(f"{key}: {reason}")
     if not refused or not talk.confirm("Training would refuse the above. Leave it out?", default=True):

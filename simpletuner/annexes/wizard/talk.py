@@ -11,9 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from simpletuner.annexes.draft import Draft
+from simpletuner.annexes.draft import Draft, key_of
 from simpletuner.annexes.wizard.questions import Question, stale_keys
 from simpletuner.config.option import Option
+from simpletuner.config.schema import all_options
 from simpletuner.config.techniques import ROUTES
 from simpletuner.config.values import parse_flag, plain_key
 from simpletuner.errors import ConfigError, Problem, UserError, nearest, not_one_of
@@ -76,8 +77,14 @@ class Talk:
                 raise Back
             value = _interpret(answer, question, proposed, choices)
             problems = _problems_of(question, draft, value)
+            changes = question.changes(value, draft)
             if self._accept(question, problems, is_proposed=not answer):
-                draft.change(question.changes(value, draft))
+                draft.change(changes)
+                return
+            if (others := _only_others(question, draft, problems)) and self.confirm(
+                f"  Leave out {', '.join(others)}?", default=True
+            ):
+                draft.change({**changes, **dict.fromkeys(others)})
                 return
             # Enter now takes the remedy of a problem, else the corrected spelling.
             remedies = [problem.remedy[question.key] for problem in problems if question.key in problem.remedy]
@@ -196,6 +203,13 @@ def _problems_of(question: Question, draft: Draft, value: Any) -> list[Problem]:
         return []
     changes = question.changes(value, draft)
     return draft.weigh(question.key, {**dict.fromkeys(stale_keys(draft, changes)), **changes})
+
+
+def _only_others(question: Question, draft: Draft, problems: Sequence[Problem]) -> list[str]:
+    """Settings that an answer makes invalid, if nothing else is wrong with it and they can be left out."""
+    keys = sorted({key_of(problem) for problem in problems if problem.fatal})
+    optional = {key for key in draft.values if key != question.key and not all_options()[key].required}
+    return keys if optional.issuperset(keys) else []
 
 
 def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[str, str]) -> Any:
