@@ -22,7 +22,7 @@ from simpletuner.annexes.fitting.show import plan_json
 from simpletuner.annexes.sampling import SampleRequest
 from simpletuner.atomic import write_json
 from simpletuner.cli.sample import SHORT, prepared_samples
-from simpletuner.cli.settings import command_settings, prepare_output
+from simpletuner.cli.settings import command_settings, prepare_output, set_environment
 from simpletuner.cli.train import agreed, configure_torch, recorded_events, run_checked
 from simpletuner.config.schema import all_options
 from simpletuner.config.sources import COMMAND_LINE, SELECTORS, Arguments, configured
@@ -167,8 +167,7 @@ def _named(problem: Problem, names: Mapping[str, str] = MappingProxyType({})) ->
 
 def _arguments(config: object, *, overrides: bool = False) -> Arguments:
     """The settings of a dict: a whole configuration, or what overrides one that is a file or a run."""
-    # As nvidia-smi counts, which the plan asks; see `cli.app.run`.
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    set_environment()
     plain, arguments = _as_json(config), command_settings([])
     arguments.selectors = {SELECTORS[key]: str(plain.pop(key)) for key in SELECTORS.keys() & plain.keys()}
     if arguments.selectors or overrides:
