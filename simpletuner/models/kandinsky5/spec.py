@@ -1,4 +1,7 @@
-"""Kandinsky 5 as plain data: the family of pictures, and the family of clips, which differs in a few fields."""
+"""Kandinsky 5 as plain data: the family of pictures, and that of clips, which differs in a few fields.
+
+`family.toml` has their defaults.
+"""
 
 from __future__ import annotations
 
