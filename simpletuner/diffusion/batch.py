@@ -132,7 +132,7 @@ class NoisyBatch:
         """The same batch, noise and target at other noise levels; a conditioning first frame is kept.
 
         Args:
-            sigmas: the noise levels the model is told, `B`.
+            sigmas: the noise levels that the timesteps give the model, `B`.
             latents: the latents it sees, `B C F H W`.
         """
         given = self.given_frames

@@ -139,7 +139,7 @@ class ScaledRows(WeightFormat):
     that value; here the steps are 1/127.
 
     Attributes:
-        dtype: of the unpacked weight, if it is not that of the scales.
+        dtype: of the unpacked weight; by default, of the scales.
         rounds_inputs, rounds_gradients: round these to the type of the weight and multiply there; otherwise unpack it.
         kernel: see `multiply`.
     """

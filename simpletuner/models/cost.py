@@ -390,7 +390,7 @@ class TransformerCost(Weights):
         kind, positions, (tiles, making) = "bf16" if size < 4 else "fp32", batch.positions, self.tiles(batch, size)
         # Measured only for families whose tokens can have their own timesteps.
         factors = self.table.bytes.get(f"{kind} given" if batch.timed_tokens else kind, self.table.bytes[kind])
-        # The widest output is that of the feed-forward.
+        # The feed-forward has the widest output.
         heads = self.hidden // self.head
         inner = max(layer.shape[0] for layer in self.large_layers if layer.axis == "token")
         numbers = {**positions, "width": self.hidden, "inner": inner, "head": self.head, "heads": heads}
@@ -420,7 +420,7 @@ class TransformerCost(Weights):
     ) -> tuple[float, float]:
         """Bytes that the kernels of a compiled block move, forward and backward.
 
-        Each LoRA adds its output to that of its layer, and its gradient to that of the input: two reads and a write.
+        A LoRA adds its output to the layer's output, and its gradient to the input's gradient: two reads and a write.
         """
         layers = [] if adapters.products else self._with_adapters(adapters)
         outputs = sum(positions[layer.axis] * layer.shape[0] for layer in layers)
@@ -499,7 +499,7 @@ class TransformerCost(Weights):
         linear = 0.0
         for layer, count in self._positions(batch):
             flows = not self.needs_no_gradient(layer.name, full)
-            # One product for the gradient of the input, and one for that of the weight.
+            # One product for the gradient of the input, and one for the gradient of the weight.
             linear += layer.product(count) * (flows + full)
             # Both factors are trained; the first needs the gradient of its input only if that flows on.
             down, up = layer.factors(count, adapters)

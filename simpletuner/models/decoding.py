@@ -88,7 +88,7 @@ def in_strips(compute: Callable[..., Tensor], x: Tensor, *inputs: Any, **setting
 
 def resnet_in_strips(block: Any, x: Tensor, temb: None = None, generator: None = None, **settings: Any) -> Tensor:
     """The output of a residual block, `B C H W` or `B C T H W`, written over its input, which nothing else reads."""
-    # Statistics are those of one sample.
+    # Statistics are computed over one sample.
     if len(x) > 1:
         return torch.cat([resnet_in_strips(block, sample, **settings) for sample in x.split(1)])
     first, act = normaliser(block.norm1, x), block.nonlinearity
@@ -109,7 +109,7 @@ def normaliser(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
         return norm  # of single positions
     mean, variance = channel_statistics(norm, x)
     weight, bias, eps = norm.weight.float(), norm.bias.float(), norm.eps
-    # Batch norm, because it takes statistics as arguments; `group_norm` would compute those of the strip.
+    # Batch norm, because it takes statistics as arguments; `group_norm` would compute them over the strip.
     return lambda rows: nn.functional.batch_norm(rows, mean, variance, weight, bias, eps=eps)
 
 

@@ -261,8 +261,8 @@ def frame_causal_attention(attn: Any, x: Tensor) -> Tensor:
 def with_solver(scheduler: Any, name: str | None) -> Any:
     """The scheduler that `validation_noise_scheduler` names, with the shift of a pipeline's own.
 
-    diffusers' multi-step solvers truncate timesteps to whole numbers, so the model is told up to one in a thousand less
-    noise than there is.
+    diffusers' multi-step solvers truncate timesteps to whole numbers: the timestep that the model gets is too low by up
+    to one of 1000.
     """
     if name is None or type(scheduler).__name__ == SOLVERS[name]:
         return scheduler

@@ -1,4 +1,4 @@
-"""The layers that a LoRA trains, key names in LoRA files of common programs, and checks of such files. Free of torch.
+"""The layers that a LoRA trains, key names in LoRA files of common programs, and checks of these files. Free of torch.
 
 A selection of layers has one of peft's two forms: a list of module names, each matching the modules whose dotted path
 is or ends with it, or a regular expression that must match the whole path.
@@ -333,7 +333,7 @@ def check_lora_file(key: str, path: Path, modules: Mapping[str, tuple[int, int]]
 def _check_fit(
     key: str, path: Path, layers: Mapping[str, Mapping[str, Shape]], modules: Mapping[str, tuple[int, int]]
 ) -> Iterator[Problem]:
-    """The layers of a LoRA file against those of the model."""
+    """Compare the layers of a LoRA file with the model's."""
     if foreign := sorted(layers.keys() - modules.keys()):
         message = f"layers in {str(path)!r} are not in this model ({shorten(foreign, 3)})."
         yield Problem(key, f"{len(foreign)} of {len(layers)} {message}")

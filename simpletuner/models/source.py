@@ -238,7 +238,7 @@ class Part:
         """The folder on this machine, downloaded if necessary.
 
         Raises:
-            UserError: the hub has no such repository or part, or cannot be reached.
+            UserError: the hub lacks the repository or part, or cannot be reached.
         """
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -365,7 +365,7 @@ def encoder_fault(config: Mapping[str, Any], shapes: Shapes, tokens: int | None)
             continue
         if any(said not in (None, actual) for said, actual in zip(size, shape, strict=False)):
             return f"has {name} of {list(shape)}, its config.json {size}"
-        # A vocabulary below half of the rows is that of another model, not padding.
+        # A vocabulary of less than half the rows belongs to another model: padding adds a few.
         if tokens is not None and not shape[0] / 2 < tokens <= shape[0]:
             return f"has an embedding of {shape[0]} tokens, its tokenizer has {tokens}"
     return None

@@ -225,7 +225,7 @@ class FamilySpec:
         """The flavour of that name; None is the default flavour.
 
         Raises:
-            KeyError: there is no such flavour.
+            KeyError: the family has no flavour of this name.
         """
         return self.flavours[0] if name is None else {each.name: each for each in self.flavours}[name]
 

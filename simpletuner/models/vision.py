@@ -62,7 +62,7 @@ class VisionEncoder:
         return self.part.local_folder() or (self.torch_hub_file if self.torch_hub_file.is_file() else None)
 
     def settings(self) -> dict[str, Any]:
-        """Its config.json, or that of the published model while it is not on this machine."""
+        """Its config.json; the published model's while it is not on this machine."""
         own = self.part.read_config()
         if own is not None:
             return own

@@ -232,7 +232,11 @@ def calls() -> Iterator[tuple[str, str, str]]:
         if file.name not in STOPWATCHES:
             for function in ast.walk(ast.parse(file.read_text())):
                 if isinstance(function, ast.FunctionDef):
-                    made = (each.func for each in ast.walk(function) if isinstance(each, ast.Call))
+                    inner = (
+                        each for each in ast.walk(function) if isinstance(each, ast.FunctionDef) and each != function
+                    )
+                    theirs = {each for one in inner for each in ast.walk(one)}
+                    made = (each.func for each in {*ast.walk(function)} - theirs if isinstance(each, ast.Call))
                     names = {each.attr for each in made if isinstance(each, ast.Attribute)}
                     yield from ((file.name, function.name, name) for name in names.intersection(CALLS))
 

@@ -97,7 +97,7 @@ def shared_by_machine(flat: Tensor, world: World, folder: Path | None) -> Tensor
     """One buffer for all processes of a machine, which hold the same weights: that of its first process.
 
     Every process must call this for the same buffers in the same order. Where they do not see each other in /proc, as
-    in containers of their own, the file has a name until all have opened it, which is before anything is written.
+    in separate containers, the file has a name until all have opened it, before anything is written.
 
     Args:
         folder: on a disk; None for memory, which unlike /dev/shm needs no room of its own in containers.
@@ -193,7 +193,7 @@ def _mapped(file: IO[bytes], flat: Tensor, *, shared: bool) -> Tensor:
     return torch.from_file(path, shared=shared, size=flat.numel(), dtype=torch.uint8)
 
 
-ALIGNMENT = 256  # bytes; that of CUDA's allocator, for kernels that depend on it
+ALIGNMENT = 256  # bytes, as in CUDA's allocator: some kernels depend on it
 
 # Turns a plain buffer into the stored image: locks it, or moves it to disk.
 Settle = Callable[["WeightImage", Tensor], Tensor]
@@ -292,7 +292,7 @@ def frozen_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def wraps(tensor: Any) -> bool:
-    """Whether a tensor is a wrapper around others, without memory of its own, like quantised ones."""
+    """Whether a tensor only wraps others, as quantised ones do, and has no memory."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
@@ -319,7 +319,7 @@ def set_aside(modules: Sequence[nn.Module], tensors: Set[int]) -> Iterator[None]
         for table, before in tables:
             after = {name: value if id(value) in tensors else table[name] for name, value in before.items()}
             table.clear()
-            table.update(after)  # in the original order, which is that of the state dict
+            table.update(after)  # in the original order, as the state dict lists them
 
 
 def rebuild(tensor: Any, contents: Iterator[Tensor]) -> Tensor:

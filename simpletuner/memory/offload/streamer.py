@@ -239,7 +239,7 @@ class RememberedPlaces(saved_tensors_hooks):
 
     def __init__(self, streamer: Streamer) -> None:
         def pack(tensor: Tensor) -> Tensor | tuple[int, Span]:
-            # Wrappers have no memory of their own; quantised weights stream only with checkpointing.
+            # Wrappers have no memory; quantised weights stream only with checkpointing.
             group = streamer.group_at(tensor) if type(tensor) in (Tensor, torch.nn.Parameter) else None
             if group is None:
                 return tensor

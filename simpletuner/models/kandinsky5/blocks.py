@@ -3,7 +3,7 @@
 The stock transformer has no text mask, because its pipelines never pad. Training batches need padding, so the attention
 processors of the text blocks and of the cross-attention mask padding keys. The rest is the stock computation.
 
-The faster forward passes are bit for bit equal to those of the diffusers classes. The stock blocks rotate queries and
+The faster forward passes are bit for bit equal to the diffusers classes. The stock blocks rotate queries and
 keys by products with 2 x 2 matrices, four numbers per pair, in every block and twice with checkpointing. Here a pair is
 rotated by its cosine and sine, extracted once a step from the same tensor. Modules and weights are unchanged, and every
 product and sum is rounded where the stock code rounds it: a fused multiply-add would change bits.
@@ -76,7 +76,7 @@ class ReplacedAttention:
     """diffusers' `Kandinsky5AttnProcessor`, with another kernel where there is one.
 
     Args:
-        kernel: (parameters of block-sparse attention) -> the kernel of a call; None for that of diffusers.
+        kernel: (parameters of block-sparse attention) -> the kernel of a call; None for diffusers' kernel.
     """
 
     # diffusers sets these on processors when a backend or parallelism is chosen.

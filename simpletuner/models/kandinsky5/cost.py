@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from simpletuner.models.cost import (
-    STOCK,
     BatchShape,
     FamilyCost,
     Kernels,
@@ -50,7 +49,7 @@ def attention_heads(settings: Mapping[str, object]) -> int:
     return number(settings, "model_dim", 2048) // head_width(settings)
 
 
-def transformer_cost(settings: Mapping[str, object], shapes: Shapes, kernels: Kernels = STOCK) -> TransformerCost:
+def transformer_cost(settings: Mapping[str, object], shapes: Shapes, kernels: Kernels) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
     head, heads = head_width(settings), attention_heads(settings)
 

@@ -299,7 +299,7 @@ def _results(attend: Attend, draws: list[Tensor], tiles: Tensor, backward: bool)
 
 
 def tolerance(device: torch.device, dtype: torch.dtype) -> float:
-    """The accepted error: four times the machine epsilon; in float32 that of TF32, or 2^-18.
+    """The accepted error: four times the machine epsilon; in float32, of TF32 if it is allowed, else 2^-18.
 
     float32 on a GPU may have the 10 bits of TF32. Otherwise, sums of some hundred products and fast exponentials (off
     by up to 2^-22) still round differently from the reference. Ignoring the tiles gives an error of over 0.5.

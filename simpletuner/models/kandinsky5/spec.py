@@ -1,4 +1,7 @@
-"""Kandinsky 5 as plain data: the family of pictures, and the family of clips, which differs in a few fields."""
+"""Kandinsky 5 as plain data: the family of pictures, and the family of clips, which differs in a few fields.
+
+`family.toml` has their defaults.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,7 @@ def check_image_sizes(
     """Warnings about preview sizes that the stock pipeline does not render by default."""
     others = [size for size in used if size not in IMAGE_SIZES]
     given = config.model.pretrained_model_name_or_path
-    # A checkpoint of another name may have sizes of its own.
+    # A checkpoint with another name may support other sizes.
     is_published = given is None or Path(given).name == Path(flavour.repository).name
     if others and is_published and not config.validation.validation_disable:
         message = (

@@ -45,7 +45,7 @@ CLIP_LAYERS = r"(text_model\.)?encoder\.layers\.\d+\..+"
 
 
 def select_template(words: Literal["official", "diffusers"], name: TemplateName) -> TextTemplate:
-    """The official template, or that of the installed diffusers."""
+    """The official template, or the installed diffusers'."""
     if words == "official":
         return OFFICIAL[name]
     from diffusers import Kandinsky5I2IPipeline, Kandinsky5T2IPipeline, Kandinsky5T2VPipeline

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from simpletuner.models.cost import (
-    STOCK,
     FamilyCost,
     Kernels,
     Shapes,
@@ -25,7 +24,7 @@ FAMILY = read_toml(PACKAGE, "family.toml")
 TEXT_LENGTH = 300  # tokens; the pipelines always pad to it
 
 
-def transformer_cost(settings: Mapping[str, object], shapes: Shapes, kernels: Kernels = STOCK) -> TransformerCost:
+def transformer_cost(settings: Mapping[str, object], shapes: Shapes, kernels: Kernels) -> TransformerCost:
     """The cost of a transformer with this config.json and these parameters."""
     head = number(settings, "attention_head_dim", 112)
     return TransformerCost(

@@ -141,7 +141,7 @@ class FrozenConvolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (weight,) = gradients, ctx.saved_tensors
-        # The input's gradient depends on the shape of the input only, which is that of the result.
+        # The input's gradient depends only on the input's shape, which equals the result's.
         found = torch.ops.aten.convolution_backward(
             gradient, gradient, weight, None, (1, 1), ctx.padding, (1, 1), False, (0, 0), ctx.groups,
             (True, False, False),

@@ -1,4 +1,4 @@
-"""Sana Video as plain data: its flavours, their defaults and sizes, its prompt format, and its checks.
+"""Sana Video as plain data: its flavours, its prompt format and its checks; `family.toml` has its defaults and sizes.
 
 A caption is lower-cased and stripped, followed by an optional motion score, and preceded by an instruction. Negative
 prompts and the empty caption have neither. `text` takes the default instruction from the pipeline.
