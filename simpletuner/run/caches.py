@@ -112,8 +112,7 @@ class Encoding:
         # Free the memory of the encoder, which went out of scope, before the next one is loaded.
         gc.collect()
         trim_heap()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         return notes
 
     def encode(self, entry: LatentEntry) -> Tensor:

@@ -87,13 +87,13 @@ def copy_drafts(drafts: Iterable[Draft], device: torch.device) -> Callable[[], l
     """
     copies = [replace(draft, content=replaced(draft.content, _to_host)) for draft in drafts]
     copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    return partial(_arrived, copies, copied)
 
-    def arrived() -> list[Draft]:
-        if copied is not None:
-            copied.synchronize()
-        return copies
 
-    return arrived
+def _arrived(copies: list[Draft], copied: torch.cuda.Event | None) -> list[Draft]:
+    if copied is not None:
+        copied.synchronize()
+    return copies
 
 
 def _to_host(path: str, tensor: Tensor) -> Tensor:

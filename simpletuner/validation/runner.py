@@ -50,7 +50,6 @@ Item = TypeVar("Item")
 REHEARSED_STEPS = 2  # the fewest that every sampler accepts
 IMAGE_FOLDER, BENCHMARK_FOLDER = "validation_images", "benchmarks/base_model"
 PREVIEW_FOLDERS = (IMAGE_FOLDER, BENCHMARK_FOLDER)
-FORMATS = {"png": ("PNG", "png"), "webp": ("WEBP", "webp"), "jpeg": ("JPEG", "jpg")}
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,8 @@ class Renderer:
     @property
     def suffix(self) -> str:
         """File suffix of previews."""
-        kind = FORMATS[self.config.validation.validation_image_format][1]
-        return f".{kind}" if self.frame_rate is None else ".mp4"
+        kind = self.config.validation.validation_image_format if self.frame_rate is None else "mp4"
+        return ".jpg" if kind == "jpeg" else f".{kind}"
 
     def dimensions(self, frames: list[Image]) -> str:
         """The actual size for file names, and for clips the actual number of frames (`768x512@61`)."""
@@ -137,7 +136,7 @@ class Renderer:
             write_mp4(path, frames, self.frame_rate)
             return
         with open_atomically(path) as file:
-            frames[0].convert("RGB").save(file, FORMATS[self.config.validation.validation_image_format][0])
+            frames[0].convert("RGB").save(file, self.config.validation.validation_image_format)
 
 
 def warn_of_one_colour(frames: Sequence[Image], path: Path) -> None:
