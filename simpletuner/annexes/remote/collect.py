@@ -23,7 +23,7 @@ RETRY = "; --retry-failed tries again"
 def collect(
     entries: Sequence[DatasetConfig], context: DataContext, problems: Problems, *, fetches: bool = True
 ) -> dict[str, Scan]:
-    """What each remote entry consists of, by id, after downloading what is missing.
+    """The files of every remote entry, by id, after downloading the missing ones.
 
     Args:
         entries: with their defaults filled in.
@@ -51,7 +51,7 @@ collect_cached = partial(collect, fetches=False)
 
 
 def _download(dataset: str, store: Store, offer: Offer, problems: Problems) -> Scan:
-    """What is there, as if a folder had been listed, and why the rest is not."""
+    """The files that are here, as if a folder had been listed, and why the others are not."""
     missing = store.missing(offer.items)
     if missing and not store.fetches:
         error = UnfetchedError(f"{len(missing)} of {len(offer.items)} files are")
