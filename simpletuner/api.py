@@ -27,10 +27,11 @@ from simpletuner.config.schema import all_options
 from simpletuner.config.sources import ARGUMENTS, SELECTORS, Arguments, configured
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem
+from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream, Subscriber
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, read_media, read_rows
-from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER
+from simpletuner.training.manifest import PIPELINE_FOLDER
 
 WRITTEN_DATASETS = "data_backend_config.json"  # in the output folder: datasets that were given as a list
 
@@ -39,7 +40,7 @@ PARAMETERS = {"prompt": "prompts", "image": "images"}  # of `sample` that are li
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run has produced.
+    """The result of a run.
 
     Attributes:
         output_dir: the folder of the run.
@@ -151,9 +152,9 @@ def sample(
 
 
 def _arguments(config: object, label: str = ARGUMENTS) -> Arguments:
-    """The settings in an argument of a function, which messages call `label`: a configuration, or what overrides one.
+    """The settings in an argument of a function, which messages call `label`.
 
-    By themselves, keys in `config` are a whole configuration; those of a sample override that of its run.
+    A `config` is a whole configuration, unless it selects one that its other keys override. Other arguments override.
     """
     # As nvidia-smi counts, which the plan asks; see `cli.app.run`.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import unicodedata
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -191,7 +192,11 @@ SHORTEST_ABBREVIATION = 3  # letters; one or two occur in nearly every word
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word most similar to `word`, else the only one that it shortens (txt: textfile), else None."""
-    words = [*known]
+    return _nearest(word, tuple(known), cutoff)
+
+
+@functools.lru_cache(1000)  # the page judges the same misspelt key after every change, and comparing takes 20 ms
+def _nearest(word: str, words: tuple[str, ...], cutoff: float) -> str | None:
     if matches := difflib.get_close_matches(word, words, n=1, cutoff=cutoff):
         return matches[0]
     in_order = re.compile(".*".join(map(re.escape, word)))
@@ -208,6 +213,11 @@ def did_you_mean(word: str, known: Sequence[str] | Iterable[str]) -> str:
 def not_one_of(word: str, known: Iterable[str]) -> str:
     """`'x' is not one of: a, b. Did you mean 'a'?`"""
     return f"{word!r} is not one of: {', '.join(known)}.{did_you_mean(word, known)}"
+
+
+def counted(number: int, word: str, words: str = "") -> str:
+    """`1 step`, `2 steps`; `words` is an irregular plural."""
+    return f"{number} {word if number == 1 else words or word + 's'}"
 
 
 def shorten(names: Sequence[str], most: int = 10) -> str:

@@ -705,7 +705,7 @@ class RunConfig:
 
     @property
     def techniques_in_use(self) -> list[TechniqueGroup]:
-        """Those whose switch is on, if they have one: only their rules are asked."""
+        """The techniques whose switch, if they have one, is on; only their rules apply."""
         return [each for each in self.techniques if each.requires is None or each.requires.holds(self.flat)]
 
     @property

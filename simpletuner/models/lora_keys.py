@@ -195,6 +195,8 @@ def _check_layers(
     if others:
         shown = ", ".join(map(str, others))
         yield Problem(key, f"{str(path)!r} has rank {shown}, lora_rank is {config.lora_rank}.")
+    if not config.use_dora and any(name.endswith((MAGNITUDE, COMFYUI_MAGNITUDE)) for name in shapes):
+        yield Problem(key, f"{str(path)!r} is a DoRA; set use_dora.")
     if wanted:
         yield from _check_coverage(path, wanted, ranks.keys() & set(modules))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -585,6 +586,16 @@ def test_leaving_in_the_middle_keeps_the_answers(
     terminal.close()
     assert terminal.exitstatus == code
     assert [path.name for path in (tmp_path / "config").iterdir()] == ["config.json.draft"]
+
+
+def test_a_terminal_that_closes_keeps_the_answers(terminal: pexpect.spawn, tmp_path: Path) -> None:
+    terminal.expect(r"Model \[kandinsky5-image\]")
+    terminal.sendline("sanavideo")
+    terminal.expect(r"Version of the model \[[^]]*\]: ")
+    terminal.kill(signal.SIGHUP)
+    terminal.expect(pexpect.EOF)
+    kept = json.loads((tmp_path / "config/config.json.draft").read_text(encoding="utf-8"))
+    assert (kept["question"], kept["values"]["model_family"]) == ("model_flavour", "sanavideo")
 
 
 def test_kept_answers_are_gone_on_with(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,13 +50,12 @@ def run_session(file: Path, talk: Talk) -> bool:
         progress.ask(talk)
         agreed = review(draft, talk)
     except (KeyboardInterrupt, InputEnded):
-        # A script cannot continue, and would be asked about the draft at its next start.
-        if sys.stdin.isatty() and progress.position > 0:
-            talk.tell(f"\nYour answers are kept in {progress.keep()}; the same command continues there.", "yellow")
+        if kept := progress.keep():
+            talk.tell(f"\nYour answers are kept in {kept}; the same command continues there.", "yellow")
         raise
     if not agreed:
-        kept = f" Your answers are kept in {progress.keep()}." if sys.stdin.isatty() else ""
-        talk.say(f"Nothing was written.{kept}")
+        kept = progress.keep()
+        talk.say("Nothing was written." + (f" Your answers are kept in {kept}." if kept else ""))
         return False
     existed = file.exists()
     save(file, render_config(_written(draft)))
@@ -99,18 +98,21 @@ class Progress:
         title = ""
         while self.position < len(QUESTIONS):
             question = QUESTIONS[self.position]
-            if question.applies(self.draft):
-                if question.section.label != title:
-                    title = question.section.label
-                    talk.say()
-                    talk.say(title, "bold cyan")
-                try:
-                    talk.ask(question, self.draft)
-                    self._answered.append(self.position)
-                except Back:
-                    self._go_back(talk)
-                    continue
+            if not question.applies(self.draft):
+                self.position += 1
+                continue
+            if question.section.label != title:
+                title = question.section.label
+                talk.say()
+                talk.say(title, "bold cyan")
+            try:
+                talk.ask(question, self.draft)
+            except Back:
+                self._go_back(talk)
+                continue
+            self._answered.append(self.position)
             self.position += 1
+            self.keep()
 
     def _go_back(self, talk: Talk) -> None:
         if self._answered:
@@ -122,11 +124,14 @@ class Progress:
         if self._stuck == PATIENCE:
             raise InputEnded("There is no question before the first. Nothing was written.")
 
-    def keep(self) -> Path:
-        """Save the answers next to the file."""
+    def keep(self) -> Path | None:
+        """Save the answers next to the file, after each one, since a terminal may be closed; None if there are none."""
+        # A script cannot continue, and would be asked about them at its next start.
+        if not (self.position and sys.stdin.isatty()):
+            return None
         path = kept_answers(self.draft.file)
         following = QUESTIONS[min(self.position, len(QUESTIONS) - 1)].key
-        write_json(path, asdict(Answers(following, sorted(self.draft.loaded), self.draft.values)))
+        write_json(path, asdict(Answers(following, sorted(self.draft.loaded), self.draft.values)), durable=False)
         return path
 
 
