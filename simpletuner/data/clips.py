@@ -278,23 +278,29 @@ def build_clip_rules(config: DatasetConfig, context: DataContext) -> Reading[Cli
     Args:
         config: the entry with its defaults filled in.
     """
-    video, native, stride = config.video, context.frame_rate, context.spec.frame_stride
+    video, native = config.video, context.frame_rate
     if not config.holds_clips or native is None:
         # An explicit `is_i2v: false` is true of pictures.
         if video.model_copy(update={"is_i2v": video.is_i2v or None}) != VideoConfig():
             yield warning("video", "has no effect: it is for datasets of clips (dataset_type video).")
         return None
+    rules = _rules_of(video, native, context)
+    yield from within("video", _check_length(rules))
+    yield from within("video", _check_condition(rules, context))
+    # Beside the condition, one latent frame must be left to train.
+    return replace(rules, minimum=max(rules.minimum, rules.stride + 1)) if rules.is_i2v else rules
+
+
+def _rules_of(video: VideoConfig, native: float, context: DataContext) -> ClipRules:
+    """The rules of the keys; the rate and the task of the model are the defaults."""
+    stride = context.spec.frame_stride
     # `+ 1`: the VAEs encode the first frame alone.
     wanted = video.num_frames or round(DEFAULT_SECONDS * native) + 1
     keeps_length = video.bucket_strategy == "resolution_frames" and video.frame_interval and not video.num_frames
     num_frames = None if keeps_length else fitting_frames(wanted, stride)
     minimum = video.min_frames or num_frames or video.frame_interval or 1
     is_i2v = context.task == "i2v" if video.is_i2v is None else video.is_i2v
-    rules = ClipRules(video, video.frame_rate or native, stride, num_frames, minimum, is_i2v)
-    yield from within("video", _check_length(rules))
-    yield from within("video", _check_condition(rules, context))
-    # Beside the condition, one latent frame must be left to train.
-    return replace(rules, minimum=max(minimum, stride + 1)) if is_i2v else rules
+    return ClipRules(video, video.frame_rate or native, stride, num_frames, minimum, is_i2v)
 
 
 def _check_length(rules: ClipRules) -> Reading[None]:

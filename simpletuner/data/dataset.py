@@ -309,7 +309,7 @@ def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str
     reduced, folders = [], {dataset.id: dataset.folder for dataset in datasets}
     for dataset in datasets:
         # By folder: the index of a dataset also remembers the damage of the samples that are held out from it.
-        unusable = {name: problem for (owner, name), problem in damaged.items() if folders[owner] is dataset.folder}
+        unusable = {name: problem for (owner, name), problem in damaged.items() if folders.get(owner) is dataset.folder}
         whole = dataset.without(unusable)
         single = {
             sample.name: f"its partner {partner.name} {problem}"

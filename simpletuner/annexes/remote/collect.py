@@ -64,11 +64,9 @@ def _download(dataset: str, store: Store, offer: Offer, problems: Problems) -> S
                 store.fetch(missing, phase)
         except UserError as error:
             problems.append(Problem(dataset, str(error)))
-    ignored = {**offer.ignored}
-    for item in offer.items:
-        if item.key in store.failed:
-            ignored[item.key] = ("not downloaded", store.failed[item.key].reason + RETRY)
+    keys = store.failed.keys() & {item.key for item in offer.items}
+    failed = {key: ("not downloaded", store.failed[key].reason + RETRY) for key in keys}
     names = {name: item.key for item in offer.items if (name := store.name_of(item)) is not None}
     listing = classify([(name, None) for name in names], store.wanted)
     table = {name: offer.captions[key] for name, key in names.items() if key in offer.captions}
-    return replace(listing, ignored={**listing.ignored, **ignored}, table=table, origins=names)
+    return replace(listing, ignored={**listing.ignored, **offer.ignored, **failed}, table=table, origins=names)
