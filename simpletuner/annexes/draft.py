@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,3 +111,8 @@ class Draft:
 
     def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in {**self.values, **changes}.items() if value is not None}
+
+
+def key_of(problem: Problem) -> str:
+    """The key of a problem, whose place may be a part of its value, such as `tread_config.routes[0]`."""
+    return re.split(r"[.\[]", problem.where)[0]

@@ -8,7 +8,6 @@ of the step, bit for bit. What needs all gradients first is refused by the plan:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from simpletuner.config.schema import SLOTS, OptimizerConfig
+from simpletuner.config.schema import OptimizerConfig
 from simpletuner.memory.offload.beside import SideStream
 from simpletuner.memory.offload.image import Span, leaves, rebuild, wraps
 from simpletuner.training.guard import norm_order, norms, not_finite, total_size
@@ -147,7 +146,6 @@ class HostState:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer, self._side = optimizer, SideStream(device)
         self._host: dict[nn.Parameter, State] = {}
-        self._leaving: deque[tuple[State, torch.cuda.Event | None]] = deque()
         self._arriving: dict[nn.Parameter, tuple[State, torch.cuda.Event | None]] = {}
         self._next: dict[nn.Parameter | None, nn.Parameter] = {}  # after each weight, in the order of the last step
         self._last: nn.Parameter | None = None
@@ -168,19 +166,14 @@ class HostState:
         """Copy a weight's state to the host after its update, and the next one's to the device."""
         state = self._optimizer.state[parameter]
         self._keep(parameter, state)
-        self._leaving.append((state, self._side.complete()))
-        if len(self._leaving) > SLOTS:  # the memory is only given back after the wait for its copy
-            self._side.hold_compute(self._leaving[0][1])
-            self._leaving.popleft()
+        self._side.keep(state)
         following = self._next.get(parameter)
         if following is not None and following in self._host:
             self._arriving[following] = self._fetch(following)
 
     def finish(self) -> None:
         """Wait for all copies at the end of a step."""
-        if self._side.stream is not None:
-            self._side.stream.synchronize()
-        self._leaving.clear()
+        self._side.finish()
         self._arriving.clear()
         self._last = None
 

@@ -423,7 +423,7 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     Path("clips").mkdir()
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(96, 80))
     model = {"pictures": "demo", "clips": "demo-video"}[kind]
-    assert Material.of(Path(kind)).models[-1] == model
+    assert [*Material.of(Path(kind)).models][-1] == model
     assert main(["start", kind, "--yes", "--model", model, "--purpose", "subject", "--trigger", "zkt, a cat"]) == 0
     config, entries = written(kind), written(kind, "multidatabackend.json")
     assert (config["max_train_steps"], config["preservation_prompt"]) == (300, "a cat")

@@ -59,6 +59,7 @@ class Person:
             ("Start from it", "start"),
             ("Continue with the answers", "kept"),
             ("Leave it out", "mend"),
+            ("  Leave out ", "others"),
             ("Keep it?", "doubt"),
             ("  Apply ", "remedy"),
             (LAST, "file"),
@@ -409,6 +410,18 @@ def test_what_is_not_asked_survives_and_a_copy_stays(configure: Configure) -> No
     assert (values["train_batch_size"], values["output_dir"]) == (2, "out")
     assert "checkpointing_steps" not in values
     assert Path("config/config.json.bak").read_bytes() == content
+
+
+def test_another_family_than_that_of_the_file(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    routes = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}
+    old = {"model_type": "lora", "model_family": "kandinsky5-image", "model_flavour": "t2i-lite-pretrain"}
+    put({**old, "tread_config": routes, "lora_rank": 8})
+    _, person = configure(model_family=["sanavideo", "sanavideo"], others=["n", "y"])
+    assert person.asked.count("others") == 2
+    assert "model_flavour: 't2i-lite-pretrain' belongs to kandinsky5-image" in capsys.readouterr().out
+    assert (written()["model_family"], written()["model_flavour"]) == ("sanavideo", "2b-480p")
+    assert "tread_config" not in written()
+    assert written()["lora_rank"] == 8
 
 
 def test_starting_afresh_beside_a_file(configure: Configure) -> None:
