@@ -177,7 +177,7 @@ def writing_to(path: Path) -> Iterator[None]:
 
 
 def why_unwritable(error: BaseException, folder: Path) -> str:
-    """Why a folder cannot be written to, by an error or what it came from; empty if that is about something else.
+    """Why a folder cannot be written to, by an error or its causes; empty if they are about something else.
 
     A source file that cannot be read does not count.
     """
@@ -205,7 +205,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it came from; what `from None` hides was about something else."""
+    """An error and its causes, up to one that `from None` hides."""
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

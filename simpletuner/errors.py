@@ -50,7 +50,7 @@ class Problem:
         return {"key": self.where, "message": self.message, "fatal": self.fatal, **remedy}
 
     def within(self, place: str) -> Problem:
-        """The problem of a part that has keys of its own, such as a dataset; a remedy sets keys of the whole."""
+        """The problem of a part with separate keys, such as a dataset; a remedy would set keys of the whole."""
         return replace(self, where=f"{place}.{self.where}", remedy={})
 
 
@@ -66,7 +66,7 @@ class NoEffect(Problem):
     fatal: bool = False
 
 
-# What reads, checks or builds something: it yields the problems on the way, and returns the result. `yield from` passes
+# The type of readers, checks and builders: they yield problems on the way, and return the result. `yield from` passes
 # both on, and `Problems.take` collects.
 Reading = Generator[Problem, None, T]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 HIDDEN = "[hidden]"
 
-# Names under which people keep secrets, in settings and in environment variables. `token` is a word of its own, so
-# that tokenizer_max_length and max_tokens stay readable.
+# Names of settings and environment variables that hold secrets. `token` must be a whole word, so that
+# tokenizer_max_length and max_tokens stay readable.
 SECRET_NAME = re.compile(
     r"(?:^|[_\-.])(?:token|secret|passw(?:or)?d|api[_-]?key|access[_-]?key|authorization|credentials?)(?:$|[_\-.])"
     r"|(?:^|[_\-.])key$|webhook[_-]?url|callback[_-]?url",
@@ -22,11 +22,11 @@ SECRET_NAME = re.compile(
 # Shorter values ("1", "true", "none"), a bare "https://" and "--------" are no secrets, and hiding them would garble
 # every line of the log.
 SHORTEST_SECRET, FEWEST_CHARACTERS = 8, 5
-# What somebody begins to type into a form is often a word that the page needs, too: "training", "learning_rate".
+# A text that is being typed into a form is often a word that the page needs, too: "training", "learning_rate".
 LONGEST_WORD = 15
 WORD = re.compile(r"[A-Z]?[a-z]+(?:[ _.-][a-z]+)*")
 
-# What is recognised by its shape, wherever it stands. A pattern hides its group `secret`.
+# Secrets that are recognised by their shape, anywhere in a text. The group `secret` is hidden.
 # Hugging Face, wandb, git hosts and OpenAI, AWS; user:password in an address, Discord, Slack; headers and settings.
 SHAPES = tuple(
     re.compile(pattern, re.IGNORECASE)
@@ -65,7 +65,7 @@ def hide(secret: str) -> None:
 
 @contextmanager
 def hidden_for_now() -> Iterator[None]:
-    """Forget at the end what is hidden in the block, and hide no words: one request must not garble other answers."""
+    """Forget at the end what the block hides, and hide no words: they occur in the answers to other requests."""
     before = _passing_secrets.set(set())
     try:
         yield
@@ -85,7 +85,7 @@ def is_word(text: str) -> bool:
 
 
 def hide_secrets(settings: Mapping[str, Any]) -> None:
-    """Hide what stands under telling names in nested settings, wherever it is shown."""
+    """Hide the values of nested settings with telling names, wherever they are shown."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
             hide_secrets(value)

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class S3Login:
-    """Where a store is and how to log in; what is None comes from boto3 (profiles, variables, instance roles).
+    """Where a store is and how to log in; values that are None come from boto3 (profiles, variables, instance roles).
 
     Attributes:
         endpoint_url: of a store other than Amazon's; buckets are then part of the path and not of the host's name.

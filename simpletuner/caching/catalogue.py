@@ -312,20 +312,16 @@ class Entries(Generic[CacheEntry]):
 def look_up(entries: Iterable[CacheEntry]) -> tuple[int, list[CacheEntry]]:
     """The number of distinct entries, and the absent ones; each folder is listed once."""
     # A listing per folder instead of a `stat` per entry, which on a network disk is a round trip.
-    folders: dict[Path, dict[str, bool]] = {}  # key -> was counted
-    number, absent = 0, []
+    folders: dict[Path, dict[str, bool]] = {}  # key -> is one of these entries
+    absent = []
     for entry in entries:
-        keys = folders.get(entry.folder)
-        if keys is None:
-            keys = folders[entry.folder] = dict.fromkeys(list_keys(entry.folder), False)
-        key = entry.key.digest()
-        counted = keys.get(key)
-        if not counted:
-            keys[key] = True
-            number += 1
-            if counted is None:
-                absent.append(entry)
-    return number, absent
+        if entry.folder not in folders:
+            folders[entry.folder] = dict.fromkeys(list_keys(entry.folder), False)
+        keys, key = folders[entry.folder], entry.key.digest()
+        if key not in keys:
+            absent.append(entry)
+        keys[key] = True
+    return sum(sum(keys.values()) for keys in folders.values()), absent
 
 
 def missing(entries: Iterable[CacheEntry]) -> list[CacheEntry]:

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -83,7 +83,7 @@ class ShrinkingEncoder(Generic[Item, Encoded]):
         """
         done: list[Encoded] = []
         while len(done) < len(items):
-            # What was encoded before memory ran out is kept.
+            # The items encoded before memory ran out are kept.
             part = items[len(done) : len(done) + (self.most or len(items))]
             made = self._tried(part)
             if made is None:
@@ -286,29 +286,25 @@ def prepared_picture(sample: Sample) -> Image.Image:
 
 
 def _batches(decoding: Iterable[Decoding], size: int, failures: Failures) -> Iterator[list[Decoded]]:
-    """Groups of the same shape; files that cannot be decoded are added to the failures."""
-    group: list[Decoded] = []
+    """Groups of at most `size` entries of the same shape."""
+    for _, alike in groupby(_decoded(decoding, failures), key=lambda decoded: decoded[1].shape):
+        while group := [*islice(alike, size)]:
+            yield group
+
+
+def _decoded(decoding: Iterable[Decoding], failures: Failures) -> Iterator[Decoded]:
+    """Entries with their pixels; files that cannot be decoded are added to the failures."""
     for entry, decoded in decoding:
         try:
-            array = decoded.result()
+            yield entry, decoded.result()
         except files.UnreadableError as error:
             again = "It was readable when the run was planned; start again."
             raise UserError(f"{entry.sample.path} {error}. {again}") from error
         except files.MediaError as error:
             failures[(entry.sample.dataset_id, entry.sample.name)] = str(error)
-            continue
         except MemoryError as error:
             less = "lower max_workers and image_processing_batch_size"
             raise UserError(f"{_describe(entry.sample)}: not enough memory to decode it; {less}.") from error
-        if group and group[0][1].shape != array.shape:
-            yield group
-            group = []
-        group.append((entry, array))
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 def _decode_ahead(entries: Sequence[LatentEntry], most: int, decoders: ThreadPoolExecutor) -> Iterator[Decoding]:
@@ -349,7 +345,7 @@ def _decode(sample: Sample) -> np.ndarray:
         return media.fit(media.decode(data), sample.geometry)[None]
     try:
         return clips.retry_once(lambda: clips.fit_clip(sample.images(), sample.geometry))
-    finally:  # afterwards, since readers open a clip by name: what was read must be what is hashed
+    finally:  # afterwards, since readers open a clip by name: a change in between would show in the hash
         _check_same(sample, files.content_hash(sample.path))
 
 
@@ -370,7 +366,7 @@ def _picture(sample: Sample | None) -> Image.Image | None:
 
 
 def write_entry(entry: AnyEntry, tensors: dict[str, Tensor], together: int = 1) -> None:
-    """Cache what an encoder made of an entry, and of how many entries at once."""
+    """Write the output of an encoder to the cache; `together` entries were encoded at once."""
     provenance = provenance_of(entry.key, entry.source)
     # Not part of the key: another batch size changes only the rounding.
     if together > 1:

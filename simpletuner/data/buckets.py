@@ -134,7 +134,7 @@ def native_aspects(grid: PixelGrid, native: Mapping[int, Sequence[Size]]) -> lis
 
 @dataclass(frozen=True)
 class BucketRules:
-    """Everything a dataset says about sizes and crops.
+    """The rules of a dataset for sizes and crops.
 
     Attributes:
         grid: what the resolution means.
@@ -305,9 +305,8 @@ def _check_limits(config: DatasetConfig, grid: PixelGrid) -> Iterator[Problem]:
 def _check_crop(config: DatasetConfig, aspects: Sequence[Aspect], spec: FamilySpec) -> Iterator[Problem]:
     kind, where = config.crop_aspect, "crop_aspect_buckets"
     if config.crop_style == "face":
-        yield Problem(
-            "crop_style", "'face' needs a face detector, which is not included; use center, random or corner."
-        )
+        message = "'face' needs a face detector, which is not included; use center, random or corner."
+        yield Problem("crop_style", message)
     if not config.crop and kind != "square":
         yield warning("crop_aspect", f"{kind!r} has no effect while crop is false.")
     if config.crop and kind in CHOSEN and not aspects and config.crop_aspect_buckets is None:

@@ -33,7 +33,7 @@ def build_datasets(
     problems: Problems,
     folders: Mapping[str, Folder] = MappingProxyType({}),
 ) -> list[Dataset]:
-    """Look at every file of every entry, after downloading those of remote ones.
+    """Inspect every file of every entry, after downloading those of remote entries.
 
     Args:
         configs: the enabled entries of the dataset file.
@@ -286,7 +286,7 @@ def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -
 
 
 def _check_speed(dataset: Dataset, model_rate: float | None) -> Iterator[Problem]:
-    """One warning about whatever makes clips move at another speed than the model's, or less smoothly.
+    """One warning about clips that move at another speed than the model's, or less smoothly.
 
     Args:
         model_rate: frames per second that the model was trained at.

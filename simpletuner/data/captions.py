@@ -155,7 +155,7 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
 
 
 def caption_stamp(path: str, *, whole: bool) -> str | None:
-    """What differs if the captions of a file may: how it is split, its size, times and number.
+    """A stamp that changes whenever the captions of a file may: how it is split, its size, times and inode.
 
     The time of change cannot be set, so even an edit that restores the time of modification is noticed. None if the
     file is missing, or so new that a later change might bear the same times.
@@ -314,12 +314,13 @@ def read_caption_table(config: ParquetConfig) -> Reading[dict[str, tuple[str, ..
     path, problems = Path(config.path), [*check_installed(PYARROW, "metadata_backend", "parquet")]
     if not path.is_file():  # checked without the package, too, so that one start reports both
         problems.append(Problem("parquet.path", f"the file {config.path!r} does not exist."))
+    problems = problems or [*_check_table(path, config)]
     yield from problems
-    if problems or not (yield from _has_columns(path, config)):
+    if problems:
         return {}
     from pyarrow import parquet
 
-    # Only what is needed, since such tables may hold the pictures themselves.
+    # Only these columns, since a table may hold the pictures themselves.
     columns = [column for column in (config.caption_column, config.fallback_caption_column) if column]
     rows = parquet.read_table(path, columns=list(dict.fromkeys([config.filename_column, *columns]))).to_pylist()
     named = {_name(str(row[config.filename_column]), config): row for row in rows if row[config.filename_column]}
@@ -341,7 +342,7 @@ def match_rows(table: CaptionTable, pictures: Iterable[str]) -> tuple[CaptionTab
     return matched, sorted(unused)
 
 
-def _has_columns(path: Path, config: ParquetConfig) -> Reading[bool]:
+def _check_table(path: Path, config: ParquetConfig) -> Iterator[Problem]:
     """Check every column that the entry names, even those of sizes, which are read from the pictures themselves."""
     from pyarrow import parquet
 
@@ -349,11 +350,9 @@ def _has_columns(path: Path, config: ParquetConfig) -> Reading[bool]:
         known = list(parquet.read_schema(path).names)
     except (OSError, ValueError) as error:  # the bases of pyarrow's own errors
         yield Problem("parquet.path", f"{str(path)!r} is not a parquet file: {error}.")
-        return False
+        return
     named = {key: value for key, value in config.model_dump().items() if key.endswith("_column") and value}
-    missing = list(check_columns(named, known, "parquet"))
-    yield from missing
-    return not missing
+    yield from check_columns(named, known, "parquet")
 
 
 def check_columns(named: Mapping[str, str], known: Sequence[str], where: str, what: str = "table") -> Iterator[Problem]:

@@ -66,7 +66,7 @@ DEFAULT_SECONDS = 5
 
 
 def clip_suffix(head: bytes) -> str | None:
-    """The extension of a clip by its first 12 bytes or more; None for what is no clip."""
+    """The extension of a clip by its first 12 bytes or more; None if it is not a clip."""
     if head[4:8] == b"ftyp" and head[8:12] not in AVIF_BRANDS + HEIF_BRANDS:
         return ".3gp" if head[8:10] == b"3g" else BRANDS.get(head[8:12], ".mp4")
     if head[4:8] in (b"moov", b"mdat", b"wide"):
@@ -78,7 +78,7 @@ def clip_suffix(head: bytes) -> str | None:
 
 @dataclass(frozen=True)
 class ClipFacts:
-    """What is known of a clip without decoding it.
+    """Facts of a clip that are known without decoding it.
 
     Attributes:
         width, height: as shown: upright, in square pixels.
@@ -216,32 +216,32 @@ def fit_clip(frames: Iterable[Image.Image], geometry: Geometry) -> NDArray[np.ui
 
 @dataclass(frozen=True)
 class ClipRules:
-    """Everything a dataset says about time.
+    """The rules of a dataset for lengths and frame rates.
 
     Attributes:
+        keys: as the user set them.
         rate: frames per second that are taken.
         stride: frames per latent frame.
         num_frames: the length of every sample; None: each clip has its own.
-        interval: a clip's own length is rounded down to a multiple of it, then to the stride.
-        minimum, maximum: clips with fewer or more frames are left out.
-        names_size: buckets are labelled with size and frames instead of the ratio.
+        minimum: clips with fewer frames are left out.
         is_i2v: frame 0 is the condition.
-        matrix: colour matrix of untagged clips; None: as players guess.
     """
 
+    keys: VideoConfig
     rate: float
     stride: int
     num_frames: int | None
-    interval: int
     minimum: int
-    maximum: int | None
-    names_size: bool = False
     is_i2v: bool = False
-    matrix: ColorMatrix | None = None
+
+    @property
+    def names_size(self) -> bool:
+        """Whether buckets are labelled with size and frames instead of the ratio."""
+        return self.keys.bucket_strategy == "resolution_frames"
 
     def read(self, clip: ClipFacts) -> ClipFacts:
         """The clip's facts with the dataset's colour matrix, if the clip is untagged."""
-        return replace(clip, matrix=self.matrix) if clip.matrix and self.matrix else clip
+        return replace(clip, matrix=self.keys.color_matrix) if clip.matrix and self.keys.color_matrix else clip
 
     def frames_of(self, clip: ClipFacts) -> int:
         """How many frames of a clip are trained.
@@ -249,16 +249,17 @@ class ClipRules:
         Raises:
             LeftOutError: it is left out.
         """
-        length = clip.frames_at(self.rate)
+        length, longest = clip.frames_at(self.rate), self.keys.max_frames
         has = f"has {length} frames at {self.rate:g} a second"
         if length < self.minimum:
             best = fitting_frames(length, self.stride)
             message = f"{has}, fewer than video.min_frames {self.minimum}; num_frames and min_frames {best} would work"
             raise LeftOutError("too short", message)
-        if self.maximum is not None and length > self.maximum:
-            raise LeftOutError("too long", f"{has}, more than video.max_frames {self.maximum}; {length} would work")
+        if longest is not None and length > longest:
+            raise LeftOutError("too long", f"{has}, more than video.max_frames {longest}; {length} would work")
+        interval = self.keys.frame_interval or 1
         # A clip shorter than one interval keeps its own length.
-        return self.num_frames or fitting_frames(length // self.interval * self.interval or length, self.stride)
+        return self.num_frames or fitting_frames(length // interval * interval or length, self.stride)
 
     def label(self, geometry: Geometry, frames: int) -> Geometry:
         """The geometry in the bucket of its size and length, or unchanged if the ratio is the label."""
@@ -277,30 +278,33 @@ def build_clip_rules(config: DatasetConfig, context: DataContext) -> Reading[Cli
     Args:
         config: the entry with its defaults filled in.
     """
-    video, native, stride = config.video, context.frame_rate, context.spec.frame_stride
+    video, native = config.video, context.frame_rate
     if not config.holds_clips or native is None:
         # An explicit `is_i2v: false` is true of pictures.
         if video.model_copy(update={"is_i2v": video.is_i2v or None}) != VideoConfig():
             yield warning("video", "has no effect: it is for datasets of clips (dataset_type video).")
         return None
-    names_size = video.bucket_strategy == "resolution_frames"
+    rules = _rules_of(video, native, context)
+    yield from within("video", _check_length(rules))
+    yield from within("video", _check_condition(rules, context))
+    # Beside the condition, one latent frame must be left to train.
+    return replace(rules, minimum=max(rules.minimum, rules.stride + 1)) if rules.is_i2v else rules
+
+
+def _rules_of(video: VideoConfig, native: float, context: DataContext) -> ClipRules:
+    """The rules of the keys; the rate and the task of the model are the defaults."""
+    stride = context.spec.frame_stride
     # `+ 1`: the VAEs encode the first frame alone.
     wanted = video.num_frames or round(DEFAULT_SECONDS * native) + 1
-    keeps_length = names_size and video.frame_interval and not video.num_frames
+    keeps_length = video.bucket_strategy == "resolution_frames" and video.frame_interval and not video.num_frames
     num_frames = None if keeps_length else fitting_frames(wanted, stride)
     minimum = video.min_frames or num_frames or video.frame_interval or 1
     is_i2v = context.task == "i2v" if video.is_i2v is None else video.is_i2v
-    rate, interval = video.frame_rate or native, video.frame_interval or 1
-    shape = (rate, stride, num_frames, interval, minimum, video.max_frames)
-    rules = ClipRules(*shape, names_size=names_size, is_i2v=is_i2v, matrix=video.color_matrix)
-    yield from within("video", _check_length(video, rules))
-    yield from within("video", _check_condition(rules, context))
-    # Beside the condition, one latent frame must be left to train.
-    return replace(rules, minimum=max(minimum, stride + 1)) if is_i2v else rules
+    return ClipRules(video, video.frame_rate or native, stride, num_frames, minimum, is_i2v)
 
 
-def _check_length(video: VideoConfig, rules: ClipRules) -> Reading[None]:
-    length, wanted = rules.num_frames, video.num_frames
+def _check_length(rules: ClipRules) -> Reading[None]:
+    video, length, wanted = rules.keys, rules.num_frames, rules.keys.num_frames
     if video.frame_interval and not rules.names_size:
         yield warning("frame_interval", "has no effect without bucket_strategy resolution_frames.")
     elif video.frame_interval and wanted:
@@ -310,8 +314,8 @@ def _check_length(video: VideoConfig, rules: ClipRules) -> Reading[None]:
     if length is not None and rules.minimum < length:
         origin = "" if wanted else f" (the default of {DEFAULT_SECONDS} seconds)"
         yield Problem("min_frames", f"{rules.minimum} is below num_frames {length}{origin}: a clip may be shorter.")
-    if rules.maximum is not None and rules.maximum < rules.minimum:
-        yield Problem("max_frames", f"{rules.maximum} is below the {rules.minimum} frames a clip needs: none fits.")
+    if video.max_frames is not None and video.max_frames < rules.minimum:
+        yield Problem("max_frames", f"{video.max_frames} is below the {rules.minimum} frames a clip needs: none fits.")
 
 
 def _check_condition(rules: ClipRules, context: DataContext) -> Reading[None]:

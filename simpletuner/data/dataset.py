@@ -1,4 +1,4 @@
-"""Datasets: what is trained of each file or why it is left out, the partners of pictures, and what is worth knowing.
+"""Datasets: their samples, the files that are left out, the partners of pictures, and warnings about all of them.
 
 `build.build_datasets` reads every file once and collects all problems; nothing is decoded and nothing is written.
 """
@@ -281,11 +281,11 @@ class DatasetFile:
         clip, rules = self.clip, self.dataset.clips
         if clip is None or rules is None:
             return None
-        frames = rules.num_frames or rules.maximum
+        frames = rules.num_frames or rules.keys.max_frames
         return min(clip.seconds, frames / rules.rate) if frames else clip.seconds
 
     def frames(self, count: int) -> list[Image.Image]:
-        """The picture, or frames of a clip at equal intervals of what is trained, by time.
+        """The picture, or frames of a clip at equal intervals of the trained part.
 
         Raises:
             MediaError: it is damaged or cannot be read.
@@ -309,7 +309,7 @@ def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str
     reduced, folders = [], {dataset.id: dataset.folder for dataset in datasets}
     for dataset in datasets:
         # By folder: the index of a dataset also remembers the damage of the samples that are held out from it.
-        unusable = {name: problem for (owner, name), problem in damaged.items() if folders[owner] is dataset.folder}
+        unusable = {name: problem for (owner, name), problem in damaged.items() if folders.get(owner) is dataset.folder}
         whole = dataset.without(unusable)
         single = {
             sample.name: f"its partner {partner.name} {problem}"
@@ -343,11 +343,9 @@ def warn_of_enlarged(dataset: Dataset) -> Iterator[Problem]:
         return
     most = dataset.samples[factors.index(max(factors))]
     before, after = ("x".join(map(str, size)) for size in (most.original_size, most.geometry.resized))
-    message = (
-        f"{enlarged} of {len(factors)} files are enlarged, {most.name} the most, from {before} to {after}: the model"
-    )
-    advice = "learns their blur. minimum_image_size leaves them out; a smaller resolution enlarges less."
-    yield warning(f"{dataset.id}.resolution", f"{message} {advice}")
+    message = f"{enlarged} of {len(factors)} files are enlarged, {most.name} the most, from {before} to {after}"
+    advice = "the model learns their blur. minimum_image_size leaves them out; a smaller resolution enlarges less."
+    yield warning(f"{dataset.id}.resolution", f"{message}: {advice}")
 
 
 def check_amount(dataset: Dataset, context: DataContext, problems: Problems) -> Dataset:

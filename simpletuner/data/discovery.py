@@ -182,12 +182,12 @@ INDEX_NAME = "index.json"
 # Raised when files must be read again.
 # 2: clips with HDR or a mirroring matrix are refused. 3: checksums of PNG files; colours of clips. 4: AVIF and HEIC.
 INDEX_VERSION = 4
-AT_ONCE = 32  # files that a thread looks at; a task of its own for each would take longer than the look
+AT_ONCE = 32  # files of one task for a thread; a task per file would take longer than the check of the file
 
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What was learned from reading a file once.
+    """Facts of one file, read once.
 
     Attributes:
         size, mtime_ns: bytes and modification time; if both are unchanged, so is the file.
@@ -220,7 +220,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class _Index:
-    """One line of the index: `PER_LINE` files, so that reading it takes little memory beside what it holds."""
+    """One line of the index: `PER_LINE` files, so that reading it takes little memory besides its content."""
 
     version: int
     root: str
@@ -356,13 +356,11 @@ def read_excluded(config: DatasetConfig) -> Reading[frozenset[str]]:
     return frozenset(name for name in names if isinstance(name, str))
 
 
-def read_folder(
-    config: DatasetConfig, context: DataContext, listing: Scan | None = None, excluded: frozenset[str] = frozenset()
-) -> Folder:
+def read_folder(config: DatasetConfig, context: DataContext, listing: Scan | None, excluded: frozenset[str]) -> Folder:
     """Inspect every file of an entry; one that has not changed since the last run is not read again.
 
     Args:
-        listing: what a remote dataset consists of; its folder of downloads may hold more.
+        listing: the files of a remote dataset, whose folder of downloads may hold more; None lists the folder.
         excluded: files to leave out.
     """
     root = Path(config.instance_data_dir or "")
@@ -373,7 +371,7 @@ def read_folder(
     names = [name for name in listing.files if name not in left_out]
     facts = inspect_files(root, names, known, workers=context.caching.max_workers)
     listed = frozenset(listing.files)
-    # Not those that were damaged, which may have been moved to quarantine.
+    # Files with a problem may have been moved to quarantine.
     lost = {name: fact for name, fact in known.items() if name not in listed and fact.problem is None}
     if context.defaults.ignore_missing_files:
         facts |= lost

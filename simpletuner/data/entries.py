@@ -1,5 +1,5 @@
-"""The entries of a dataset file: what they take from the run, how they refer to each other, and what is checked before
-any file is read."""
+"""The entries of a dataset file: defaults from the run, references between entries, and the checks before any file is
+read."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from simpletuner.errors import Problem, Problems, Reading, not_one_of, warning
 from simpletuner.models.registry import FAMILIES
 from simpletuner.models.spec import FamilySpec, Task
 
+Configs = Sequence[DatasetConfig]
+
 
 class ProgressBar(Protocol):
     """Receives progress; whoever shows it stands above."""
@@ -26,8 +28,8 @@ class ProgressBar(Protocol):
     def advance(self, count: int = 1, note: str = "") -> None: ...
 
 
-# Lists remote entries whose defaults are filled in, and may download them: what each consists of, by id.
-Collect = Callable[[Sequence[DatasetConfig], "DataContext", Problems], Mapping[str, Scan]]
+# Lists the files of remote entries, by id, and may download them; the entries have their defaults filled in.
+Collect = Callable[[Configs, "DataContext", Problems], Mapping[str, Scan]]
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class DataContext:
 
     @classmethod
     def of(cls, config: RunConfig, spec: FamilySpec, task: Task, collect: Collect | None = None) -> DataContext:
-        """Select from a run's settings what concerns datasets."""
+        """Select the settings of a run that concern datasets."""
         run = config.run
         cache = Path(run.cache_dir or f"{run.output_dir}/cache")
         return cls(
@@ -103,10 +105,10 @@ class DataContext:
         return config.model_copy(update=values)
 
     def _defaults(self, config: DatasetConfig) -> dict[str, Any]:
-        """What an entry takes where it says nothing: the family's defaults, the run's, and what follows from others."""
+        """Values of unset keys: defaults of the family and of the run, and values that follow from other keys."""
         is_eval, random_crops = config.dataset_type == "eval", "random" in (config.crop_aspect, config.crop_style)
         return {
-            # What comes later wins: defaults of the run before those of the family.
+            # The later value wins: a default of the run, else of the family.
             **{key: self.spec.defaults.get(key) for key in ("resolution", "aspect_bucket_alignment")},
             **{key: value for key, value in self.defaults if value is not None},
             **({"caption_strategy": config.type} if config.type in ("csv", "huggingface") else {}),
@@ -139,23 +141,21 @@ def holds_files(config: DatasetConfig) -> bool:
     return config.dataset_type in FILE_KINDS or config.is_conditioning
 
 
-def text_entry_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> DatasetConfig | None:
+def text_entry_of(config: DatasetConfig, entries: Configs) -> DatasetConfig | None:
     """The text_embeds entry of a dataset: the one it names, else the default, else the first; None if there is none."""
     texts = [entry for entry in entries if entry.is_text_embeds]
     named = [entry for entry in texts if entry.id == config.text_embeds]
     return next(iter([*named, *(entry for entry in texts if entry.default), *texts]), None)
 
 
-def latent_dir_of(config: DatasetConfig, entries: Sequence[DatasetConfig]) -> str | None:
+def latent_dir_of(config: DatasetConfig, entries: Configs) -> str | None:
     """Latent folder of an entry with its defaults filled in: that of the image_embeds entry it names, or its own."""
     named = next((entry for entry in entries if entry.id == config.image_embeds), config)
     # In this order, since `fill` gives every entry a cache_dir_vae.
     return (named.cache_dir if named is not config else None) or named.cache_dir_vae
 
 
-def check_dataset_file(
-    written: Sequence[DatasetConfig], entries: Sequence[DatasetConfig], context: DataContext
-) -> Iterator[Problem]:
+def check_dataset_file(written: Configs, entries: Configs, context: DataContext) -> Iterator[Problem]:
     """Check entries alone and together.
 
     Args:
@@ -176,7 +176,7 @@ def check_dataset_file(
 
 
 def _check_entry(config: DatasetConfig, context: DataContext) -> Iterator[Problem]:
-    """What can be checked of one entry alone."""
+    """Checks of one entry alone."""
     yield from _check_kind(config, context)
     for key in ("conditioning", "conditioning_image_embeds"):
         if getattr(config, key) is not None:
@@ -240,7 +240,7 @@ def _rules(config: DatasetConfig) -> Iterator[tuple[bool, str, str]]:
         yield end is not None and end < start, f"end_{unit}", message
 
 
-def _check_folders(configs: Sequence[DatasetConfig], context: DataContext) -> Iterator[Problem]:
+def _check_folders(configs: Configs, context: DataContext) -> Iterator[Problem]:
     """Folders must exist, unless an index may stand in for them, and not contain the previews, which are pictures."""
     local = [config for config in configs if config.type == "local" and config.instance_data_dir]
     named = [(config, Path(config.instance_data_dir or "")) for config in local]
@@ -262,9 +262,7 @@ def _is_missing(config: DatasetConfig, folder: Path, context: DataContext) -> bo
     return not (context.defaults.ignore_missing_files and load_index(Path(config.cache_dir_vae or ""), folder))
 
 
-def _check_caches(
-    configs: Sequence[DatasetConfig], texts: Sequence[DatasetConfig], context: DataContext
-) -> Iterator[Problem]:
+def _check_caches(configs: Configs, texts: Configs, context: DataContext) -> Iterator[Problem]:
     """A latent folder belongs to one dataset, and text embeds must be elsewhere."""
     owners: dict[Path, list[str]] = defaultdict(list)
     for config in configs:
@@ -280,7 +278,7 @@ def _check_caches(
             yield Problem(f"{names[0]}.cache_dir_vae", message)
 
 
-def _check_start(trained: Sequence[DatasetConfig]) -> Iterator[Problem]:
+def _check_start(trained: Configs) -> Iterator[Problem]:
     """At least one dataset must be trained on, from the first step."""
     drawn = [config for config in trained if config.probability > 0]
     if not trained:
@@ -294,7 +292,7 @@ def _check_start(trained: Sequence[DatasetConfig]) -> Iterator[Problem]:
             yield warning(f"{config.id}.probability", "is 0: the dataset is not used.")
 
 
-def link_partners(configs: Sequence[DatasetConfig], context: DataContext) -> Reading[dict[str, list[DatasetConfig]]]:
+def link_partners(configs: Configs, context: DataContext) -> Reading[dict[str, list[DatasetConfig]]]:
     """The conditioning entries that each dataset is paired with and that the flavour can use."""
     conditioning = {config.id: config for config in configs if config.is_conditioning}
     usable = (*MASKS, *(REFERENCES if context.task == "i2i" else ()))
@@ -332,7 +330,7 @@ def _check_link(entry: DatasetConfig, source: DatasetConfig, usable: Sequence[st
         yield warning(f"{source.id}.conditioning_data", message)
 
 
-def _check_partners(config: DatasetConfig, entries: Sequence[DatasetConfig], context: DataContext) -> Iterator[Problem]:
+def _check_partners(config: DatasetConfig, entries: Configs, context: DataContext) -> Iterator[Problem]:
     """A sample has one mask, and with i2i one source picture at a time."""
     where = f"{config.id}.conditioning_data"
     masks = [entry.id for entry in entries if entry.conditioning_type in MASKS]

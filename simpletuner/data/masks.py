@@ -91,7 +91,7 @@ def measure_masks(dataset: Dataset, masks: Dataset, context: DataContext) -> dic
 
 
 def check_mask_sizes(dataset: Dataset, masks: Dataset) -> Iterator[Problem]:
-    """One error with the masks that cannot be those of their picture or clip."""
+    """One error with the masks that do not fit their picture or clip."""
     pairs = [(name, facts, masks.facts_for(name)) for name, facts in dataset.facts.items() if facts.width]
     reasons = {name: _misfit(name, facts, mask, dataset.clips) for name, facts, mask in pairs if mask and mask.width}
     wrong = [f"{masks.name_for(name)} {why}" for name, why in reasons.items() if why]

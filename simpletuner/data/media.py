@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageError, features
 
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.files import LARGEST_PICTURE, MediaError, UnreadableError, read_file
+from simpletuner.data.files import LARGEST_PICTURE, MediaError, UnreadableError, UnsuitableError, read_file
 
-# Importing a reader registers it; opening a file would import all of Pillow's, unless its own is there.
+# Importing a reader registers it. Without the one for its format, opening a file would import all of Pillow's readers.
 for plugin in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "WebP"):
     importlib.import_module(f"PIL.{plugin}ImagePlugin")
 
@@ -135,12 +135,12 @@ def _jpeg_ends(data: bytes) -> bool:
     return data[position : position + 2] == JPEG_END
 
 
-# Formats whose decoders do not notice a missing end, and what looks for it in the structure of the file.
+# Formats whose decoders do not notice a missing end, and the functions that look for it.
 ENDS = {"JPEG": _jpeg_ends, "PNG": _png_ends}
 
 PICTURE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif"})
 
-# What Pillow's readers raise on damaged data. Not MemoryError, which is not the file's fault.
+# Errors that Pillow's readers raise on damaged data. Not MemoryError, which is not the file's fault.
 DAMAGE = (
     OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, ArithmeticError, struct.error, zlib.error,
     NotImplementedError,
@@ -227,7 +227,7 @@ def _opened(source: Path | bytes) -> Iterator[tuple[bytes, Image.Image, str]]:
         with Image.open(io.BytesIO(data), formats=[kind]) as picture:
             yield data, picture, kind
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise MediaError(f"has too many pixels to be a training picture; make it smaller ({error})") from error
+        raise UnsuitableError(f"has too many pixels to be a training picture; make it smaller ({error})") from error
     except UnidentifiedImageError as error:
         raise MediaError("cannot be decoded: its header is damaged or not supported") from error
     except DAMAGE as error:

@@ -1,9 +1,9 @@
-"""What a run asks of its processes, of which there may be one.
+"""The processes of a run, of which there may be one.
 
 | file     | answers                                                                 |
 |----------|-------------------------------------------------------------------------|
-| world    | who am I, as a launcher says, and what can I ask the others            |
-| requests | what was a running session asked for, such as to stop                  |
+| world    | which process is this, and what can it ask the others                  |
+| requests | what was a running session asked to do, such as to stop                |
 | sequence | which tokens are here, where processes share those of a sample         |
 | sharing  | who does which part of the work between the steps                      |
 | sharding | which part of a weight is here, and how is it saved                    |

@@ -119,7 +119,7 @@ def make_request(output_dir: Path, request: Request) -> None:
 
 
 def expect_requests(output_dir: Path) -> None:
-    """Make the folder that requests are made in, and discard those made to an earlier session."""
+    """Create the folder for requests, and discard those to an earlier session."""
     (output_dir / FOLDER).mkdir(exist_ok=True)
     take_requests(output_dir)
 

@@ -189,7 +189,7 @@ def without_shards(state: Any, folder: Path | None, sharers: World) -> Any:
         return replaced(state, partial(_whole, keep=sharers.is_main))
     found: dict[str, Tensor] = {}
     rest = replaced(state, partial(_set_aside, found))
-    # What this machine has written, the main process can flush.
+    # On one machine, the main process flushes the files of all.
     save(found, storage_writer=FileSystemWriter(folder / SHARDS_FOLDER, sync_files=not sharers.is_on_one_machine))
     return rest
 
@@ -208,7 +208,7 @@ def load_shards(state: Any, folder: Path, parameters: Iterable[nn.Parameter]) ->
 
 
 def shard_moments(state: dict[str, Any], parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
-    """The state of an optimizer with whatever is as large as its parameter distributed as that is."""
+    """The state of an optimizer, with all tensors of the shape of their parameter distributed as it is."""
     moments = dict(state["state"])
     for number, parameter in enumerate(parameters):
         if number in moments:

@@ -20,7 +20,7 @@ from simpletuner.errors import Interrupted
 from simpletuner.reporting.events import EventStream, PhaseStarted, RunningPhase
 
 Value = TypeVar("Value")
-# Results with their indices, which order those of all processes.
+# Results with their indices, by which the results of all processes are sorted.
 Results = Generator[tuple[Any, Value]]
 Work = Callable[[ProgressBar], Iterable[tuple[Any, Value]]]
 POLL_SECONDS = 0.1
@@ -28,7 +28,7 @@ POLL_SECONDS = 0.1
 
 @dataclass
 class SharedPhase:
-    """A phase that shows what all processes have done.
+    """A phase that shows the progress of all processes.
 
     Attributes:
         count: see `World.counters`.
@@ -42,7 +42,7 @@ class SharedPhase:
         self.phase.advance(self.count("done", count) - self.phase.done, note)
 
     def wait(self, size: int) -> None:
-        """Show what the others do until all have finished; a request to stop reaches them as it reached this one."""
+        """Show the progress of the others until all have finished; a request to stop reaches them, too."""
         finished = self.count("finished", 1)
         while True:
             with suppress(Interrupted):
@@ -72,7 +72,7 @@ def share_work(
     undivided = in_lockstep or world.size == 1
     stop = Stop(partial(_agree, world, events.stop)) if undivided else Stop()
     shown = EventStream(events.publish, stop=stop)
-    with shown.phase(**vars(phase)) as running:  # on all of them, whatever one is asked for now
+    with shown.phase(**vars(phase)) as running:  # entered by all processes, even if one is asked to stop now
         if undivided:
             yield from work(running)
             return
@@ -86,7 +86,7 @@ def _agree(world: World, stop: Stop) -> bool:
     is_agreed = world.any(stop.is_due())
     if is_agreed:
         stop.request()
-    return is_agreed  # not what the watch may meanwhile have heard of
+    return is_agreed  # not `is_due`: the watch may have heard of a request since
 
 
 def _divide(world: World, phase: SharedPhase, events: EventStream, work: Work[Value]) -> Results[Value]:

@@ -37,12 +37,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what is written once: files, the record, the terminal."""
+        """Whether this process does the work of the whole run: it writes files, the record and the terminal."""
         return self.rank == 0
 
     @property
     def place(self) -> tuple[int, int]:
-        """Which of the processes this is, and how many there are."""
+        """Rank and number of the processes."""
         return self.rank, self.size
 
     @property
@@ -52,7 +52,7 @@ class World:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process does what is done once on each machine."""
+        """Whether this process does the work that is done once per machine."""
         return self.local_rank == 0
 
     @property
@@ -169,7 +169,7 @@ class World:
 
 def usable_cores() -> int:
     """Cores that this process may use."""
-    # `cpu_count` ignores what Slurm or a container allows.
+    # `cpu_count` ignores the limits of Slurm and containers.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -11,7 +11,7 @@ from simpletuner.reporting import events, metrics
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the record has of the step that a session resumes from; the main process sends it to the others.
+    """The records of the step that a session resumes from; the main process sends them to the others.
 
     Attributes:
         evaluated: whether it has its evaluation loss.

@@ -72,7 +72,7 @@ def test_lengths_are_of_the_form_4k_plus_1(frames: int, fitting: int) -> None:
 
 def test_defaults_are_five_seconds_of_the_models_rate(context: DataContext) -> None:
     rules, problems = rules_of(context, {})
-    assert rules == ClipRules(rate=24, stride=4, num_frames=121, interval=1, minimum=121, maximum=None)
+    assert rules == ClipRules(VideoConfig(), rate=24, stride=4, num_frames=121, minimum=121)
     assert not problems
     rules, _ = rules_of(replace(context, frame_rate=16), {})
     assert rules is not None

@@ -12,7 +12,7 @@ from PIL import Image, ImageFile
 
 from simpletuner.data import media
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.files import UnreadableError
+from simpletuner.data.files import UnreadableError, UnsuitableError
 from simpletuner.data.media import MediaError, decode, fit, probe
 from tests import pictures
 from tests.pictures import BLUE, BROKEN, DAMAGED_INSIDE, GREEN, GREY, HEIGHT, RED, WHITE, WHOLE, WIDTH, corners, scene
@@ -169,7 +169,7 @@ def test_a_missing_file_is_a_media_error(tmp_path: Path) -> None:
 def test_a_decompression_bomb_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scene().save(tmp_path / "a.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(MediaError, match="too many pixels"):
+    with pytest.raises(UnsuitableError, match="too many pixels"):
         probe(tmp_path / "a.png")
 
 

@@ -34,7 +34,7 @@ def plan_together(world: World, make: Callable[[int | None], tuple[Plan, Value]]
 
 
 def agreed_values(plan: Plan) -> dict[str, str]:
-    """What must be the same in all processes, by what a person would look at."""
+    """Values that must be the same in all processes, by the name that a person would look up."""
     config, identity = plan.config, identify(plan)
     step = "the beginning" if plan.resume is None else plan.resume.path.name
     return {
@@ -58,7 +58,7 @@ def source_digest() -> str:
 
 
 def differences(described: list[tuple[str, Mapping[str, str]]]) -> list[Problem]:
-    """What differs from the first process, and in which one."""
+    """Values that differ from those of process 0, and the processes that have them."""
     _, first = described[0]
     places: dict[tuple[str, str, str], list[str]] = {}
     for rank, (host, values) in enumerate(described):

@@ -169,7 +169,7 @@ def _connect_groups(place: World, store: Any, watch: Watch) -> Any:
 
 
 def take_device(place: World) -> str:
-    """Make the GPU of this process the current one, if there are GPUs; returns what tensors are exchanged by."""
+    """Make the GPU of this process the current one, if there are GPUs; returns the backend that exchanges tensors."""
     import torch
 
     if not torch.cuda.is_available():
@@ -226,7 +226,7 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
             host = json.loads(store.get(FIRST))[0]
             raise UserError(f"RANK: process 0 runs already on {host}, so process {watch.own} is one too many.")
         address = LOOPBACK if place.is_on_one_machine else ""
-        store.set(FIRST, json.dumps([watch.own.host, address, watch.links.listen(address), watch.links.key]))
+        store.set(FIRST, json.dumps([watch.own.host, address, watch.links.listen(address, place.size), watch.own.key]))
     else:
         while not store.check([FIRST]):  # in Python, where Ctrl-C is heard
             if time.monotonic() > deadline:
@@ -235,7 +235,7 @@ def join_watch(place: World, store: Any, limit: float, deadline: float) -> Watch
         host, address, port, key = json.loads(store.get(FIRST))
         watch = Watch(place.rank, place.size, key, limit)
         watch.links.add(Link(_reach(host, address, port, deadline), Beat(0, place.size, host, key)), 0)
-    # Process 0 is the one that says who is missing.
+    # Process 0 reports who is missing.
     if missing := watch.begin(deadline - time.monotonic() + (0.0 if place.is_main else GRACE_SECONDS)):
         if place.is_main:
             names = f"{'process' if len(missing) == 1 else 'processes'} {shorten(list(map(str, missing)), 8)}"

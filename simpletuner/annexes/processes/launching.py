@@ -49,7 +49,7 @@ def start_processes(launch: LaunchConfig, command: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     arguments = launch_arguments(launch, command)
-    # Its own messages repeat what the processes say.
+    # torch would repeat the messages of the processes.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     os.environ[LAUNCHER] = "1"
     try:
@@ -158,12 +158,12 @@ def joined(place: World, start_limit: float = START_SECONDS) -> Iterator[World]:
             with signals_as_interrupt():
                 refuse_shared_gpus(world, own_gpu())
                 yield world
-        except BaseException as error:  # whatever it is, the others must learn of it
+        except BaseException as error:  # every error ends the other processes, too
             raise together(world, error) from error
 
 
 def own_gpu() -> str:
-    """What identifies the GPU of this process; empty if it computes on the CPU."""
+    """UUID of the GPU of this process; empty if it computes on the CPU."""
     import torch
 
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if torch.cuda.is_available() else ""

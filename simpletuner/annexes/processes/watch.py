@@ -55,7 +55,7 @@ Failure = tuple[str, int]
 
 @dataclass(frozen=True)
 class Beat:
-    """What a process reports.
+    """The report of a process.
 
     Attributes:
         key: shows that it belongs to this run.
@@ -103,11 +103,11 @@ class Link:
 
     @property
     def failure(self) -> Failure | None:
-        """What was reported with which all end."""
+        """The reported failure, with which all processes end."""
         return self.beat.failure if self.beat else None
 
     def read(self) -> None:
-        """Take in what has arrived."""
+        """Read the bytes that have arrived."""
         try:
             arrived = self.connection.recv(LONGEST_BEAT)
             *lines, self._unread = (self._unread + arrived).split(b"\n")
@@ -154,7 +154,7 @@ class Pulse:
 
 
 def signs_of_life(unit: float) -> tuple[int, int]:
-    """CPU time of the main thread, in units of some seconds, and what this process has read and written."""
+    """CPU time of the main thread in units of some seconds, and the bytes that this process has read and written."""
     if sys.platform != "linux":
         return int(time.process_time() / unit), 0
     clock, moved = time.pthread_getcpuclockid(threading.main_thread().ident or 0), 0
@@ -179,22 +179,20 @@ class Links:
     """Connections to other processes: to all of them in process 0, to process 0 elsewhere.
 
     Attributes:
-        key: of the run; whoever does not know it is ignored.
         found: the connections by rank.
     """
 
-    def __init__(self, rank: int, size: int, key: str) -> None:
-        self.rank, self.size, self.key = rank, size, key
+    def __init__(self) -> None:
         self.found: dict[int, Link] = {}
         self._strangers: list[Link] = []  # which have not reported yet
         self._selector = selectors.DefaultSelector()
 
-    def listen(self, address: str = "") -> int:
-        """Let others connect to an IPv4 address of this machine, or to all of its addresses; returns the port."""
+    def listen(self, address: str, size: int) -> int:
+        """Let `size` processes connect to an IPv4 address of this machine, or to all of them; returns the port."""
         # MASTER_ADDR may resolve to either version.
         dual = not address and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=self.size, dualstack_ipv6=dual)
+        listener = socket.create_server((address, 0), family=family, backlog=size, dualstack_ipv6=dual)
         self._selector.register(listener, selectors.EVENT_READ)
         return int(listener.getsockname()[1])
 
@@ -229,12 +227,12 @@ class Links:
     def _admit(self, link: Link, own: Beat) -> None:
         """Accept a process that has connected, or report why it does not belong here."""
         beat = link.beat
-        if beat is None or beat.key != self.key:
+        if beat is None or beat.key != own.key:  # not of this run
             return
-        holder = own if beat.rank == self.rank else beat.rank in self.found and self.found[beat.rank].beat
+        holder = own if beat.rank == own.rank else beat.rank in self.found and self.found[beat.rank].beat
         refusal = f"process {holder} runs already, so {beat} is one too many" if holder else ""
-        if beat.size != self.size:
-            refusal = f"process {beat} is one of {beat.size}, {own} is one of {self.size}"
+        if beat.size != own.size:
+            refusal = f"process {beat} is one of {beat.size}, {own} is one of {own.size}"
         if refusal:
             message = f"MASTER_ADDR: {refusal}. Every process needs its own rank, every run its own MASTER_PORT."
             link.tell(replace(own, failure=(message, 2)))
@@ -271,7 +269,7 @@ class Watch:
     """
 
     def __init__(self, rank: int, size: int, key: str, limit: float = EXCHANGE_SECONDS) -> None:
-        self.links, self.pulse, self.limit = Links(rank, size, key), Pulse(), limit
+        self.links, self.pulse, self.limit = Links(), Pulse(), limit
         self.ended: Callable[[str, int], None] = lambda message, code: None
         self.bereft: Callable[[str], None] = lambda message: None
         self.stop = Stop()
@@ -433,7 +431,7 @@ class Watch:
             if is_held:
                 self.writing.release()
             return
-        # Apart: the main thread may hold what this needs.
+        # In another thread, since the main thread may hold a lock that this needs.
         last_words = threading.Thread(target=self.ended, args=(message, code), daemon=True)
         last_words.start()
         last_words.join(GRACE_SECONDS)

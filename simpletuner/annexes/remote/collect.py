@@ -23,7 +23,7 @@ RETRY = "; --retry-failed tries again"
 def collect(
     entries: Sequence[DatasetConfig], context: DataContext, problems: Problems, *, fetches: bool = True
 ) -> dict[str, Scan]:
-    """What each remote entry consists of, by id, after downloading what is missing.
+    """The files of every remote entry, by id, after downloading the missing ones.
 
     Args:
         entries: with their defaults filled in.
@@ -51,7 +51,7 @@ collect_cached = partial(collect, fetches=False)
 
 
 def _download(dataset: str, store: Store, offer: Offer, problems: Problems) -> Scan:
-    """What is there, as if a folder had been listed, and why the rest is not."""
+    """The files that are here, as if a folder had been listed, and why the others are not."""
     missing = store.missing(offer.items)
     if missing and not store.fetches:
         error = UnfetchedError(f"{len(missing)} of {len(offer.items)} files are")
@@ -64,11 +64,9 @@ def _download(dataset: str, store: Store, offer: Offer, problems: Problems) -> S
                 store.fetch(missing, phase)
         except UserError as error:
             problems.append(Problem(dataset, str(error)))
-    ignored = {**offer.ignored}
-    for item in offer.items:
-        if item.key in store.failed:
-            ignored[item.key] = ("not downloaded", store.failed[item.key].reason + RETRY)
+    keys = store.failed.keys() & {item.key for item in offer.items}
+    failed = {key: ("not downloaded", store.failed[key].reason + RETRY) for key in keys}
     names = {name: item.key for item in offer.items if (name := store.name_of(item)) is not None}
     listing = classify([(name, None) for name in names], store.wanted)
     table = {name: offer.captions[key] for name, key in names.items() if key in offer.captions}
-    return replace(listing, ignored={**listing.ignored, **ignored}, table=table, origins=names)
+    return replace(listing, ignored={**listing.ignored, **offer.ignored, **failed}, table=table, origins=names)

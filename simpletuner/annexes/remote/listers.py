@@ -83,7 +83,7 @@ def name_of(address: str) -> str:
 
 
 def web_item(address: str, name: str, config: DatasetConfig, base: Path) -> Item:
-    """What an address, or a path relative to `base`, refers to."""
+    """The file at an address, or at a path relative to `base`."""
     scheme = SCHEME.match(address)
     if scheme is None:
         path, folders = base / address, () if config.allow_private_urls else (base,)
@@ -135,7 +135,7 @@ SAVED = "rows.json"
 
 @dataclass(frozen=True)
 class Rows:
-    """What was learned from the columns besides the media.
+    """The result of reading all columns besides the media.
 
     Attributes:
         identity: of the dataset and the keys that chose its rows.
@@ -308,7 +308,7 @@ def _why_not(row: Mapping[str, Any], config: DatasetConfig, rule: RowFilter) -> 
 def _offer(rows: Rows, config: DatasetConfig, commit: str, table: Any) -> Offer:
     _, column = _media(config)
     cut = config.composite_image_config
-    # What determines a row's file; with other captions or filters it is not fetched again.
+    # All that determines the file of a row; other captions or filters do not fetch it again.
     version = _digest(commit, column, cut.model_dump() if cut else None)
     source = f"{config.dataset_name}@{commit}, split {config.split}, row"
     read = partial(_read, table, column, config)

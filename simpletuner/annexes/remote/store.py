@@ -27,7 +27,7 @@ WORKERS = 8
 CHUNK = 1 << 18
 PAUSES = (1.0, 4.0)  # seconds before the second and the third try
 DOWNLOADS, FAILED = "downloads.jsonl", "failed.jsonl"
-HEAD = 64  # bytes that show what a file is
+HEAD = 64  # bytes that show the format of a file
 SUFFIXES = {"JPEG": ".jpg", "TIFF": ".tif", "HEIF": ".heic"}  # of pictures whose suffix is not the format's name
 
 
@@ -67,7 +67,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a remote dataset consists of.
+    """The files of a remote dataset.
 
     Attributes:
         items: its files.
@@ -118,7 +118,7 @@ class Store:
         self.failed = {one.key: one for one in failed if not (self.forgiven and self.forgiven in one.reason)}
 
     def name_of(self, item: Item) -> str | None:
-        """The local file of an item, or None if that version is not there or not whole."""
+        """The local file of an item, or None if that version is missing or incomplete."""
         record = self._done.get(item.key)
         # A record's name may end in a suffix that the content decided.
         if record is None or record.version != item.version or not record.name.startswith(item.name):
@@ -127,13 +127,13 @@ class Store:
         return record.name if path.is_file() and path.stat().st_size == record.size else None
 
     def here(self, prefix: str) -> list[Item]:
-        """What was downloaded from addresses that begin alike, for plans that contact no server."""
+        """The downloads from addresses with a common prefix, for plans that contact no server."""
         # `tuple` reads nothing: they are here.
         items = [Item(each.key, each.name, tuple, each.version, each.size) for each in self._done.values()]
         return [item for item in items if item.key.startswith(prefix) and self.name_of(item)]
 
     def missing(self, items: Iterable[Item]) -> list[Item]:
-        """What has to be downloaded: neither there nor known to fail."""
+        """The items to download: neither here nor known to fail."""
         failed = {(record.key, record.version) for record in self.failed.values()}
         return [item for item in items if (item.key, item.version) not in failed and self.name_of(item) is None]
 

@@ -20,7 +20,7 @@ from simpletuner.annexes.remote.store import DownloadError, UnreachableError
 SECONDS = 30.0  # without an answer
 MOST_SECONDS = 600.0  # for a whole file: some servers send a byte now and then
 TEMPORARY = frozenset({408, 425, 429, 500, 502, 503, 504})
-PAGES = frozenset({"text/html", "application/json", "application/xml", "text/xml"})  # what errors are shown as
+PAGES = frozenset({"text/html", "application/json", "application/xml", "text/xml"})  # formats of error pages
 # Compressed, a file would have another length than the one that is announced.
 HEADERS = {"User-Agent": "simpletuner", "Accept": "image/*, video/*, */*;q=0.1", "Accept-Encoding": "identity"}
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -86,10 +86,9 @@ class _PublicTransport(httpx.HTTPTransport):
         extensions = {**request.extensions, "sni_hostname": request.url.host}
         for address in public_addresses(request.url.host):
             url = request.url.copy_with(host=address)
+            sent = httpx.Request(request.method, url, headers=request.headers, extensions=extensions)
             try:
-                return super().handle_request(
-                    httpx.Request(request.method, url, headers=request.headers, extensions=extensions)
-                )
+                return super().handle_request(sent)
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 failure = error
         raise failure
