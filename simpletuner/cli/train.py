@@ -84,7 +84,8 @@ def _start(arguments: Arguments, command: list[str], take_page: TakePage | None,
     from simpletuner.annexes.fitting.ready import ready_plan
 
     if (place := launched(os.environ)) is not None:
-        from simpletuner.annexes.processes.launching import joined, plan_together
+        from simpletuner.annexes.processes.agreement import plan_together
+        from simpletuner.annexes.processes.launching import joined
 
         with joined(place, start_limit(arguments)) as world:
             plan, budget = plan_together(world, lambda seed: ready_plan(arguments.with_seed(seed)))

@@ -115,18 +115,8 @@ class _Builder:
         folder, rules = self.folder(entry), self.take(entry, build_rules(entry, self.context.spec))
         if rules is None:
             return None
-        return Dataset(
-            config=entry,
-            samples=(),
-            rejected=folder.rejected,
-            repeats=0,
-            rules=rules,
-            # Without a seed, crops depend on names alone, see `DataContext.seed`.
-            seed=self.context.seed or 0,
-            facts=folder.facts,
-            origins=folder.listing.origins,
-            indexed=folder.indexed,
-        )
+        # Without a seed, crops depend on names alone, see `DataContext.seed`.
+        return Dataset(entry, folder, folder.facts, rules, self.context.seed or 0, folder.rejected)
 
     def dataset(self, entry: DatasetConfig, links: Sequence[DatasetConfig]) -> Dataset | None:
         """The dataset of one entry, or None if its rules are unusable."""
@@ -153,7 +143,7 @@ class _Builder:
 
     def _fill(self, dataset: Dataset, captions: CaptionSource) -> Dataset:
         """Add a sample or a rejection for each undamaged file."""
-        names = self.folder(dataset.config).usable
+        names = dataset.folder.usable
         for partners in dataset.partners:
             self.problems.extend(_check_partners(dataset, partners, names))
         samples, rejected = list[Sample](), [*dataset.rejected, *_unused_captions(dataset.config, captions)]
@@ -192,7 +182,7 @@ class _Builder:
         samples = [sample for dataset in datasets for sample in dataset.samples]
         used = [partner for sample in samples for partner in (sample.partner, sample.mask) if partner]
         partners = [self.partners.get(entry.id) for entry in self.entries]
-        built = [_in_use(each, self.folder(each.config).usable, used) for each in partners if each is not None]
+        built = [_in_use(each, used) for each in partners if each is not None]
         for dataset in built:
             if dataset.config.conditioning_type in MASKS:
                 self.problems.extend(summarise_rejected(dataset))
@@ -217,20 +207,10 @@ def _sample(name: str, dataset: Dataset, captions: CaptionSource) -> Sample:
     facts, clips, clip = dataset.facts[name], dataset.clips, dataset.clip_for(name)
     frames = clips.frames_of(clip) if clips and clip else 1
     geometry, partner = dataset.place(name, facts.picture_size, epoch=1, frames=frames)
-    sample = Sample(
-        dataset_id=dataset.id,
-        name=name,
-        root=captions.root,
-        content=facts.content,
-        original_size=facts.picture_size,
-        geometry=geometry,
-        captions=captions_for(name, captions),
-        partner=partner,
-        frames=frames,
-        frame_rate=clips.rate if clips else None,
-        clip=clip,
-        is_i2v=clips is not None and clips.is_i2v,
-    )
+    place, texts = (dataset.id, name, dataset.root), captions_for(name, captions)
+    sample = Sample(*place, facts.content, facts.picture_size, geometry, texts, partner)
+    if clips:
+        sample = replace(sample, frames=frames, frame_rate=clips.rate, clip=clip, is_i2v=clips.is_i2v)
     return replace(sample, mask=dataset.masks.mask_for(sample)) if dataset.masks else sample
 
 
@@ -253,14 +233,8 @@ def _hold_out(dataset: Dataset) -> Reading[tuple[Dataset, list[Dataset]]]:
     # By hash as in `_choose`, with another key: of `max_num_samples` the last ranks would always be the same.
     ranked = sorted(dataset.samples, key=lambda sample: order_key(dataset.id, "held out", sample.name))
     name = f"{dataset.id}-held-out"
-    changes = {
-        "id": name,
-        "dataset_type": "eval",
-        "hold_out": 0,
-        "train_batch_size": 1,
-        "cache_dir_vae": f"{dataset.latent_dir}-held-out",
-        "vae_cache_clear_each_epoch": False,
-    }
+    changes: dict[str, object] = {"id": name, "dataset_type": "eval", "hold_out": 0, "train_batch_size": 1}
+    changes |= {"cache_dir_vae": f"{dataset.latent_dir}-held-out", "vae_cache_clear_each_epoch": False}
     samples = sorted((replace(each, dataset_id=name) for each in ranked[:count]), key=lambda each: each.name)
     config = dataset.config.model_copy(update=changes)
     held = replace(dataset, config=config, samples=tuple(samples), rejected=(), repeats=0)
@@ -290,7 +264,7 @@ def _unused_captions(entry: DatasetConfig, captions: CaptionSource) -> list[Reje
         return []
     origin = "instance_prompt" if entry.only_instance_prompt else entry.caption_strategy
     detail = f"is not read: captions come from {origin}"
-    return [Rejected(entry.id, name, "unused caption", detail) for name in captions.files.values()]
+    return [Rejected(entry.id, name, "unused caption", detail) for name in captions.folder.listing.captions.values()]
 
 
 def _check_partners(dataset: Dataset, partners: Dataset, names: Sequence[str]) -> Iterator[Problem]:
@@ -338,15 +312,15 @@ def _check_speed(dataset: Dataset, model_rate: float | None) -> Iterator[Problem
         yield warning(f"{dataset.id}.video.frame_rate", f"{'; '.join(reasons)}.")
 
 
-def _in_use(partners: Dataset, names: Sequence[str], used: Sequence[Sample]) -> Dataset:
+def _in_use(partners: Dataset, used: Sequence[Sample]) -> Dataset:
     """A conditioning dataset with the partners in use as samples."""
     # A file may be the partner of several sources, with a crop for each.
     samples = {(sample.name, sample.geometry): sample for sample in used if sample.dataset_id == partners.id}
-    taken = {sample.name for sample in samples.values()}
-    problems = {name: partners.facts[name].problem for name in names}
+    # Masks are decoded only when they are measured.
+    damaged = {name: fact for name in partners.folder.usable if (fact := partners.facts[name]).problem}
+    idle = {*partners.folder.usable} - {name for name, _ in samples} - damaged.keys()
     detail = "is not the partner of any trained picture"
-    idle = [name for name, problem in problems.items() if problem is None and name not in taken]
-    rejected = [Rejected(partners.id, name, "no source picture", detail) for name in idle]
-    rejected += [Rejected(partners.id, name, "damaged", problem) for name, problem in problems.items() if problem]
+    rejected = [Rejected(partners.id, name, "no source picture", detail) for name in sorted(idle)]
+    rejected += [Rejected(partners.id, name, fact.reason, fact.problem or "") for name, fact in damaged.items()]
     ordered = sorted(samples.values(), key=lambda sample: sample.name)
     return replace(partners, samples=tuple(ordered), rejected=(*partners.rejected, *rejected))

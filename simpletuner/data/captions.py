@@ -6,7 +6,6 @@ A picture may have several captions; one of them is drawn each time it is used.
 from __future__ import annotations
 
 import codecs
-import importlib
 import json
 import os
 import re
@@ -21,9 +20,10 @@ from typing import Any
 import regex
 
 from simpletuner.config.datasets import CaptionShuffle, DatasetConfig, ParquetConfig
+from simpletuner.config.option import Package, check_installed
 from simpletuner.data.chance import generator
 from simpletuner.data.discovery import FileFacts, Folder, pair_key
-from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read
+from simpletuner.data.files import LARGEST_CAPTION, LeftOutError, UnreadableError, read_file
 from simpletuner.errors import Problem, Reading, UserError, did_you_mean, shorten, warning
 
 COARSEST_CLOCK = 3.0  # seconds: file systems round times, FAT to two seconds
@@ -32,6 +32,7 @@ FILTERS = "caption_filter_list"
 EMPTY = "has an empty caption file"
 LONGEST_SHOWN = 200  # characters of a caption in a message
 UNKNOWN = FileFacts(0, 0, "")
+PYARROW = Package("pyarrow", "pyarrow>=21,<27")
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 no_caption = partial(LeftOutError, "no caption")
@@ -55,21 +56,17 @@ class CaptionSource:
 
     Attributes:
         config: the dataset's entry with its defaults filled in.
-        root: its folder.
-        files: caption file by `pair_key`, as found by the scan.
+        folder: its folder as it was read.
         table: captions by picture name, from a table or from the hub.
         edits: applied to each caption, in this order.
         facts: of the files, by name; a caption file is read only if it has changed, and is added here then.
-        gone: names of files that are used although they are gone, with the captions in `facts`.
     """
 
     config: DatasetConfig
-    root: Path
-    files: Mapping[str, str]
+    folder: Folder
     table: CaptionTable
     edits: tuple[Edit, ...] = ()
     facts: dict[str, FileFacts] = field(default_factory=dict)
-    gone: frozenset[str] = frozenset()
 
 
 def caption_source(
@@ -86,7 +83,7 @@ def caption_source(
         if unused:
             yield warning("parquet.path", f"{len(unused)} names in the table have no picture: {shorten(unused)}.")
     edits = tuple(edit for edit in (text_filter(entry), shuffle_edit(entry.caption_shuffle)) if edit is not None)
-    return CaptionSource(entry, folder.root, folder.listing.captions, table, edits, {**folder.facts}, folder.gone)
+    return CaptionSource(entry, folder, table, edits, {**folder.facts})
 
 
 def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
@@ -102,9 +99,9 @@ def captions_for(name: str, source: CaptionSource) -> tuple[str, ...]:
     """
     known = source.facts.get(name)
     # Without a stamp, the index holds captions as they were trained, edits included.
-    if known and name in source.gone and known.captions and not known.stamp:
+    if known and name in source.folder.gone and known.captions and not known.stamp:
         return known.captions
-    captions = _edited(_written(name, source), source.edits, str(source.root / name))
+    captions = _edited(_written(name, source), source.edits, str(source.folder.root / name))
     for caption in captions:
         if token := control_token(caption):
             raise no_caption(f"has a caption with {token}, a control token of the tokenizer; remove it")
@@ -142,21 +139,22 @@ def _own_captions(name: str, source: CaptionSource) -> tuple[str, ...]:
         if not captions:
             raise no_caption("has no caption in the table")
         return captions
-    file, known = source.files.get(pair_key(name)), source.facts.get(name, UNKNOWN)
-    if file is None and name in source.gone and known.stamp:
+    folder, known = source.folder, source.facts.get(name, UNKNOWN)
+    file = folder.listing.captions.get(pair_key(name))
+    if file is None and name in folder.gone and known.stamp:
         return known.captions
     if file is None:
         raise no_caption(f"has no caption file {PurePosixPath(name).with_suffix('.txt').name!r} beside it")
     whole = source.config.disable_multiline_split
-    stamp = stamp_of(f"{source.root}/{file}", whole=whole)
+    stamp = caption_stamp(f"{folder.root}/{file}", whole=whole)
     if stamp is None or stamp != known.stamp:
-        captions = read_caption_file(source.root / file, whole=whole)
+        captions = read_caption_file(folder.root / file, whole=whole)
         # Facts are saved in the index, so the next start opens no unchanged caption file.
         known = source.facts[name] = replace(known, captions=captions, stamp=stamp)
     return known.captions
 
 
-def stamp_of(path: str, *, whole: bool) -> str | None:
+def caption_stamp(path: str, *, whole: bool) -> str | None:
     """What differs if the captions of a file may: how it is split, its size, times and number.
 
     The time of change cannot be set, so even an edit that restores the time of modification is noticed. None if the
@@ -210,7 +208,7 @@ def read_caption_text(path: Path) -> str:
         DeviceError: the device failed.
     """
     try:
-        content = read(path, LARGEST_CAPTION)
+        content = read_file(path, LARGEST_CAPTION)
         text = content.decode("utf-16" if content.startswith(UTF16_MARKS) else "utf-8-sig")
     except UnreadableError as error:
         raise no_caption(f"has a caption file that {error}") from error
@@ -265,7 +263,7 @@ def read_filters(value: Any) -> Reading[Edit | None]:
 
 def _read_list(path: Path) -> Reading[list[Any]]:
     try:
-        text = read(path, LARGEST_CAPTION).decode("utf-8-sig")
+        text = read_file(path, LARGEST_CAPTION).decode("utf-8-sig")
         if path.suffix.lower() == ".json":
             content = json.loads(text)
             return content if isinstance(content, list) else [content]
@@ -313,18 +311,14 @@ def _filter(filters: Sequence[tuple[str | None, regex.Pattern[str] | None, str]]
 
 def read_caption_table(config: ParquetConfig) -> Reading[dict[str, tuple[str, ...]]]:
     """Captions by file name (NFC, path with `/`); an empty tuple if the table has none."""
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        yield Problem("metadata_backend", "parquet needs the package pyarrow: pip install 'pyarrow>=21,<27'.")
-        parquet = None
-    # The file is checked without the package, too, so that one start reports both.
-    path = Path(config.path)
-    if not path.is_file():
-        yield Problem("parquet.path", f"the file {config.path!r} does not exist.")
+    path, problems = Path(config.path), [*check_installed(PYARROW, "metadata_backend", "parquet")]
+    if not path.is_file():  # checked without the package, too, so that one start reports both
+        problems.append(Problem("parquet.path", f"the file {config.path!r} does not exist."))
+    yield from problems
+    if problems or not (yield from _has_columns(path, config)):
         return {}
-    if parquet is None or not (yield from _has_columns(parquet, path, config)):
-        return {}
+    from pyarrow import parquet
+
     # Only what is needed, since such tables may hold the pictures themselves.
     columns = [column for column in (config.caption_column, config.fallback_caption_column) if column]
     rows = parquet.read_table(path, columns=list(dict.fromkeys([config.filename_column, *columns]))).to_pylist()
@@ -347,8 +341,10 @@ def match_rows(table: CaptionTable, pictures: Iterable[str]) -> tuple[CaptionTab
     return matched, sorted(unused)
 
 
-def _has_columns(parquet: Any, path: Path, config: ParquetConfig) -> Reading[bool]:
+def _has_columns(path: Path, config: ParquetConfig) -> Reading[bool]:
     """Check every column that the entry names, even those of sizes, which are read from the pictures themselves."""
+    from pyarrow import parquet
+
     try:
         known = list(parquet.read_schema(path).names)
     except (OSError, ValueError) as error:  # the bases of pyarrow's own errors

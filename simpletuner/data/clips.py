@@ -24,7 +24,7 @@ from PIL import Image
 
 from simpletuner.config.datasets import DatasetConfig, VideoConfig
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.files import LeftOutError, MediaError, UnreadableError
+from simpletuner.data.files import LeftOutError, MediaError, UnreadableError, UnsuitableError
 from simpletuner.data.media import AVIF_BRANDS, HEIF_BRANDS, decode, fit
 from simpletuner.errors import Problem, Reading, warning, within
 
@@ -35,12 +35,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-CLIP_SUFFIXES = frozenset(
-    {
-        ".mp4", ".mov", ".avi", ".mkv", ".webm", ".flv", ".wmv", ".m4v", ".mpeg", ".mpg", ".3gp", ".ogv", ".gif",
-        ".ts", ".mts", ".m2ts",
-    }
-)  # fmt: skip
+CLIP_SUFFIXES = frozenset({".mp4", ".mov", ".avi", ".mkv", ".webm", ".flv", ".wmv", ".m4v", ".mpeg", ".mpg", ".ogv"})
+CLIP_SUFFIXES |= {".gif", ".3gp", ".ts", ".mts", ".m2ts"}
 
 # First bytes of a file, and the extension for it.
 CLIP_MAGIC = (
@@ -203,7 +199,7 @@ def retry_once(attempt: Callable[[], T]) -> T:
     """
     try:
         return attempt()
-    except UnreadableError:
+    except (UnreadableError, UnsuitableError):
         raise
     except MediaError:
         return attempt()

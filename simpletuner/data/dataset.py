@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -19,9 +19,9 @@ from simpletuner.config.values import Size
 from simpletuner.data.buckets import BucketRules, Geometry
 from simpletuner.data.chance import fraction
 from simpletuner.data.clips import ClipFacts, ClipRules, frames_of, retry_once
-from simpletuner.data.discovery import FileFacts, pair_key, save_index
+from simpletuner.data.discovery import FileFacts, Folder, pair_key, save_index
 from simpletuner.data.entries import DataContext
-from simpletuner.data.sample import EXPECTED, LedgerEntry, Rejected, Sample, size_text
+from simpletuner.data.sample import EXPECTED, LedgerEntry, Rejected, Sample, shape_text
 from simpletuner.errors import Problem, Problems, shorten, warning
 
 # A partner that takes over a picture's crop is visibly stretched if their ratios differ by more than this share.
@@ -45,31 +45,29 @@ class Dataset:
 
     Attributes:
         config: the entry with its defaults filled in.
-        samples: sorted by name.
-        rejected: every other file below the folder.
-        repeats: extra passes; a sample is seen `repeats` + 1 times an epoch.
+        folder: as it was read.
+        facts: of its pictures or clips by name, with what was learned since.
         rules: sizes and crops of pictures and of the frames of clips.
         seed: for random crops.
-        facts: facts of every picture or clip, by name.
+        rejected: every file below the folder that is not a sample.
+        samples: sorted by name.
+        repeats: extra passes; a sample is seen `repeats` + 1 times an epoch.
         partners: the conditioning datasets that it is paired with.
         epoch: the epoch that random crops were drawn for.
         clips: how many frames are trained at which rate; None for pictures.
-        origins: where downloaded files come from, by name.
-        indexed: what the index held when the folder was read.
     """
 
     config: DatasetConfig
-    samples: tuple[Sample, ...]
-    rejected: tuple[Rejected, ...]
-    repeats: int
-    rules: BucketRules
-    seed: int
+    folder: Folder
     facts: Mapping[str, FileFacts]
+    rules: BucketRules
+    seed: int = 0
+    rejected: tuple[Rejected, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    repeats: int = 0
     partners: tuple[Dataset, ...] = ()
     epoch: int = 1
     clips: ClipRules | None = None
-    origins: Mapping[str, str] = field(default_factory=dict)
-    indexed: Mapping[str, FileFacts] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -77,8 +75,8 @@ class Dataset:
 
     @property
     def root(self) -> Path:
-        """Its folder."""
-        return Path(self.config.instance_data_dir or "")
+        """Where its files are."""
+        return self.folder.root
 
     @property
     def latent_dir(self) -> Path:
@@ -205,15 +203,15 @@ class Dataset:
         """The dataset without samples that turned out to be unusable.
 
         Args:
-            problems: why each of them is unusable, by name.
+            problems: why files are unusable, by name.
             reason: "damaged" is recorded in the index, so that the next run leaves them out at once.
         """
+        names = {sample.name for sample in self.samples}
         samples = tuple(sample for sample in self.samples if sample.name not in problems)
-        rejected = [Rejected(self.id, name, reason, problem) for name, problem in problems.items()]
-        facts = dict(self.facts)
-        if reason == "damaged":
-            facts.update({name: replace(facts[name], problem=problem) for name, problem in problems.items()})
-        return replace(self, samples=samples, rejected=(*self.rejected, *rejected), facts=facts)
+        rejected = [Rejected(self.id, name, reason, problem) for name, problem in problems.items() if name in names]
+        damaged = problems if reason == "damaged" else {}
+        facts = {name: replace(self.facts[name], problem=why, reason=reason) for name, why in damaged.items()}
+        return replace(self, samples=samples, rejected=(*self.rejected, *rejected), facts={**self.facts, **facts})
 
     def ledger(self) -> list[LedgerEntry]:
         """Every file below the folder, sorted by name."""
@@ -221,26 +219,20 @@ class Dataset:
 
     def used(self, sample: Sample) -> LedgerEntry:
         """The line of a sample."""
-        read_as = f"counts as {' and '.join(sample.read_as)}" if sample.clip and sample.read_as else ""
-        return LedgerEntry(
-            self.id,
-            sample.name,
-            note=", ".join(filter(None, (self.origins.get(sample.name), read_as))),
-            original_size=sample.original_size,
-            geometry=sample.geometry,
-            captions=len(sample.captions),
-            frames=sample.frames,
-        )
+        read_as = f"counts as {' and '.join(sample.read_as)}" if sample.read_as else ""
+        note = ", ".join(filter(None, (self.folder.listing.origins.get(sample.name), read_as)))
+        trained = sample.original_size, sample.geometry, len(sample.captions), sample.frames
+        return LedgerEntry(self.id, sample.name, "", note, *trained)
 
     def unused(self) -> list[LedgerEntry]:
         """The lines of the files that are left out, sorted by name."""
-        left_out = sorted(self.rejected, key=lambda file: file.name)
-        return [LedgerEntry(self.id, each.name, each.detail, note=self.origins.get(each.name, "")) for each in left_out]
+        origins, left_out = self.folder.listing.origins, sorted(self.rejected, key=lambda file: file.name)
+        return [LedgerEntry(self.id, each.name, each.detail, origins.get(each.name, "")) for each in left_out]
 
     def sizes(self) -> dict[str, int]:
         """The number of samples by the size that they are trained at, as text."""
         found = Counter((each.geometry.bucket, each.geometry.size, each.frames) for each in self.samples)
-        return {size_text(*kind): count for kind, count in found.items()}
+        return {shape_text(*kind): count for kind, count in found.items()}
 
     def counts(self) -> Counter[str]:
         """Number of rejected files, by reason."""
@@ -263,7 +255,7 @@ class Dataset:
             for name, fact in files.items():
                 if not fact.stamp and fact.captions != used.get(name, ()):
                     files[name] = replace(fact, captions=used.get(name, ()))
-        if except_for or files != self.indexed:
+        if except_for or files != self.folder.indexed:
             save_index(self.latent_dir, self.root, files)
 
 
@@ -314,15 +306,15 @@ def without_damaged(datasets: Sequence[Dataset], damaged: Mapping[tuple[str, str
     Args:
         damaged: why each file is unusable, by dataset id and name.
     """
-    reduced = []
+    reduced, folders = [], {dataset.id: dataset.folder for dataset in datasets}
     for dataset in datasets:
-        unusable = {name: problem for (owner, name), problem in damaged.items() if owner == dataset.id}
+        # By folder: the index of a dataset also remembers the damage of the samples that are held out from it.
+        unusable = {name: problem for (owner, name), problem in damaged.items() if folders[owner] is dataset.folder}
         whole = dataset.without(unusable)
-        partners = {sample.name: sample.partner for sample in whole.samples if sample.partner}
         single = {
-            name: f"its partner {partner.name} {damaged[partner.dataset_id, partner.name]}"
-            for name, partner in partners.items()
-            if (partner.dataset_id, partner.name) in damaged
+            sample.name: f"its partner {partner.name} {problem}"
+            for sample in whole.samples
+            if (partner := sample.partner) and (problem := damaged.get((partner.dataset_id, partner.name)))
         }
         reduced.append(whole.without(single, "partner unusable"))
     return reduced

@@ -194,10 +194,11 @@ class FileFacts:
         content: SHA-256 of the bytes in hex; empty if the file could not be read.
         width, height: pixels as shown, after any rotation; 0 with a problem.
         problem: why it cannot be used, or None.
+        reason: the category of the problem, as in `Rejected`.
         captions: those of its caption file at `stamp`; else those it was last used with, in case the files are gone.
         clip: length and rate; None for pictures.
         white: how it was last read as a mask, and the share of it that is white then.
-        stamp: `captions.stamp_of` the caption file when it was read; None if there is none.
+        stamp: `captions.caption_stamp` the caption file when it was read; None if there is none.
     """
 
     size: int
@@ -210,6 +211,7 @@ class FileFacts:
     clip: ClipFacts | None = None
     white: tuple[str, float] | None = None
     stamp: str | None = None
+    reason: str = ""
 
     @property
     def picture_size(self) -> Size:
@@ -253,7 +255,8 @@ def _facts_of(path: str, known: FileFacts | None) -> FileFacts:
         with suppress(OSError):  # reading the file says why
             status = os.stat(path)  # noqa: PTH116 - pathlib takes three times as long
             same = (status.st_size, status.st_mtime_ns) == (known.size, known.mtime_ns)
-            if same and stat.S_ISREG(status.st_mode):
+            # An index of an earlier version gives problems without a reason.
+            if same and stat.S_ISREG(status.st_mode) and (known.reason or not known.problem):
                 return known
     return _inspect(Path(path))
 
@@ -264,18 +267,17 @@ def _inspect(path: Path) -> FileFacts:
     try:
         size, mtime_ns = files.check_regular(path, files.LARGEST_CLIP if clip else files.LARGEST_PICTURE)
         # A picture is read once for its hash and its size. A clip may not fit into memory, so it is hashed in chunks.
-        data = b"" if clip else files.read(path, files.LARGEST_PICTURE)
+        data = b"" if clip else files.read_file(path, files.LARGEST_PICTURE)
         facts = FileFacts(size, mtime_ns, files.content_hash(path) if clip else hashlib.sha256(data).hexdigest())
         if clip:
             shown = probe_clip(path)
             return replace(facts, width=shown.width, height=shown.height, clip=shown)
         width, height = probe(data)
         return replace(facts, width=width, height=height)
-    except files.UnreadableError as error:
-        # No size, time or content: such facts match no file and are not saved, so the next run tries again.
-        return FileFacts(0, 0, "", problem=str(error))
     except files.MediaError as error:
-        return replace(facts, problem=str(error))
+        # Without size, time and content: such facts match no file and are not saved, so the next run tries again.
+        known = FileFacts(0, 0, "") if isinstance(error, files.UnreadableError) else facts
+        return replace(known, problem=str(error), reason=error.reason)
 
 
 def load_index(folder: Path, root: Path) -> dict[str, FileFacts]:
@@ -313,7 +315,7 @@ class Folder:
 
     Attributes:
         root: the folder.
-        facts: of each picture or clip; first those without a problem, sorted by name.
+        facts: of each picture or clip, sorted by name.
         listing: caption files, captions of a table, origins.
         gone: those that are used although their files are gone.
         rejected: every file with a problem, and every other file.
@@ -322,10 +324,10 @@ class Folder:
 
     root: Path
     facts: dict[str, FileFacts]
-    listing: Scan
-    gone: frozenset[str]
-    rejected: tuple[Rejected, ...]
-    indexed: Mapping[str, FileFacts]
+    listing: Scan = field(default_factory=Scan)
+    gone: frozenset[str] = frozenset()
+    rejected: tuple[Rejected, ...] = ()
+    indexed: Mapping[str, FileFacts] = field(default_factory=dict)
 
     @property
     def is_there(self) -> bool:
@@ -377,13 +379,10 @@ def read_folder(
         facts |= lost
     else:
         left_out |= dict.fromkeys(lost, ("gone", "was here in the last run and is gone"))
-    usable = {name: facts[name] for name in sorted(facts) if facts[name].problem is None}
-    damaged = {name: fact for name, fact in facts.items() if name not in usable}
-    for name, fact in damaged.items():
-        left_out[name] = "damaged" if fact.content else "unreadable", fact.problem or ""
+    left_out |= {name: (fact.reason, fact.problem) for name, fact in facts.items() if fact.problem}
     rejected = tuple(Rejected(config.id, name, *why) for name, why in left_out.items())
-    # Damaged files stay in the index too, or every start would read them again.
-    return Folder(root, usable | damaged, listing, frozenset(lost.keys() & facts.keys()), rejected, known)
+    # Files with a problem stay in the index too, or every start would read them again.
+    return Folder(root, dict(sorted(facts.items())), listing, frozenset(lost.keys() & facts.keys()), rejected, known)
 
 
 def _not_chosen(config: DatasetConfig, names: Sequence[str], excluded: Set[str], known: Collection[str]) -> Reasons:

@@ -81,7 +81,7 @@ def measure_masks(dataset: Dataset, masks: Dataset, context: DataContext) -> dic
             # Frame 0 of i2v is given, so its part of the mask teaches nothing.
             learned = latent_mask(mask, size)[:, 1 if sample.is_i2v else 0 :]
         except MediaError as error:
-            return replace(facts, content="", problem=str(error))  # without content it is not saved but read again
+            return replace(facts, content="", problem=str(error), reason=error.reason)  # not saved, so read again
         return replace(facts, white=(way, float(learned.mean())))
 
     pairs = [(sample, sample.mask) for sample in dataset.samples if sample.mask]

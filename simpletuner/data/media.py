@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageError, features
 
 from simpletuner.data.buckets import Geometry
-from simpletuner.data.files import LARGEST_PICTURE, MediaError, UnreadableError, read
+from simpletuner.data.files import LARGEST_PICTURE, MediaError, UnreadableError, read_file
 
 # Importing a reader registers it; opening a file would import all of Pillow's, unless its own is there.
 for plugin in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "WebP"):
@@ -41,6 +40,8 @@ AVIF_BRANDS, HEIF_BRANDS = (b"avif", b"avis"), (b"heic", b"heix", b"heim", b"hei
 
 # Chunks that affect what is shown; a damaged comment does no harm.
 PNG_SHOWN = frozenset({b"IHDR", b"PLTE", b"IDAT", b"tRNS", b"eXIf"})
+PNG_TEXTS = frozenset({b"tEXt", b"zTXt", b"iTXt"})
+PNG_ORIENTATION = re.compile(rb"^....Raw profile type exif|Orientation", re.DOTALL)
 JPEG_END = b"\xff\xd9"
 # In compressed data FF is followed by 00, by a restart marker or by another FF; anything else is a marker.
 JPEG_MARKER_IN_DATA = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
@@ -84,75 +85,41 @@ def reader_problem(kind: str) -> str | None:
     return None
 
 
-def check_complete(file: BinaryIO, kind: str, size: int) -> None:
-    """Walk the structure of a file to its end, in formats whose decoder does not notice a missing end.
-
-    Args:
-        file: the open file; its position changes.
-        kind: from `sniff`.
-        size: bytes in the file.
-
-    Raises:
-        MediaError: the end is missing, or a checksum does not match.
-    """
-    check = {"JPEG": _jpeg_end, "PNG": _png_end}.get(kind)
-    if check is not None and not check(file, size):
-        raise MediaError(f"is truncated: the {kind} data ends too early")
-
-
-def png_has_orientation(file: BinaryIO, size: int) -> bool:
+def png_has_orientation(data: bytes) -> bool:
     """Whether a PNG chunk may hold an orientation; asking Pillow would decode the whole picture."""
-    for kind, start, length in _png_chunks(file, size):
-        if kind == b"eXIf":
+    for kind, covered, _ in _png_chunks(data):
+        if kind == b"eXIf" or (kind in PNG_TEXTS and PNG_ORIENTATION.search(covered[: 1 << 20])):
             return True
-        if kind in (b"tEXt", b"zTXt", b"iTXt"):
-            file.seek(start)
-            text = file.read(min(length, 1 << 20))
-            if text.startswith(b"Raw profile type exif") or b"Orientation" in text:
-                return True
     return False
 
 
-def _png_chunks(file: BinaryIO, size: int) -> list[tuple[bytes, int, int]]:
-    """Type, data offset and length of each chunk that is completely inside the file."""
-    chunks = []
-    position = 8  # after the signature
-    while position + 12 <= size:  # length, type and checksum, of four bytes each
-        file.seek(position)
-        length, kind = struct.unpack(">I4s", file.read(8))
-        if position + 12 + length > size:
-            break
-        chunks.append((kind, position + 8, length))
-        position += 12 + length
-        if kind == b"IEND":
-            break
-    return chunks
+def _png_chunks(data: bytes) -> Iterator[tuple[bytes, memoryview, int]]:
+    """Type, bytes covered by the checksum (type and data), and checksum of every complete chunk, up to the end mark."""
+    position, kind = 8, b""  # after the signature
+    while kind != b"IEND" and position + 12 <= len(data):  # length, type and checksum, of four bytes each
+        length, kind = struct.unpack_from(">I4s", data, position)
+        end = position + 8 + length
+        if end + 4 > len(data):
+            return
+        yield kind, memoryview(data)[position + 4 : end], int.from_bytes(data[end : end + 4], "big")
+        position = end + 4
 
 
-def _png_end(file: BinaryIO, size: int) -> bool:
+def _png_ends(data: bytes) -> bool:
     """Whether the PNG ends properly; also verifies the checksums of what is shown, which Pillow skips for pixels."""
-    chunks = _png_chunks(file, size)
-    for kind, start, length in chunks:
-        if kind in PNG_SHOWN:
-            # The checksum covers the chunk's type and its data.
-            file.seek(start - 4)
-            covered = file.read(length + 4)
-            if zlib.crc32(covered) != int.from_bytes(file.read(4), "big"):
-                raise MediaError(f"is damaged: the checksum of a {kind.decode()} chunk does not match")
-    return bool(chunks) and chunks[-1][0] == b"IEND"
+    kind = b""
+    for kind, covered, checksum in _png_chunks(data):
+        if kind in PNG_SHOWN and zlib.crc32(covered) != checksum:
+            raise MediaError(f"is damaged: the checksum of a {kind.decode()} chunk does not match")
+    return kind == b"IEND"
 
 
-def _jpeg_end(file: BinaryIO, size: int) -> bool:
+def _jpeg_ends(data: bytes) -> bool:
     """Whether there is an end marker: as the last bytes, else by walking the segments, as some cameras append data."""
-    file.seek(max(0, size - 2))
-    if file.read(2) == JPEG_END:
+    if data.endswith(JPEG_END):
         return True
-    file.seek(0)
-    data = file.read()
     position = 2
-    while position + 4 <= size:
-        if data[position] != 0xFF:
-            return False
+    while position + 4 <= len(data) and data[position] == 0xFF:
         marker = data[position + 1]
         if marker == JPEG_END_OF_IMAGE:
             return True
@@ -167,6 +134,9 @@ def _jpeg_end(file: BinaryIO, size: int) -> bool:
             position = following.start()
     return data[position : position + 2] == JPEG_END
 
+
+# Formats whose decoders do not notice a missing end, and what looks for it in the structure of the file.
+ENDS = {"JPEG": _jpeg_ends, "PNG": _png_ends}
 
 PICTURE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".heif"})
 
@@ -191,8 +161,7 @@ def probe(source: Path | bytes) -> tuple[int, int]:
     Raises:
         MediaError: unreadable, empty, not a picture, damaged or truncated.
     """
-    with _opened(source) as (file, picture, kind):
-        size = file.seek(0, 2)
+    with _opened(source) as (data, picture, kind):
         width, height = picture.size
         if width < 1 or height < 1:
             raise MediaError(f"is damaged: its size is {width}x{height}")
@@ -200,7 +169,7 @@ def probe(source: Path | bytes) -> tuple[int, int]:
             # Some versions of Pillow rotate the size of a TIFF on opening, others when it is decoded.
             # tags ImageWidth and ImageLength
             width, height = picture.tag_v2[256], picture.tag_v2[257]
-        if kind == "PNG" and not png_has_orientation(file, size):
+        if kind == "PNG" and not png_has_orientation(data):
             return width, height
         return (height, width) if _orientation(picture) in SIDEWAYS else (width, height)
 
@@ -244,20 +213,19 @@ def fit(picture: Image.Image, geometry: Geometry, resampling: int = Image.Resamp
 
 
 @contextmanager
-def _opened(source: Path | bytes) -> Iterator[tuple[BinaryIO, Image.Image, str]]:
-    """A structurally complete file, opened by Pillow; damage found inside the block becomes a MediaError."""
-    data = source if isinstance(source, bytes) else read(source, LARGEST_PICTURE)
-    file = io.BytesIO(data)
+def _opened(source: Path | bytes) -> Iterator[tuple[bytes, Image.Image, str]]:
+    """Content, Pillow's picture and format of a complete file; damage found inside the block becomes a MediaError."""
+    data = source if isinstance(source, bytes) else read_file(source, LARGEST_PICTURE)
     try:
         kind = sniff(data[:64])
         problem = reader_problem(kind)
         if problem is not None:
             raise UnreadableError(problem)  # nothing is wrong with the file
-        check_complete(file, kind, len(data))
-        file.seek(0)
+        if kind in ENDS and not ENDS[kind](data):
+            raise MediaError(f"is truncated: the {kind} data ends too early")
         # Other readers must not try damaged data: the error would be theirs.
-        with Image.open(file, formats=[kind]) as picture:
-            yield file, picture, kind
+        with Image.open(io.BytesIO(data), formats=[kind]) as picture:
+            yield data, picture, kind
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise MediaError(f"has too many pixels to be a training picture; make it smaller ({error})") from error
     except UnidentifiedImageError as error:

@@ -27,7 +27,7 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from simpletuner.data.clips import MISSING_SECONDS, ClipFacts, ColorMatrix, choose_frames
-from simpletuner.data.files import EXHAUSTED, LARGEST_CLIP, MediaError, check_regular, content_hash
+from simpletuner.data.files import EXHAUSTED, LARGEST_CLIP, MediaError, UnsuitableError, check_regular, content_hash
 
 Frames = Iterator[NDArray[np.uint8]]
 
@@ -68,10 +68,8 @@ TRANSPORT_SYNC = b"G"
 # Tags may be in any encoding: PyAV 19 decodes them all, older releases must be told to skip what is not UTF-8.
 TAGS: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "ignore"}
 # FFmpeg's formats of clips and, for a better message, of pictures and sound. Playlists would open further files.
-FORMATS = (
-    "mov", "matroska", "avi", "mpeg", "mpegts", "mpegvideo", "flv", "asf", "ogg", "rm", "mxf", "dv", "ivf", "nut",
-    "gif", "wav", "png_pipe", "jpeg_pipe", "webp_pipe", "bmp_pipe", "tiff_pipe",
-)  # fmt: skip
+CLIP_FORMATS = "mov,matroska,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,rm,mxf,dv,ivf,nut,gif"
+FORMATS = f"{CLIP_FORMATS},wav,png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe"
 # The most frames that a decoder delays to restore display order (the limit of H.264 and HEVC).
 REORDERED = 16
 
@@ -139,7 +137,7 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 def _open(path: Path) -> InputContainer:
     # A container may refer to further files or addresses, which FFmpeg would open.
-    options = {"protocol_whitelist": "file", "format_whitelist": ",".join(FORMATS)}
+    options = {"protocol_whitelist": "file", "format_whitelist": FORMATS}
     try:
         # With the protocol: the part of a relative path before a colon would be taken for one.
         return av.open(f"file:{path}", options=options, **TAGS)
@@ -150,12 +148,12 @@ def _open(path: Path) -> InputContainer:
 def _clip_of(container: InputContainer) -> VideoStream:
     """The first video stream that is not a cover picture."""
     if container.format.name.endswith("_pipe"):
-        raise MediaError("is a picture, not a clip")
+        raise UnsuitableError("is a picture, not a clip")
     streams = [each for each in container.streams.video if not each.disposition & Disposition.attached_pic]
     if not streams:
-        raise MediaError("holds no frames, only sound" if container.streams.audio else "holds no frames")
+        raise UnsuitableError("holds no frames, only sound" if container.streams.audio else "holds no frames")
     if not streams[0].codec_context:
-        raise MediaError("is in a format that cannot be decoded here")
+        raise UnsuitableError("is in a format that cannot be decoded here")
     # Many clips are decoded at once; threads within one would only compete for cores.
     streams[0].codec_context.thread_count = 1
     return streams[0]
@@ -179,14 +177,14 @@ def _check_shown(frame: VideoFrame, stream: VideoStream) -> None:
     """Refuse what we would decode with wrong colours or orientation although players show it correctly.
 
     Raises:
-        MediaError: HDR or wide colours, mirrored, or not rotated by a multiple of 90 degrees.
+        UnsuitableError: HDR or wide colours, mirrored, or not rotated by a multiple of 90 degrees.
     """
     codec = stream.codec_context
     curves = [HDR_CURVES[each] for each in (frame.color_trc, codec.color_trc) if each in HDR_CURVES]
     colours = [WIDE_COLOURS[each] for each in (frame.color_primaries, codec.color_primaries) if each in WIDE_COLOURS]
     if curves or colours:
         kind = f"HDR ({curves[0]})" if curves else f"in wide colours ({colours[0]})"
-        raise MediaError(f"is {kind}, which 8-bit frames cannot represent; convert it to SDR (BT.709)")
+        raise UnsuitableError(f"is {kind}, which 8-bit frames cannot represent; convert it to SDR (BT.709)")
     side_data: Any = frame.side_data  # its type hints do not fit its keys
     matrix = side_data.get(SideDataType.DISPLAYMATRIX)
     if matrix is not None:
@@ -198,10 +196,10 @@ def _check_turn(matrix: NDArray[np.float64]) -> None:
     a, b, _, c, d = matrix
     remedy = "; re-encode it with ffmpeg to store it the way it is shown"
     if a * d - b * c < 0:
-        raise MediaError(f"is shown mirrored, by its display matrix{remedy}")
+        raise UnsuitableError(f"is shown mirrored, by its display matrix{remedy}")
     quarters = math.atan2(b, a) / (math.pi / 2)
     if abs(quarters - round(quarters)) > RIGHT_ANGLE:
-        raise MediaError(f"is shown rotated by {quarters * 90:.0f} degrees, by its display matrix{remedy}")
+        raise UnsuitableError(f"is shown rotated by {quarters * 90:.0f} degrees, by its display matrix{remedy}")
 
 
 def _declared_seconds(container: InputContainer, stream: VideoStream) -> float:

@@ -64,31 +64,36 @@ def stop_if_weights_not_finite(weights: Mapping[str, Tensor]) -> None:
         )
 
 
-def refuse_not_finite(weights: Mapping[str, Tensor], origin: Path | str, advice: str) -> None:
-    """Check weights that were read from a file.
+def refuse_not_finite(weights: Mapping[str, Tensor], origin: Path | str) -> None:
+    """Check weights that were read from a checkpoint.
 
     Args:
         origin: the file or checkpoint, for the message.
-        advice: what to do instead.
 
     Raises:
         UserError: naming the tensors.
     """
     if guilty := not_finite(weights):
-        raise UserError(f"{origin} holds NaN or infinite values in {shorten(guilty)}; {advice}.")
+        raise UserError(f"{origin} holds NaN or infinite values in {shorten(guilty)}; choose an earlier checkpoint.")
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of tensors with a value that is NaN or infinite; collective if they are sharded."""
     if not tensors:
         return []
-    with torch.no_grad():
-        # The maximum norm is infinite or NaN exactly where a value is. A sum of squares could overflow.
-        norms = torch._foreach_norm(local_parts(tensors.values()), float("inf"))
-        largest = from_all(torch.stack([each.float() for each in norms]), tensors.values())
+    # The maximum norm is infinite or NaN exactly where a value is. A sum of squares could overflow.
+    largest = from_all(norms(tensors.values(), math.inf), tensors.values())
     # A row per process; `amax` keeps NaN.
     values = largest.view(-1, len(tensors)).amax(0).tolist()
     return [name for name, value in zip(tensors, values, strict=True) if not math.isfinite(value)]
+
+
+@torch.no_grad()
+def norms(tensors: Iterable[Tensor], order: float) -> Tensor:
+    """The norm of each tensor or, if it is sharded, of this process's part of it: float32, on the device."""
+    # Norms of bf16 gradients are bf16; adding up hundreds of squares takes more than its 8 bits.
+    parts = local_parts(tensors)
+    return torch.stack([norm.float() for norm in torch._foreach_norm(parts, order)]) if parts else torch.zeros(0)
 
 
 # The scaler skips a float16 step that overflows and halves its scale. Below 1 it is not the scale that overflows.
@@ -109,14 +114,18 @@ def gradient_size(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -
     together with the losses, for clipping, for the log and for the check that it is finite.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return {}
-    parts = local_parts(gradients)
-    if config.grad_clip_method == "value":
-        return {"grad_absmax": from_all(torch.stack(torch._foreach_norm(parts, float("inf"))), gradients).max()}
-    # Norms of bf16 gradients are bf16; adding up hundreds of squares takes more than its 8 bits.
-    norms = torch.stack([part.float() for part in torch._foreach_norm(parts, 2.0)])
-    return {"grad_norm": from_all(norms, gradients).norm(2)}
+    return total_size(from_all(norms(gradients, norm_order(config)), gradients), config)
+
+
+def norm_order(config: OptimizerConfig) -> float:
+    """The order of the norm that `grad_clip_method` limits."""
+    return math.inf if config.grad_clip_method == "value" else 2.0
+
+
+def total_size(norms: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
+    """The size of a gradient, given the norms of its tensors; none without tensors."""
+    name = "grad_absmax" if config.grad_clip_method == "value" else "grad_norm"
+    return {name: norms.norm(norm_order(config))} if len(norms) else {}
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig, sizes: Mapping[str, float]) -> None:
@@ -126,9 +135,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig, 
         sizes: what `gradient_size` gave for these parameters, as numbers.
     """
     limit = config.max_grad_norm
-    if not any(0 < limit < size for size in sizes.values()):
+    exceeds = any(0 < limit < size for size in sizes.values())
+    parts = local_parts(each.grad for each in parameters if each.grad is not None) if exceeds else []
+    if not parts:  # released gradients are gone
         return
-    parts = local_parts([parameter.grad for parameter in parameters if parameter.grad is not None])
     if "grad_norm" in sizes:
         torch._foreach_mul_(parts, limit / sizes["grad_norm"])
     else:
@@ -136,39 +146,30 @@ def clip_gradients(parameters: Iterable[nn.Parameter], config: OptimizerConfig, 
         torch._foreach_clamp_max_(parts, limit)
 
 
-def stop_if_gradients_not_finite(
-    assembly: Assembly, sizes: Iterable[float], files: Sequence[Sequence[str]], *, is_halfway: bool = False
-) -> None:
+def stop_if_gradients_not_finite(assembly: Assembly, sizes: Iterable[float], files: Sequence[Sequence[str]]) -> None:
     """Check the gradient of a step before the update.
 
     In float16 the scaler skips such a step and tries the next one at half its scale, until the scale is below 1.
 
     Args:
         sizes: norm or largest value of the whole gradient, as measured by clipping.
-        is_halfway: released gradients have updated some weights.
+        files: the samples of each micro-batch.
 
     Raises:
         NonFiniteError: naming the tensors in the order in which the backward pass reached them, and the files.
     """
-    scaler, parameters = assembly.scaler, assembly.parameters | assembly.module_parameters
+    scaler, release, parameters = assembly.scaler, assembly.release, assembly.parameters | assembly.module_parameters
     if all(map(math.isfinite, sizes)) or (scaler.is_enabled() and scaler.get_scale() >= LOWEST_SCALE):
         return
     gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
     guilty = not_finite(gradients)[::-1]  # the backward pass goes from the last layer to the first
-    raise nonfinite_gradient(guilty, files, is_halfway=is_halfway)
-
-
-def nonfinite_gradient(guilty: Sequence[str], files: Sequence[Sequence[str]], *, is_halfway: bool) -> NonFiniteError:
-    """The error for a gradient that is NaN or infinite.
-
-    Args:
-        guilty: its tensors, in the order in which the backward pass reached them; none if each by itself is finite.
-        is_halfway: some weights are updated already.
-    """
-    what = f"of {shorten(guilty)}, in the order of the backward pass," if guilty else "of all tensors together"
+    if release is not None:
+        guilty += release.not_finite()
     partly = "of this step are partly updated and are not saved: continue from the last checkpoint"
-    left = partly if is_halfway else "were not updated"
-    return NonFiniteError(
+    left = partly if release is not None and release.is_halfway else "were not updated"
+    # None if each tensor is finite by itself.
+    what = f"of {shorten(guilty)}, in the order of the backward pass," if guilty else "of all tensors together"
+    raise NonFiniteError(
         f"The gradient {what} is NaN or infinite, although the loss is finite. The weights {left}. "
         f"Trained on: {', '.join(name for names in files for name in names)}."
     )

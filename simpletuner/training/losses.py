@@ -2,116 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from simpletuner.diffusion.batch import NoisyBatch, upload
+from simpletuner.diffusion.batch import upload
 from simpletuner.techniques.base import Technique
 from simpletuner.training.guard import stop_if_losses_not_finite
 
-Item = TypeVar("Item")
-
 
 @dataclass
-class Losses:
-    """Losses of the micro-steps, one item for each.
+class MicroLoss:
+    """The losses of one micro-step: tensors on the device, so that the host waits for it only once a step, or numbers.
 
-    They are tensors on the device, so that the host waits for it only once a step; `on_host` makes them numbers.
+    Attributes:
+        names: of the samples.
+        timesteps: of each sample.
+        per_sample: of each sample, before techniques weigh it; its mean is `train_loss`.
+        diffusion: the total without what techniques add to it.
+        total: what is minimised.
+        extra: what techniques log, by name; micro-steps may differ in their names.
     """
 
-    total: list[Any] = field(default_factory=list)
-    diffusion: list[Any] = field(default_factory=list)  # the total without what techniques add to it
-    per_sample: list[Any] = field(default_factory=list)
-    timesteps: list[Any] = field(default_factory=list)
-    extra: list[dict[str, Any]] = field(default_factory=list)  # by names that not all micro-steps have
-    names: list[list[str]] = field(default_factory=list)
-
-    def begin(self, noisy: NoisyBatch, loss: Tensor) -> None:
-        """Begin a micro-step with the loss of each sample, before techniques weigh it: the mean is `train_loss`."""
-        self.per_sample.append(loss)
-        self.timesteps.append(noisy.timesteps)
-        self.names.append(noisy.batch.names)
-        self.extra.append({})
+    names: list[str]
+    timesteps: Any
+    per_sample: Any
+    diffusion: Any = None
+    total: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def log(self, extra: Mapping[str, Tensor]) -> None:
-        """Log scalars of the last micro-step, which may be on the CPU."""
-        device = self.per_sample[-1].device
-        self.extra[-1].update({name: upload(value.detach(), device) for name, value in extra.items()})
+        """Log scalars, which may be on the CPU."""
+        self.extra |= {name: upload(value.detach(), self.per_sample.device) for name, value in extra.items()}
+
+    @classmethod
+    def merged(cls, parts: Sequence[MicroLoss]) -> MicroLoss:
+        """The numbers of all processes as those of one, with samples in the order of the global batch."""
+        return cls(
+            names=[*chain.from_iterable(part.names for part in parts)],
+            timesteps=[*chain.from_iterable(part.timesteps for part in parts)],
+            per_sample=[*chain.from_iterable(part.per_sample for part in parts)],
+            diffusion=fmean(part.diffusion for part in parts),
+            total=fmean(part.total for part in parts),
+            extra={name: fmean(values) for name, values in _by_name(part.extra for part in parts).items()},
+        )
+
+
+class Losses(list[MicroLoss]):
+    """The losses of a step, one item a micro-step."""
+
+    @property
+    def names(self) -> list[list[str]]:
+        """The samples of each micro-batch."""
+        return [micro.names for micro in self]
 
     @property
     def counts(self) -> list[int]:
-        """Samples of each micro-batch."""
-        return [len(names) for names in self.names]
+        """The number of samples in each micro-batch."""
+        return [len(micro.names) for micro in self]
 
-    def on_host(self, more: Sequence[Tensor] = ()) -> tuple[Losses, Iterator[float]]:
-        """The losses as numbers, and more scalars."""
-        tensors = (self.total, self.diffusion, self.per_sample, self.timesteps, self.extra, list(more))
-        each, structure = tree_flatten(tensors)
+    def on_host(self, *more: Any) -> tuple[Losses, list[Any]]:
+        """The losses as numbers, and structures of further tensors (0-D) as structures of numbers."""
+        leaves, structure = tree_flatten(([vars(micro) for micro in self], *more))
         # One tensor, one copy, one wait.
-        numbers = iter(torch.cat([tensor.flatten() for tensor in each]).tolist())
-        read = [list(islice(numbers, len(tensor))) if tensor.ndim else next(numbers) for tensor in each]
-        total, diffusion, per_sample, timesteps, extra, scalars = tree_unflatten(read, structure)
-        return Losses(total, diffusion, per_sample, timesteps, extra, self.names), iter(scalars)
+        numbers = iter(torch.cat([leaf.flatten() for leaf in leaves if isinstance(leaf, Tensor)]).tolist())
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[place] = [*islice(numbers, len(leaf))] if leaf.ndim else next(numbers)
+        losses, *rest = tree_unflatten(leaves, structure)
+        return Losses(MicroLoss(**micro) for micro in losses), rest
 
     @classmethod
     def merged(cls, parts: Sequence[Losses]) -> Losses:
-        """The numbers of all processes as those of one, with samples in the order of the global batch.
+        """The numbers of all processes as those of one.
 
         Raises:
             NonFiniteError: naming the files of the micro-batches of one process.
         """
         # Before the means, in which one NaN would hide the micro-batch it came from.
-        files = [names for part in parts for names in part.names]
-        stop_if_losses_not_finite([loss for part in parts for loss in part.total], files)
-        return cls(
-            total=_averaged(part.total for part in parts),
-            diffusion=_averaged(part.diffusion for part in parts),
-            per_sample=_joined(part.per_sample for part in parts),
-            timesteps=_joined(part.timesteps for part in parts),
-            extra=[_averaged_by_name(micro) for micro in zip(*(part.extra for part in parts), strict=True)],
-            names=_joined(part.names for part in parts),
-        )
+        everyone = Losses(chain.from_iterable(parts))
+        stop_if_losses_not_finite([micro.total for micro in everyone], everyone.names)
+        return cls(map(MicroLoss.merged, zip(*parts, strict=True)))
 
     def means(self, techniques: Iterable[Technique]) -> dict[str, float]:
         """The metrics of the step: every sample has the same weight, and every micro-step in what techniques log."""
         counts = torch.tensor(self.counts, dtype=torch.float32)
         shares = counts / counts.mean()  # all 1 if the batches are of one size
         means = {
-            "train_loss": torch.tensor([*chain.from_iterable(self.per_sample)]).mean().item(),
-            "optimization_loss": (torch.tensor(self.total) * shares).mean().item(),
+            "train_loss": torch.tensor([*chain.from_iterable(micro.per_sample for micro in self)]).mean().item(),
+            "optimization_loss": (torch.tensor([micro.total for micro in self]) * shares).mean().item(),
         }
-        if any(self.extra):
-            means["diffusion_loss"] = (torch.tensor(self.diffusion) * shares).mean().item()
-        means |= {name: torch.tensor(values).mean().item() for name, values in _by_name(self.extra).items()}
+        extra = _by_name(micro.extra for micro in self)
+        if extra:
+            means["diffusion_loss"] = (torch.tensor([micro.diffusion for micro in self]) * shares).mean().item()
+        means |= {name: torch.tensor(values).mean().item() for name, values in extra.items()}
         for technique in techniques:
             means |= technique.summary(means)
         return means
 
 
-def _averaged(columns: Iterable[list[float]]) -> list[float]:
-    return [fmean(column) for column in zip(*columns, strict=True)]
-
-
-def _averaged_by_name(extras: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    return {name: fmean(values) for name, values in _by_name(extras).items()}
-
-
-def _joined(columns: Iterable[list[list[Item]]]) -> list[list[Item]]:
-    """The items of all processes by micro-step."""
-    return [[*chain.from_iterable(micro)] for micro in zip(*columns, strict=True)]
-
-
 def _by_name(extras: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
-    """The values under each name, which need not be in all of these."""
     by_name: dict[str, list[float]] = {}
-    for name, value in (pair for extra in extras for pair in extra.items()):
+    for name, value in chain.from_iterable(extra.items() for extra in extras):
         by_name.setdefault(name, []).append(value)
     return by_name
 

@@ -22,7 +22,7 @@ warnings.filterwarnings("ignore", ".*_stable_hash_for_caching")  # compiled upda
 
 
 class _Repeatable(Optimizer):
-    """Rounds each weight by the seed of the step and the weight's number, and loads what was saved."""
+    """Rounds each weight by the seed of the step and the weight's number."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group({SEED: 0, **param_group})
@@ -43,15 +43,6 @@ class _Repeatable(Optimizer):
         finally:
             self.param_groups = groups
         return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state; torch would round that of small weights, which is not quantised, to the weights' dtype."""
-        super().load_state_dict(state_dict)
-        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        for parameter, number in zip(self._numbers, numbers, strict=True):
-            for name, saved in state_dict["state"].get(number, {}).items():
-                if type(saved) is Tensor and saved.ndim:
-                    self.state[parameter][name] = saved.to(parameter.device, copy=True)
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
         """Room for a moment. What is too small for blocks stays float32: in bf16 it would no longer change."""

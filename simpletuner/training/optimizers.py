@@ -18,6 +18,7 @@ import torch
 from optimi.optimizer import OptimiOptimizer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from simpletuner.config.optimizers import (
     BETAS,
@@ -40,7 +41,7 @@ OWNER = "owner"
 RATE_RATIO = "rate_ratio"
 # Key of a parameter group with the seed of its next update, where an optimizer rounds at random.
 SEED = "seed"
-# Keys of a parameter group that say how its library updates it. With none of them it loops over the weights.
+# Keys of a parameter group that choose the library's kernel. If none is set, it loops over the weights.
 KERNEL_KEYS = ("fused", "foreach", "triton")
 
 logger = logging.getLogger(__name__)
@@ -91,12 +92,11 @@ def build_optimizer(
 
 
 def _choose_kernel(optimizer: torch.optim.Optimizer, name: OptimizerName, trained: Sequence[nn.Parameter]) -> None:
-    """Have the library use the kernel of `update_kernel`. It reads parameter groups, which checkpoints hold, too."""
-    kernel = update_kernel(
-        name, trained[0].device.type, len(trained), sum(each.numel() for each in trained),
-        sharded=any(map(is_part, trained)), triton=runs_triton(trained),
-        widened=_is_widened(optimizer, optimizer.param_groups[0]),
-    )  # fmt: skip
+    """Choose the kernel of `update_kernel` in the parameter groups, which checkpoints store."""
+    device, numbers = trained[0].device.type, sum(each.numel() for each in trained)
+    sharded, widened = any(map(is_part, trained)), _is_widened(optimizer, optimizer.param_groups[0])
+    triton = runs_triton(trained)
+    kernel = update_kernel(name, device, len(trained), numbers, sharded=sharded, triton=triton, widened=widened)
     for group in optimizer.param_groups if kernel is not None else ():
         # A technique may leave its module without gradients for a step, in which optimi's foreach fails.
         suited = "loop" if OWNER in group and kernel == "foreach" else kernel
@@ -109,9 +109,9 @@ def _is_widened(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> b
 
 
 def runs_triton(params: Sequence[nn.Parameter]) -> bool:
-    """Whether optimi's Triton kernels can run. Left to itself it uses them even without a compiler, and fails.
+    """Whether optimi's Triton kernels can run; by default optimi uses them even without a compiler, and fails.
 
-    It passes them the parameters themselves, so these must not be sharded.
+    They take whole parameters, so these must not be sharded.
     """
     plain = all(each.is_cuda and not is_part(each) for each in params)
     on_gpu = plain and torch.cuda.is_bf16_supported()
@@ -119,7 +119,7 @@ def runs_triton(params: Sequence[nn.Parameter]) -> bool:
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: HostState | None = None) -> None:
-    """Restore the state of an optimizer, and go on with the kernels it was saved with, if they run here.
+    """Restore the state of an optimizer exactly, and go on with the kernels it was saved with, if they run here.
 
     The group of a module that was not saved starts now; a saved group whose module is gone is left out.
 
@@ -131,15 +131,23 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: Ho
     """
     # This machine's choice, before the saved groups overwrite it.
     chosen = [*map(_kernel_of, optimizer.param_groups)]
-    state = _with_groups_of(optimizer, state)
-    on_host = _weights_by_number(optimizer, state) if host is not None else {}
-    # `load_state_dict` would put all of it on the device at once.
-    rest = {number: each for number, each in state["state"].items() if number not in on_host}
-    optimizer.load_state_dict({**state, "state": rest})
-    if host is not None:
-        host.load(_as_updated(optimizer, {weight: state["state"].get(number) for number, weight in on_host.items()}))
-    squares = [each[SQUARES].dtype for each in state["state"].values() if SQUARES in each]
-    if torch.bfloat16 in squares and any(_is_widened(optimizer, group) for group in optimizer.param_groups):
+    groups = _saved_groups(optimizer, state["param_groups"])
+    # Without the state, which torch would round to the weights' dtypes and put on the device as a whole.
+    optimizer.load_state_dict({"param_groups": groups, "state": {}})
+    numbers = (number for group in groups for number in group["params"])
+    weights = ((group, weight) for group in optimizer.param_groups for weight in group["params"])
+    is_older = False
+    for number, (group, weight) in zip(numbers, weights, strict=True):
+        if not (saved := state["state"].get(number)):
+            continue
+        if isinstance(optimizer, DecayingSquares):
+            before, saved = saved, optimizer.widened(group, weight, saved)
+            is_older |= saved[SQUARES].dtype != before[SQUARES].dtype
+        if host is not None and OWNER not in group:
+            host.load(weight, _placed(saved, group, weight, on_host=True))
+        else:
+            optimizer.state[weight] = _placed(saved, group, weight, on_host=False)
+    if is_older:
         logger.warning(
             "The checkpoint holds the optimizer's second moment in bf16, where it could only grow. From here on it is "
             "float32 and decays."
@@ -147,40 +155,28 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], host: Ho
     _replace_missing_kernels(optimizer, chosen)
 
 
+def _placed(state: State, group: Mapping[str, Any], weight: Tensor, *, on_host: bool) -> dict[str, Any]:
+    """A weight's saved state where its update reads it."""
+
+    def placed(key: str, value: Any) -> Any:
+        # torch's fused kernels count steps on the device, all others on the CPU.
+        stays = not group.get("fused") if key == "step" else on_host
+        return value if stays else tree_map_only(Tensor, lambda each: each.to(weight.device), value)
+
+    return {key: placed(key, value) for key, value in state.items()}
+
+
 def _kernel_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: group[key] for key in KERNEL_KEYS if key in group}
 
 
-def _weights_by_number(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[int, nn.Parameter]:
-    """The weights, but for those of techniques, by their numbers in a saved state with the same groups."""
-    numbers = (number for group in state["param_groups"] for number in group["params"])
-    weights = ((weight, group) for group in optimizer.param_groups for weight in group["params"])
-    # Numbers and weights that do not match are found by `load_state_dict`.
-    return {number: each for number, (each, group) in zip(numbers, weights, strict=False) if OWNER not in group}
-
-
-def _as_updated(
-    optimizer: torch.optim.Optimizer, saved: Mapping[nn.Parameter, State | None]
-) -> Iterator[tuple[nn.Parameter, State]]:
-    """Saved states of weights as an update reads them: torch's fused kernels count its steps on the device."""
-    groups = {weight: group for group in optimizer.param_groups for weight in group["params"]}
-    for weight, state in saved.items():
-        group = groups[weight]
-        if state is not None and group.get("fused"):
-            state = {key: each.to(weight.device) if key == "step" else each for key, each in state.items()}
-        if state is not None:
-            yield weight, optimizer.widened(group, weight, state) if isinstance(optimizer, DecayingSquares) else state
-
-
 def _replace_missing_kernels(optimizer: torch.optim.Optimizer, chosen: Sequence[Mapping[str, object]]) -> None:
-    """Take this machine's choice where the saved kernels cannot run, and say so."""
-    groups = optimizer.param_groups
-    missing = [
-        number for number, group in enumerate(groups)
-        if group.get("triton") and (_is_widened(optimizer, group) or not runs_triton(group["params"]))
-    ]  # fmt: skip
-    for number in missing:
-        groups[number].update(chosen[number])
+    """Take this machine's choice where the saved kernels cannot run, with a warning."""
+    missing = False
+    for group, mine in zip(optimizer.param_groups, chosen, strict=True):
+        if group.get("triton") and (_is_widened(optimizer, group) or not runs_triton(group["params"])):
+            group.update(mine)
+            missing = True
     if missing:
         logger.warning(
             "The checkpoint's weights were updated by Triton kernels, which need a GPU with bf16, triton, a C "
@@ -188,17 +184,16 @@ def _replace_missing_kernels(optimizer: torch.optim.Optimizer, chosen: Sequence[
         )
 
 
-def _with_groups_of(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A saved state with exactly the groups that the optimizer has, in its order."""
-    saved = {group[OWNER]: group for group in state["param_groups"] if OWNER in group}
-    groups = [group for group in state["param_groups"] if OWNER not in group]
+def _saved_groups(optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Exactly the groups that the optimizer has, in its order: as saved, or new."""
+    groups = [group for group in saved if OWNER not in group]
+    by_owner = {group[OWNER]: group for group in saved if OWNER in group}
     for group in optimizer.state_dict()["param_groups"]:
         if OWNER in group:
             # A state dict numbers parameters from 0, so negative numbers match no saved state.
             new = {**group, "params": [-1 - number for number in group["params"]]}
-            groups.append(saved.get(group[OWNER], new))
-    kept = {number for group in groups for number in group["params"]}
-    return {**state, "param_groups": groups, "state": {n: each for n, each in state["state"].items() if n in kept}}
+            groups.append(by_owner.get(group[OWNER], new))
+    return groups
 
 
 @contextmanager
@@ -371,19 +366,6 @@ class DecayingSquares(OptimiOptimizer):
     def widened(self, group: Mapping[str, Any], weight: Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """A weight's state with the second moment in the dtype in which it is kept."""
         return {**state, SQUARES: state[SQUARES].float()} if self.is_wide(group, weight) else state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the second moment as it was saved; torch would round it to the weight's dtype."""
-        saved = {number: each for number, each in state_dict["state"].items() if SQUARES in each}
-        # Hidden from torch, which casts whatever floats to the weight's dtype.
-        others = {number: {**each, SQUARES: None} for number, each in saved.items()}
-        super().load_state_dict({**state_dict, "state": {**state_dict["state"], **others}})
-        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        weights = ((group, weight) for group in self.param_groups for weight in group["params"])
-        for number, (group, weight) in zip(numbers, weights, strict=True):
-            if number in saved:
-                dtype = torch.float32 if self.is_wide(group, weight) else weight.dtype
-                self.state[weight][SQUARES] = saved[number][SQUARES].to(weight.device, dtype)
 
     def _init_state(self, group: dict[str, Any], state: dict[str, Any], param: Tensor) -> None:
         super()._init_state(group, state, param)

@@ -8,9 +8,7 @@ of the step, bit for bit. What needs all gradients first is refused by the plan:
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from simpletuner.config.schema import SLOTS, OptimizerConfig
+from simpletuner.config.schema import OptimizerConfig
 from simpletuner.memory.offload.beside import SideStream
 from simpletuner.memory.offload.image import Span, leaves, rebuild, wraps
-from simpletuner.training.guard import nonfinite_gradient, not_finite
+from simpletuner.training.guard import norm_order, norms, not_finite, total_size
 
 State = Mapping[str, Any]  # of one weight, as an optimizer keeps it
 
@@ -48,11 +46,11 @@ class GradientRelease:
         host: HostState | None = None,
     ) -> None:
         self.is_halfway, self.host = False, host
-        self._names, self._optimizer, self._config = [*parameters], optimizer, config
+        self._parameters, self._optimizer, self._config = parameters, optimizer, config
         groups = optimizer.param_groups
         mine = {*parameters.values()}
         self._group = {weight: n for n, group in enumerate(groups) for weight in group["params"] if weight in mine}
-        self._sizes: dict[str, Tensor] = {}  # in the order of the backward pass
+        self._norms: dict[str, Tensor] = {}  # of gradients, in the order of the backward pass
         self._after: dict[int, dict[str, Any]] = {}  # what this step has changed in parameter groups
         self._updates = False
         # Weak: the garbage collector does not see what a weight's hooks refer to, and would never free the model.
@@ -64,7 +62,7 @@ class GradientRelease:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """A context in which a backward pass updates the weights; elsewhere it only drops their gradients."""
-        self._sizes.clear()
+        self._norms.clear()
         self._after.clear()
         self._updates = True
         try:
@@ -73,7 +71,7 @@ class GradientRelease:
             self._updates = False
 
     def finish(self) -> None:
-        """End a step: update what else the optimizer has a gradient for, and let the groups' own state advance once."""
+        """End a step: update the remaining parameters, and advance the state of the groups once."""
         groups = self._optimizer.param_groups
         for number, group in self._after.items():
             groups[number].update(group)
@@ -83,35 +81,24 @@ class GradientRelease:
             self.host.finish()
         self.is_halfway = False
 
-    def read_size(self, files: Sequence[Sequence[str]]) -> dict[str, float]:
-        """The size before clipping of the gradient that was released since the last call, as by `gradient_size`.
+    def gradient_size(self) -> dict[str, Tensor]:
+        """The size before clipping of the gradient of the last backward pass, as by `guard.gradient_size`."""
+        # In the order of the parameters, not of the backward pass: sums round differently.
+        ordered = [self._norms[name] for name in self._parameters if name in self._norms]
+        return total_size(torch.cat(ordered), self._config) if ordered else {}
 
-        Args:
-            files: the samples of each micro-batch.
-
-        Raises:
-            NonFiniteError: it is NaN or infinite.
-        """
-        sizes, self._sizes = self._sizes, {}
-        if not sizes:
-            return {}
-        # In the order of `gradient_size`, not of the backward pass: sums round differently.
-        norms = torch.stack([sizes[name] for name in self._names if name in sizes])
-        by_value = self._config.grad_clip_method == "value"
-        size = (norms.max() if by_value else norms.norm(2)).item()
-        if not math.isfinite(size):
-            raise nonfinite_gradient(not_finite(sizes), files, is_halfway=self.is_halfway)
-        return {"grad_absmax" if by_value else "grad_norm": size}
+    def not_finite(self) -> list[str]:
+        """The weights whose gradient was NaN or infinite, in the order of the backward pass."""
+        return not_finite(self._norms)
 
     def _release(self, name: str, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        limit, by_value = self._config.max_grad_norm, self._config.grad_clip_method == "value"
         # Kept on the device: the host waits for all of them at once.
-        (size,) = torch._foreach_norm([parameter.grad], math.inf if by_value else 2.0)
-        self._sizes[name] = size.float()
+        self._norms[name] = norms([parameter.grad], norm_order(self._config))
         if self._updates:
+            limit = self._config.max_grad_norm
             # By norm would need all gradients; the plan refuses it.
-            if limit > 0 and by_value:
+            if limit > 0 and self._config.grad_clip_method == "value":
                 parameter.grad.clamp_(-limit, limit)
             self.is_halfway = True
             self._update(parameter)
@@ -159,7 +146,6 @@ class HostState:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer, self._side = optimizer, SideStream(device)
         self._host: dict[nn.Parameter, State] = {}
-        self._leaving: deque[tuple[State, torch.cuda.Event | None]] = deque()
         self._arriving: dict[nn.Parameter, tuple[State, torch.cuda.Event | None]] = {}
         self._next: dict[nn.Parameter | None, nn.Parameter] = {}  # after each weight, in the order of the last step
         self._last: nn.Parameter | None = None
@@ -180,26 +166,20 @@ class HostState:
         """Copy a weight's state to the host after its update, and the next one's to the device."""
         state = self._optimizer.state[parameter]
         self._keep(parameter, state)
-        self._leaving.append((state, self._side.complete()))
-        if len(self._leaving) > SLOTS:  # the memory is only given back after the wait for its copy
-            self._side.hold_compute(self._leaving[0][1])
-            self._leaving.popleft()
+        self._side.keep(state)
         following = self._next.get(parameter)
         if following is not None and following in self._host:
             self._arriving[following] = self._fetch(following)
 
     def finish(self) -> None:
         """Wait for all copies at the end of a step."""
-        if self._side.stream is not None:
-            self._side.stream.synchronize()
-        self._leaving.clear()
+        self._side.finish()
         self._arriving.clear()
         self._last = None
 
-    def load(self, states: Iterable[tuple[nn.Parameter, State]]) -> None:
-        """Take over saved states of weights, on the CPU, exactly as they are."""
-        for parameter, saved in states:
-            self._keep(parameter, saved)
+    def load(self, parameter: nn.Parameter, saved: State) -> None:
+        """Take over a weight's saved state, on the CPU, exactly as it is."""
+        self._keep(parameter, saved)
         self.finish()
 
     def _fetch(self, parameter: nn.Parameter) -> tuple[State, torch.cuda.Event | None]:

@@ -8,7 +8,6 @@ Nothing that happens between steps (previews, a restart, another technique) can 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -22,7 +21,7 @@ from simpletuner.diffusion.flow import elementwise_loss, per_sample
 from simpletuner.diffusion.seeds import step_seed
 from simpletuner.reporting.events import StepReport
 from simpletuner.training import guard
-from simpletuner.training.losses import Losses, loss_divisor
+from simpletuner.training.losses import Losses, MicroLoss, loss_divisor
 from simpletuner.training.meter import StepMeter
 from simpletuner.training.noise import add_noise
 from simpletuner.training.optimizers import RATE_RATIO, SEED, learning_rate_at
@@ -41,7 +40,7 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
             released.
     """
     settings, accelerator = assembly.settings, assembly.accelerator
-    meter, losses = StepMeter(assembly), Losses()
+    meter, losses = StepMeter(assembly, global_step + 1), Losses()
     rate = _prepare_groups(assembly, global_step)
     for micro_step in range(settings.accumulation):
         with meter.waiting_for_data.running():
@@ -51,48 +50,36 @@ def optimizer_step(assembly: Assembly, loader: BatchLoader, global_step: int) ->
         with assembly.world.exchanging(f"Step {global_step + 1}"), assembly.updating():
             run_micro_step(assembly, batch, global_step, micro_step, losses)
 
-    # First: the clipping limit and the logged norm are those of unscaled gradients.
+    # First: clipping and the logged norm need unscaled gradients.
     assembly.scaler.unscale_(assembly.optimizer)
-    model, modules = assembly.parameters, assembly.module_parameters
-    guard.equalise_samples((model | modules).values(), losses.counts)
     # Clipped apart: the gradient of a technique's module must not shrink that of the model.
-    measured = [guard.gradient_size(parameters.values(), settings.optimizer) for parameters in (model, modules)]
-    tiles = assembly.take_tiles()
-    # Without released gradients, the step's only wait for the device.
-    mine, numbers = losses.on_host(
-        [*(size for sizes in measured for size in sizes.values()), *(count for count, _ in tiles.values())]
-    )
-    size, module_size = ({name: next(numbers) for name in sizes} for sizes in measured)
-    visited = {tokens: (next(numbers), pairs) for tokens, (_, pairs) in tiles.items()}
+    parts = [assembly.parameters.values(), assembly.module_parameters.values()]
+    guard.equalise_samples(chain(*parts), losses.counts)
+    measured = [guard.gradient_size(parameters, settings.optimizer) for parameters in parts]
     if assembly.release is not None:
-        size = assembly.release.read_size(losses.names)
+        measured[0] = assembly.release.gradient_size()
+    # The step's only wait for the device, unless gradients are released.
+    mine, (size, module_size, tiles) = losses.on_host(*measured, assembly.take_tiles())
     sizes = (*size.values(), *module_size.values())
-    # All processes have the same sizes, which a loss that is not finite makes NaN (`_backward`): they decide alike, and
-    # the device updates the weights while the host exchanges records.
+    # All processes have the same sizes and decide alike: a loss that is not finite makes them NaN (`_backward`).
+    # The device updates the weights while the host exchanges records.
     if all(map(math.isfinite, sizes)):
-        _update(assembly, size, module_size)
+        for parameters, limited in zip(parts, (size, module_size), strict=True):
+            guard.clip_gradients(parameters, settings.optimizer, limited)
+        if assembly.release is None:
+            assembly.scaler.step(assembly.optimizer)
+        else:  # the model is updated already
+            assembly.release.finish()
     with assembly.world.exchanging(f"Step {global_step + 1}"):
         gathered = assembly.world.gather(mine)
     everyone = Losses.merged(gathered[:: settings.sequence])  # one of each group
-    guard.stop_if_gradients_not_finite(assembly, sizes, everyone.names, is_halfway=assembly.release is not None)
+    guard.stop_if_gradients_not_finite(assembly, sizes, everyone.names)
     # After the check, which judges by the scale that this step was computed with.
     assembly.scaler.update()
     # None, not zeros: previews get the memory, and optimizers skip a module that no loss has reached.
     assembly.optimizer.zero_grad(set_to_none=True)
     metrics = everyone.means(assembly.techniques) | size | {"learning_rate": rate, "epoch": loader.epoch}
-    return meter.report(global_step + 1, loader, metrics, [*chain.from_iterable(everyone.timesteps)], visited)
-
-
-def _update(assembly: Assembly, size: Mapping[str, float], module_size: Mapping[str, float]) -> None:
-    """Clip the gradients of the model and of techniques' modules, given their sizes, and update the weights."""
-    config = assembly.settings.optimizer
-    # Before `finish`, which updates the modules with released gradients, too.
-    guard.clip_gradients(assembly.module_parameters.values(), config, module_size)
-    if assembly.release is not None:
-        assembly.release.finish()
-        return
-    guard.clip_gradients(assembly.parameters.values(), config, size)
-    assembly.scaler.step(assembly.optimizer)
+    return meter.report(loader, everyone, metrics, tiles)
 
 
 def _prepare_groups(assembly: Assembly, global_step: int) -> float:
@@ -126,17 +113,17 @@ def run_micro_step(assembly: Assembly, batch: Batch, global_step: int, micro_ste
     for index, run in enumerate(extras):
         with assembly.exchange_only(transformer=last and index == len(extras) - 1, modules=False):
             added = run(partial(predict, assembly))
-            losses.log(added)
-            for loss in added.values():
-                # `_backward` looks at the total: a loss of an extra pass that is not finite must show in it.
-                losses.total[-1] = losses.total[-1] + loss.detach()
-            _backward(assembly, torch.stack(list(added.values())).sum(), losses)
+            loss = torch.stack([*added.values()]).sum()
+            losses[-1].log(added)
+            # `_backward` looks at the total: a loss of an extra pass that is not finite must show in it.
+            losses[-1].total = losses[-1].total + loss.detach()
+            _backward(assembly, loss, losses)
 
 
 def _backward(assembly: Assembly, loss: Tensor, losses: Losses) -> None:
     """Add the gradients of a loss; NaN if the total is not finite, which every process then sees in its gradients."""
     # 0 * inf and 0 * NaN are NaN. An `if` would make the host wait for the device.
-    one = 1 + 0 * losses.total[-1]
+    one = 1 + 0 * losses[-1].total
     share = one * loss / loss_divisor(losses.counts, assembly.settings.accumulation)
     assembly.accelerator.backward(assembly.scaler.scale(share))
 
@@ -157,18 +144,19 @@ def micro_loss(assembly: Assembly, noisy: NoisyBatch, losses: Losses) -> Tensor:
         extras = [technique.extra_losses(noisy, prediction) for technique in assembly.techniques]
 
     loss = elementwise_loss(prediction, noisy, assembly.settings.loss)  # B C F H W
-    losses.begin(noisy, per_sample(loss.detach()))
+    micro = MicroLoss(noisy.batch.names, noisy.timesteps, per_sample(loss.detach()))
     for technique in assembly.techniques:
         loss = technique.weigh(noisy, prediction, loss)
     total = per_sample(loss).mean()
-    losses.diffusion.append(total.detach())
+    micro.diffusion = total.detach()
     for extra in extras:
-        losses.log(extra)
+        micro.log(extra)
         for value in extra.values():
             total = total + value
     for technique in assembly.techniques:
-        losses.log(technique.metrics())
-    losses.total.append(total.detach())
+        micro.log(technique.metrics())
+    micro.total = total.detach()
+    losses.append(micro)
     return total
 
 

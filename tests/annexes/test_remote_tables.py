@@ -51,7 +51,7 @@ def test_addresses_become_samples_and_nothing_is_fetched_twice(
     assert [problem.message for problem in problems if "repeat" in problem.message] == [
         "1 rows repeat the address of another; the last of them is used."
     ]
-    captions = {dataset.origins[sample.name]: sample.captions[0] for sample in dataset.samples}
+    captions = {dataset.folder.listing.origins[sample.name]: sample.captions[0] for sample in dataset.samples}
     assert captions == {rows[0][0]: "the last row wins", rows[1][0]: "caption b", "own/local.webp": "a local one"}
     assert {sample.path.suffix for sample in dataset.samples} == {".png", ".webp"}, "by content, whatever the address"
     assert {entry.note for entry in dataset.ledger()} == set(captions)
@@ -146,12 +146,12 @@ def test_a_shared_table_names_only_files_beside_it(context: DataContext, tmp_pat
     entry = table(folder, [(path, "x") for path in (*inside, *outside)], allow_private_urls=False)
     (dataset,), problems = build(context, entry)
     assert not fatal(problems)
-    assert sorted(dataset.origins[sample.name] for sample in dataset.samples) == sorted(inside)
+    assert sorted(dataset.folder.listing.origins[sample.name] for sample in dataset.samples) == sorted(inside)
     assert {line.name: line.detail.partition("; --")[0] for line in dataset.rejected} == dict.fromkeys(
         outside, "lies outside of the folder of its table; allow_private_urls accepts such files"
     )
     (dataset,), _ = build(context, entry | {"allow_private_urls": True})
-    assert sorted(dataset.origins[sample.name] for sample in dataset.samples) == sorted(inside + outside)
+    assert sorted(dataset.folder.listing.origins[sample.name] for sample in dataset.samples) == sorted(inside + outside)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from simpletuner.data.captions import (
     read_filters,
     shuffle_edit,
 )
+from simpletuner.data.discovery import Folder, Scan
 from simpletuner.data.files import LeftOutError
 from simpletuner.errors import Problems, result_of, within
 
@@ -25,7 +26,8 @@ def captions(
     name: str, root: Path, files: dict[str, str] | None = None, table: dict[str, Any] | None = None, **keys: Any
 ) -> tuple[str, ...]:
     config = DatasetConfig(id="set", **keys)
-    return captions_for(name, CaptionSource(config, root, files or {}, table or {}))
+    folder = Folder(root, {}, Scan(captions=files or {}))
+    return captions_for(name, CaptionSource(config, folder, table or {}))
 
 
 @pytest.mark.parametrize(
@@ -142,9 +144,8 @@ def test_filters_that_cannot_be_read_are_problems(value: Any) -> None:
 
 def test_a_caption_that_is_filtered_away_is_reported(tmp_path: Path) -> None:
     edit = result_of(read_filters(["house"]))
-    source = CaptionSource(
-        DatasetConfig(id="a", caption_strategy="filename"), tmp_path, {}, {}, (edit,) if edit else ()
-    )
+    config = DatasetConfig(id="a", caption_strategy="filename")
+    source = CaptionSource(config, Folder(tmp_path, {}), {}, (edit,) if edit else ())
     with pytest.raises(LeftOutError, match="caption_filter_list"):
         captions_for("house.png", source)
 

@@ -22,7 +22,7 @@ from simpletuner.data.sample import Sample
 from simpletuner.errors import Problem, Problems, within
 from simpletuner.models.kandinsky5.spec import KANDINSKY5_IMAGE, KANDINSKY5_VIDEO
 from tests import pictures
-from tests.clips import BROKEN, write_clip, write_plain
+from tests.clips import BROKEN, SHOWN_OTHERWISE, write_clip, write_plain
 
 
 @pytest.fixture
@@ -251,6 +251,7 @@ def test_everything_in_a_folder_is_used_or_listed(context: DataContext, tmp_path
     root = films(tmp_path / "films", [17])
     for name, write in BROKEN.items():
         write(root / name)
+    SHOWN_OTHERWISE["pq.mp4"][0](root / "pq.mp4")
     pictures.photograph(root / "still.png", (96, 64))
     pictures.photograph(root / "moving.webp", (96, 64))
     (root / "notes.md").write_text("x")
@@ -258,7 +259,15 @@ def test_everything_in_a_folder_is_used_or_listed(context: DataContext, tmp_path
     dataset, problems = build(context, root, {"num_frames": 17})
     uses = {entry.name: entry.use for entry in dataset.ledger()}
     assert sorted(uses) == sorted(path.name for path in root.iterdir())
-    assert dataset.counts() == {"damaged": len(BROKEN), "not a clip": 3, "caption without a file": 1}
+    unsuitable = ["picture.mov", "pq.mp4", "voice.avi", "voice.mp4"]
+    counts = {"damaged": len(BROKEN) - 3, "unsuitable": 4, "not a clip": 3, "caption without a file": 1}
+    assert dataset.counts() == counts
+    assert f"4 unsuitable ({', '.join(unsuitable)})" in problems[0].message
+    # The index keeps the reasons; those that one of an earlier version lacks are found again.
+    for index in (dataset.facts, {name: replace(fact, reason="") for name, fact in dataset.facts.items()}):
+        discovery.save_index(dataset.latent_dir, root, index)
+        again, _ = build(context, root, {"num_frames": 17})
+        assert again.counts() == counts
     assert "separate dataset" in uses["still.png"]
     assert "convert an animation to .mp4 or .gif" in uses["moving.webp"]
     assert not [problem for problem in problems if problem.fatal]

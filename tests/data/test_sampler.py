@@ -14,6 +14,7 @@ from simpletuner.config.datasets import DatasetConfig
 from simpletuner.config.schema import CachingConfig
 from simpletuner.data.buckets import BucketRules, PixelGrid
 from simpletuner.data.dataset import Dataset
+from simpletuner.data.discovery import Folder
 from simpletuner.data.loader import BatchLoader
 from simpletuner.data.sample import Sample
 from simpletuner.data.sampler import PlannedBatch, Sampler
@@ -32,7 +33,7 @@ def make_dataset(buckets: dict[str, int], repeats: int = 0, id: str = "set", **k
         Sample(id, name, Path(), name, size, rules.place(size), (f"{name} a", f"{name} b", f"{name} c"))
         for name, size in names
     )
-    return Dataset(config, samples, (), repeats, rules, 0, {})
+    return Dataset(config, Folder(Path(), {}), {}, rules, samples=samples, repeats=repeats)
 
 
 def used(batches: list[PlannedBatch]) -> Counter[str]:

@@ -17,6 +17,7 @@ from simpletuner.config.precision import QUANTISATIONS
 from simpletuner.config.schema import OffloadConfig, PrecisionConfig
 from simpletuner.diffusion.batch import Batch, NoisyBatch
 from simpletuner.memory.offload import attach
+from simpletuner.memory.offload.beside import SideStream
 from simpletuner.memory.offload.block_inputs import BlockInputs
 from simpletuner.memory.offload.streamer import Lane, RememberedPlaces, Streamer
 from simpletuner.memory.precision import quantise, use_quantised_products
@@ -42,7 +43,7 @@ class AdversarialLane(Lane):
     """
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__(SideStream(CPU))
         self.submitted: list[int] = []
         self.seconds = 0.0
 
@@ -126,7 +127,9 @@ class Trained:
         config = OffloadConfig(enable_group_offload=True, **settings)
         blocks = attach.streamed_blocks(self.layout.blocks, config.group_offload_resident_blocks)
         attach.place_model(self.model, blocks, device)
-        streamer = attach.Offload(config, device).attach(self.model, blocks, keeps_saved=self.keeps_saved, slots=slots)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attach, "SLOTS", slots)
+            streamer = attach.Offload(config, device).attach(self.model, blocks, keeps_saved=self.keeps_saved)
         assert streamer is not None
         if self.fast is not None:
             self.fast.outside_checkpoint = RememberedPlaces(streamer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import select
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 
 from simpletuner.errors import UserError
 from simpletuner.run import lock
-from simpletuner.run.lock import LOCK_FILE, Owner, create_in_place, hold, lock_output, take_over, this_process
+from simpletuner.run.lock import LOCK_FILE, Owner, create, create_in_place, hold, lock_output, take_over, this_process
 from tests.processes import PATIENCE
 from tests.workspace import Workspace
 
@@ -229,6 +230,20 @@ def test_a_lock_without_content_is_said_and_not_judged(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).touch()
     with pytest.raises(UserError, match=rf"{LOCK_FILE} does not say which run"), lock_output(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("make", [create, create_in_place])
+def test_a_lock_that_cannot_be_written_leaves_nothing_behind(
+    tmp_path: Path, make: Callable[[Path, bytes], bool]
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # as on a full disk, a file can be made but not filled
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            make(tmp_path / LOCK_FILE, b"content")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_links_there_is_one_lock_too(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def loss_and_gradients(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
     run_micro_step(assembly, batch, 0, 0, losses)
     gradients = {name: each.grad for name, each in assembly.parameters.items() if each.grad is not None}
     assert len(gradients) == len(assembly.parameters)
-    return {"loss": losses.total[0], **gradients}
+    return {"loss": losses[0].total, **gradients}
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

@@ -40,7 +40,7 @@ def batch(deep: Path) -> Batch:
 def gradients_of(assembly: Assembly, batch: Batch) -> dict[str, Tensor]:
     losses = Losses()
     step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses).backward()
-    assert -WEIGHT <= losses.extra[0]["layersync_loss"] < 0
+    assert -WEIGHT <= losses[0].extra["layersync_loss"] < 0
     return {name: each.grad for name, each in assembly.parameters.items() if each.grad is not None}
 
 
@@ -58,7 +58,7 @@ def test_the_loss_of_each_family(size: str) -> None:
     losses = Losses()
     step.micro_loss(assembly, step.noisy_batch(assembly, models.make_batch(size, 2), 0, 0), losses).backward()
     expected = -WEIGHT * cosine_similarity(outputs[0], outputs[1], dim=-1).mean()
-    torch.testing.assert_close(losses.extra[0]["layersync_loss"], expected.detach())
+    torch.testing.assert_close(losses[0].extra["layersync_loss"], expected.detach())
     assert abs(expected.item()) > 1e-3
 
 
@@ -105,11 +105,11 @@ def test_routes_leave_the_same_tokens_of_both(
         whole = seen[place].shape[1] == 64
         both.append(seen[place].gather(1, kept[..., None].expand(-1, -1, 32)) if whole else seen[place])
     expected = -WEIGHT * cosine_similarity(both[0], both[1], dim=-1).mean()
-    torch.testing.assert_close(losses.extra[0]["layersync_loss"], expected.detach())
+    torch.testing.assert_close(losses[0].extra["layersync_loss"], expected.detach())
 
 
 def test_regularisation_data_is_left_alone(deep: Path, batch: Batch) -> None:
     losses = Losses()
     assembly = make_assembly(deep, LayerSync(0, 1, WEIGHT, frozenset([batch.dataset_id])))
     step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses)
-    assert losses.extra == [{}]
+    assert losses[0].extra == {}

@@ -185,7 +185,7 @@ def gradients_of(checkpoint: Path, batch: Batch, **settings: Any) -> dict[str, T
     assembly = make_assembly(checkpoint, ScheduledSampling(config_of(max_step_offset=2), STEPS, None), **settings)
     losses = Losses()
     step.micro_loss(assembly, step.noisy_batch(assembly, batch, 0, 0), losses).backward()
-    assert losses.extra[0]["reflexflow_adr"] > 0.1
+    assert losses[0].extra["reflexflow_adr"] > 0.1
     return {name: each.grad for name, each in assembly.parameters.items() if each.grad is not None}
 
 

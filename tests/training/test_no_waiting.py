@@ -25,7 +25,7 @@ from simpletuner.techniques.masked_loss import MaskedLoss
 from simpletuner.techniques.tread import Tread
 from simpletuner.training import noise, step
 from simpletuner.training.assemble import assemble
-from simpletuner.training.losses import Losses
+from simpletuner.training.losses import Losses, MicroLoss
 from simpletuner.training.state import TrainingSpec
 
 GPU = torch.device("meta")
@@ -80,14 +80,14 @@ def test_nothing_makes_the_host_wait(
     with Watched() as watched:
         losses = Losses()
         step.run_micro_step(assembly, batch.to(GPU, non_blocking=True), 0, 0, losses)
-    assert losses.total[0].device == GPU
+    assert losses[0].total.device == GPU
     assert watched.found == []
 
 
 def test_what_techniques_log_on_the_host_is_read_with_the_losses() -> None:
-    losses = Losses(per_sample=[torch.zeros(1, device=GPU)], extra=[{}])
-    losses.log({"crepa_weight": torch.tensor(0.5)})
-    assert losses.extra[0]["crepa_weight"].device == GPU
+    loss = MicroLoss(["d/0"], timesteps=[0.5], per_sample=torch.zeros(1, device=GPU))
+    loss.log({"crepa_weight": torch.tensor(0.5)})
+    assert loss.extra["crepa_weight"].device == GPU
 
 
 def test_a_step_reads_losses_and_gradient_sizes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_a_saved_and_loaded_optimizer_continues_bit_for_bit(name: str, dtype: to
     saved = torch.load(buffer, weights_only=True)
     again = [nn.Parameter(weight.clone()) for weight in saved["weights"]]
     after = build(name, again)
-    after.load_state_dict(saved["optimizer"])
+    optimizers.load_state(after, saved["optimizer"])
     run(after, again, 7, 13)
 
     for expected, found in zip(whole, again, strict=True):

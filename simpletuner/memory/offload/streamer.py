@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from simpletuner.config.schema import SLOTS
+from simpletuner.memory.offload.beside import SideStream
 from simpletuner.memory.offload.image import Span, WeightImage
 
 # Waits that an unread clock keeps at most, so that its memory stays bounded.
@@ -76,74 +76,60 @@ class StreamClock:
 
 
 class Lane:
-    """Copies images into slots, in line with the compute: on a CPU, on MPS, or on CUDA's current stream."""
+    """Copies images into slots: on a side stream, or in line with the compute, as on a CPU.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.clock = StreamClock() if device.type == "cuda" else HostClock()
+    Args:
+        side: where the copies run.
+    """
+
+    def __init__(self, side: SideStream) -> None:
+        self.side = side
+        self.clock = StreamClock() if side.device.type == "cuda" else HostClock()
 
     def make_slot(self, nbytes: int) -> Tensor:
         """Allocate device memory for one group."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        slot = torch.empty(nbytes, dtype=torch.uint8, device=self.side.device)
+        if self.side.stream is not None:
+            slot.record_stream(self.side.stream)  # the allocator must not reuse it while a copy writes to it
+        return slot
 
     def submit(self, slot: Tensor, flat: Tensor) -> Any:
         """Start to copy an image into a slot; returns a ticket to wait for."""
-        with self.clock.running():
+        # In line, all later compute waits for the copy itself.
+        with self.clock.running() if self.side.stream is None else self.side.after_compute():
             slot[: flat.numel()].copy_(flat, non_blocking=True)
+        return self.side.complete()
 
     def wait(self, ticket: Any) -> None:
-        """Make the compute wait until a copy is complete; here the copy precedes all later compute."""
+        """Make the compute wait until a copy is complete."""
+        if ticket is not None:
+            with self.clock.running():
+                self.side.hold_compute(ticket)
 
     def waited(self) -> float:
         """Seconds that the compute waited for copies since the last call."""
         return self.clock.read()
 
 
-class CudaLane(Lane):
-    """Copies on a side stream, ordered with the compute by events."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.side = torch.cuda.Stream(device)
-
-    def make_slot(self, nbytes: int) -> Tensor:
-        slot = super().make_slot(nbytes)
-        slot.record_stream(self.side)  # the allocator must not reuse it while a copy writes to it
-        return slot
-
-    def submit(self, slot: Tensor, flat: Tensor) -> Any:
-        return self._copy(slot, flat, torch.cuda.current_stream(self.device).record_event())
-
-    def wait(self, ticket: Any) -> None:
-        with self.clock.running():
-            torch.cuda.current_stream(self.device).wait_event(ticket)
-
-    def _copy(self, slot: Tensor, flat: Tensor, free: torch.cuda.Event) -> torch.cuda.Event:
-        self.side.wait_event(free)
-        with torch.cuda.stream(self.side):
-            slot[: flat.numel()].copy_(flat, non_blocking=True)
-        return self.side.record_event()
-
-
-class DiskLane(CudaLane):
+class DiskLane(Lane):
     """For images on disk: a thread reads each into page-locked memory, from where it is copied to the device.
 
     `wait` blocks the host until the disk has been read.
     """
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        super().__init__(device)
+    def __init__(self, side: SideStream, nbytes: int) -> None:
+        super().__init__(side)
         self._staging = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         self._copied: torch.cuda.Event | None = None
         # A single thread: reads share the staging buffer, and must keep their order.
         self._reader = ThreadPoolExecutor(1, "offload-reader")
         self._late = HostClock()
 
-    def submit(self, slot: Tensor, flat: Tensor) -> Future[torch.cuda.Event]:
+    def submit(self, slot: Tensor, flat: Tensor) -> Future[torch.cuda.Event | None]:
         # Recorded here, since the current stream belongs to the thread.
-        return self._reader.submit(self._read, slot, flat, torch.cuda.current_stream(self.device).record_event())
+        return self._reader.submit(self._read, slot, flat, torch.cuda.current_stream(self.side.device).record_event())
 
-    def wait(self, ticket: Future[torch.cuda.Event]) -> None:
+    def wait(self, ticket: Future[torch.cuda.Event | None]) -> None:
         with self._late.running():
             copied = ticket.result()
         super().wait(copied)
@@ -151,20 +137,21 @@ class DiskLane(CudaLane):
     def waited(self) -> float:
         return self._late.read() + super().waited()
 
-    def _read(self, slot: Tensor, flat: Tensor, free: torch.cuda.Event) -> torch.cuda.Event:
-        with torch.cuda.device(self.device):
+    def _read(self, slot: Tensor, flat: Tensor, free: torch.cuda.Event) -> torch.cuda.Event | None:
+        with torch.cuda.device(self.side.device):
             if self._copied is not None:
                 self._copied.synchronize()  # before the staging buffer is overwritten; blocks this thread only
             staged = self._staging[: flat.numel()].copy_(flat)
-            self._copied = self._copy(slot, staged, free)
+            with self.side.after_compute(free):
+                slot[: flat.numel()].copy_(staged, non_blocking=True)
+            self._copied = self.side.complete()
             return self._copied
 
 
 def choose_lane(device: torch.device, nbytes: int, *, use_stream: bool, on_disk: bool) -> Lane:
     """The lane for a device; `nbytes` is the size of the largest image."""
-    if device.type != "cuda" or not use_stream:
-        return Lane(device)
-    return DiskLane(device, nbytes) if on_disk else CudaLane(device)
+    side = SideStream(device, in_line=not use_stream)
+    return DiskLane(side, nbytes) if side.stream is not None and on_disk else Lane(side)
 
 
 class Streamer:
@@ -176,7 +163,7 @@ class Streamer:
         slots: groups on the device at a time: the one that computes and those being copied.
     """
 
-    def __init__(self, images: Sequence[WeightImage], lane: Lane, slots: int = SLOTS) -> None:
+    def __init__(self, images: Sequence[WeightImage], lane: Lane, slots: int) -> None:
         self.images, self.lane = list(images), lane
         largest = max(image.nbytes for image in images)
         self.slots: list[Tensor] = [lane.make_slot(largest) for _ in range(min(slots, len(images)))]
