@@ -21,7 +21,7 @@ from simpletuner.annexes.fitting.show import plan_json
 from simpletuner.annexes.sampling import SampleRequest
 from simpletuner.atomic import write_json
 from simpletuner.cli.sample import SHORT, prepared_samples
-from simpletuner.cli.settings import command_settings, prepare_output
+from simpletuner.cli.settings import command_settings, prepare_output, set_environment
 from simpletuner.cli.train import agreed, configure_torch, recorded_events, run_checked
 from simpletuner.config.schema import all_options
 from simpletuner.config.sources import ARGUMENTS, SELECTORS, Arguments, configured
@@ -156,8 +156,7 @@ def _arguments(config: object, label: str = ARGUMENTS) -> Arguments:
 
     A `config` is a whole configuration, unless it selects one that its other keys override. Other arguments override.
     """
-    # As nvidia-smi counts, which the plan asks; see `cli.app.run`.
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    set_environment()
     plain, arguments = _as_json(config), replace(command_settings([]), label=label)
     arguments.selectors = {SELECTORS[key]: str(plain.pop(key)) for key in SELECTORS.keys() & plain.keys()}
     if arguments.selectors or label != ARGUMENTS:

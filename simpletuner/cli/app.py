@@ -18,7 +18,7 @@ from typer.exceptions import TyperException
 
 from simpletuner.atomic import DISK_FULL_CODES, UNWRITABLE_CODES
 from simpletuner.cli import cache, caption, help, plan, sample, server, start, train
-from simpletuner.cli.settings import PASS_THROUGH
+from simpletuner.cli.settings import PASS_THROUGH, set_environment
 from simpletuner.errors import ConfigError, SimpleTunerError, counted, full_text, is_out_of_memory
 from simpletuner.redaction import redact
 
@@ -132,6 +132,5 @@ def run() -> None:
         if isinstance(stream, io.TextIOWrapper):
             # A file name that is not UTF-8, or a terminal without the characters of a caption, must not end a run.
             stream.reconfigure(errors="backslashreplace")
-    # As nvidia-smi counts, which the plan asks; CUDA would call the fastest of different cards the first.
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    set_environment()
     sys.exit(main())

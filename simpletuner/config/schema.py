@@ -717,6 +717,13 @@ class RunConfig:
         """Whether the user set the key, in a file or on the command line."""
         return self.origins.get(key, "default") not in NOT_SET_BY_USER
 
+    def is_set(self, key: str) -> bool:
+        """Whether anybody set the key. What the family chose counts only where it has an effect, so not a block for a
+        technique that is off."""
+        if self.origins.get(key, "default") == "default":
+            return False
+        return self.is_explicit(key) or all(condition.holds(self.flat) for condition in all_options()[key].requires)
+
     def with_values(self, values: Mapping[str, Any], origin: str) -> RunConfig:
         """The config with some keys replaced, and `origin` recorded as their source."""
         updates = {}

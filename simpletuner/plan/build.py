@@ -154,6 +154,12 @@ class Plan:
         return Path(self.config.run.output_dir).expanduser()
 
     @property
+    def title(self) -> str:
+        """The name of the run; that of its output folder if the user gave none."""
+        is_named = self.config.is_explicit("tracker_run_name")
+        return self.config.tracking.tracker_run_name if is_named else self.output_dir.resolve().name
+
+    @property
     def frame_rate(self) -> float | None:
         """Frames per second of preview clips; None for families of pictures."""
         return self.spec.frame_rate and (self.config.validation.framerate or self.spec.frame_rate)

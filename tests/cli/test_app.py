@@ -93,15 +93,23 @@ def test_paragraphs_of_help_are_filled(capsys: Capture) -> None:
     assert re.search(r"--guidance, --seed, --negative-prompt", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
-def test_gpus_are_counted_as_the_plan_counts_them(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+@pytest.mark.parametrize(
+    ("key", "given", "expected"),
+    [
+        ("CUDA_DEVICE_ORDER", None, "PCI_BUS_ID"),  # GPUs are counted as the plan counts them
+        ("CUDA_DEVICE_ORDER", "FASTEST_FIRST", "FASTEST_FIRST"),
+        ("OMP_WAIT_POLICY", None, "PASSIVE"),
+        ("OMP_WAIT_POLICY", "ACTIVE", "ACTIVE"),
+    ],
+)
+def test_native_libraries_are_set_up_unless_the_user_has(
+    monkeypatch: pytest.MonkeyPatch, key: str, given: str | None, expected: str
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", given or "")
+    monkeypatch.setenv(key, given or "")
     if given is None:
-        monkeypatch.delenv("CUDA_DEVICE_ORDER")
-    monkeypatch.setattr(app, "main", lambda: seen.append(os.environ["CUDA_DEVICE_ORDER"]))
+        monkeypatch.delenv(key)
+    monkeypatch.setattr(app, "main", lambda: seen.append(os.environ[key]))
     with pytest.raises(SystemExit):
         app.run()
     assert seen == [expected]

@@ -105,19 +105,9 @@ def _length_lines(plan: Plan) -> Iterator[str]:
 
 
 def changed_settings(plan: Plan) -> list[tuple[str, Any, str]]:
-    """Settings that differ from their defaults, with value and origin; secrets are redacted.
-
-    Values that the family chose are left out where they have no effect, such as a block for a technique that is off.
-    """
-    config = plan.config
-    values, origins = redact_settings(config.flat), config.origins
-
-    return [
-        (name, values[name], origins[name])
-        for name, option in all_options().items()
-        if origins[name] != "default"
-        and (config.is_explicit(name) or all(condition.holds(config.flat) for condition in option.requires))
-    ]
+    """Settings that somebody set, with value and origin; secrets are redacted."""
+    values, origins = redact_settings(plan.config.flat), plan.config.origins
+    return [(name, values[name], origins[name]) for name in all_options() if plan.config.is_set(name)]
 
 
 def _ledger_lines(dataset: Dataset) -> Iterator[str]:
