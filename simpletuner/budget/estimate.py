@@ -305,7 +305,7 @@ class StepModel:
             inputs=added.held + sum(inputs) + sum(whole) + (sum(attention) if self.keep_attention else 0.0),
             # A checkpointed block saves its activations again when it is recomputed.
             block=product + max(*(block.transient + (block.saved if any(chosen) else 0.0) for block in blocks), around),
-            outside=self._activations(load).outside,
+            outside=self.one_block(load).outside,
         )
         temporary = self.update_bytes * (self.trained_numbers / self.trained_shares + added.parameters)
         # Activations are free again by then, so only what exceeds them raises the peak.
@@ -337,7 +337,7 @@ class StepModel:
 
     def sampling_bytes(self, load: BatchShape) -> float:
         """Bytes of activations of a forward pass without gradients."""
-        block = self._activations(load)
+        block = self.one_block(load)
         return block.sampling + block.held + block.outside
 
     def _held(self, load: BatchShape) -> list[float]:
@@ -345,7 +345,8 @@ class StepModel:
         blocks = zip(self.activations(load), self.checkpointed, strict=True)
         return sorted(block.held for block, is_one in blocks if is_one)
 
-    def _activations(self, load: BatchShape) -> Activations:
+    def one_block(self, load: BatchShape) -> Activations:
+        """Activations of a large block that sees all tokens."""
         return self.cost.activations(load, BYTES[self.dtype], self.adapters)
 
 
@@ -438,8 +439,7 @@ class Step:
         """Seconds of a forward pass without gradients, as of previews."""
         traffic, launches = self._forward_traffic, self._eager_launches
         if self.model.samples_compiled:
-            activations = self.model.cost.activations(self.load, BYTES[self.model.dtype], self.model.adapters)
-            traffic, launches = self.model.cost.large * activations.forward, self._launches
+            traffic, launches = self.model.cost.large * self.model.one_block(self.load).forward, self._launches
         return self._together(self._seconds(self._forward(self.load), traffic), launches / 3)
 
     def _pass(self, load: BatchShape) -> tuple[float, Work, float]:
@@ -464,8 +464,7 @@ class Step:
 
     @property
     def _forward_traffic(self) -> float:
-        cost = self.model.cost
-        return cost.large * cost.activations(self.load, BYTES[self.model.dtype], self.model.adapters).traffic
+        return self.model.cost.large * self.model.one_block(self.load).traffic
 
     @property
     def _recomputed(self) -> float:

@@ -47,13 +47,7 @@ def train(
     --config FILE uses that file, env=NAME config/NAME/config.json, example=NAME a packaged example.
     """
     port = page_port or (PORT if page else None)
-    for is_wrong, message in (
-        (bisect and replay is None, "--bisect needs --replay FOLDER."),
-        (replay is not None and (dry_run or port), "--replay cannot be combined with --dry-run or --page."),
-        (no_auth and port is None, "--no-auth needs --page: it lets other users of this machine use the page."),
-    ):
-        if is_wrong:
-            raise UserError(message)
+    _check_flags(replay=replay is not None, bisect=bisect, dry_run=dry_run, page=port is not None, no_auth=no_auth)
     arguments = command_settings(context.args)
     if dry_run:
         print_plan(arguments)
@@ -73,6 +67,16 @@ def configure_torch() -> None:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # it reports every attempt to connect
+
+
+def _check_flags(*, replay: bool, bisect: bool, dry_run: bool, page: bool, no_auth: bool) -> None:
+    for is_wrong, message in (
+        (bisect and not replay, "--bisect needs --replay FOLDER."),
+        (replay and (dry_run or page), "--replay cannot be combined with --dry-run or --page."),
+        (no_auth and not page, "--no-auth needs --page: it lets other users of this machine use the page."),
+    ):
+        if is_wrong:
+            raise UserError(message)
 
 
 def _start(arguments: Arguments, command: list[str], take_page: TakePage | None, *, yes: bool) -> None:

@@ -334,19 +334,17 @@ def parse_datasets(content: list[Any], path: Path, placeholders: dict[str, str])
 
 def check_references(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     """Ids are unique, and every reference names an existing entry."""
-    counts = Counter(dataset.id for dataset in datasets)
-    repeated = {name: count for name, count in counts.items() if count > 1}
-    message = "is the id of {} datasets; ids must be unique."
-    yield from (Problem(name, message.format(count)) for name, count in repeated.items())
-    texts = [dataset for dataset in datasets if dataset.is_text_embeds]
-    defaults = [dataset.id for dataset in texts if dataset.default]
+    for name, count in Counter(dataset.id for dataset in datasets).items():
+        if count > 1:
+            yield Problem(name, f"is the id of {count} datasets; ids must be unique.")
+    defaults = [dataset.id for dataset in datasets if dataset.is_text_embeds and dataset.default]
     if len(defaults) > 1:
         yield Problem("default", f"two text_embeds entries are the default: {', '.join(defaults)}.")
     known = {
-        "text_embeds": [dataset.id for dataset in texts],
+        "text_embeds": [dataset.id for dataset in datasets if dataset.is_text_embeds],
         "image_embeds": [dataset.id for dataset in datasets if dataset.dataset_type == "image_embeds"],
         "conditioning_data": [dataset.id for dataset in datasets if dataset.is_conditioning],
-        "source_dataset_id": [*counts],  # any entry
+        "source_dataset_id": [dataset.id for dataset in datasets],
     }
     for dataset in datasets:
         for key, ids in known.items():

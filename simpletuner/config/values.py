@@ -376,7 +376,7 @@ def parse_gigabytes(value: object) -> float:
 Gigabytes = Annotated[float, BeforeValidator(parse_gigabytes)]
 Size = tuple[int, int]  # width and height in pixels
 # "1024" is a square; "1024.0" is what a number in JSON becomes as text.
-SIZE = re.compile(r"([0-9]{1,6})(?:\.0*)?(?:x([0-9]{1,6})(?:\.0*)?)?")
+SIZE = re.compile(r"[0-9]{1,6}(\.0*)?(x[0-9]{1,6}(\.0*)?)?")
 
 
 def parse_sizes(value: object) -> object:
@@ -384,13 +384,13 @@ def parse_sizes(value: object) -> object:
     if isinstance(value, tuple):
         return value
     parts = [part.strip().lower() for part in str(parse_text(value)).split(",") if part.strip()]
-    sizes = [found for part in parts if (found := SIZE.fullmatch(part))]
     if wrong := [repr(part) for part in parts if not SIZE.fullmatch(part)]:
         named = f"contains {', '.join(wrong)}, which is not" if len(parts) > 1 else "is not"
         raise ValueError(f"{named} a size such as 1024 or 1280x768")
     if not parts:
         raise ValueError("contains no size")
-    return tuple((int(size[1]), int(size[2] or size[1])) for size in sizes)
+    sides = (part.partition("x") for part in parts)
+    return tuple((int(float(width)), int(float(height or width))) for width, _, height in sides)
 
 
 def write_sizes(sizes: tuple[Size, ...] | None) -> str | None:

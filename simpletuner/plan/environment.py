@@ -96,28 +96,20 @@ def existing(folder: Path) -> Path:
     return folder
 
 
-def why_no_folder(key: str, folder: Path) -> Problem | None:
-    """Why the path that a key names cannot be a folder, or None. A complete cache may be read-only."""
-    parent = existing(folder)
-    if parent.is_dir():
-        return None
-    return Problem(key, f"{str(folder)!r} cannot be a folder: {str(parent)!r} is a file.")
-
-
 def check_folders(folders: Mapping[str, str | None]) -> Reading[None]:
-    """Paths by key that must not be files."""
+    """Paths by key that must not be files. They may be read-only: a complete cache is."""
     for key, folder in folders.items():
-        if folder and (problem := why_no_folder(key, Path(folder).expanduser())):
-            yield problem
+        if folder and not (parent := existing(Path(folder).expanduser())).is_dir():
+            yield Problem(key, f"{folder!r} cannot be a folder: {str(parent)!r} is a file.")
 
 
 def why_not_writable(key: str, folder: Path) -> Problem | None:
     """Why the folder that a key names cannot be created or written to, or None."""
     parent = existing(folder)
     # X: without it, nothing in the folder can be opened.
-    if not parent.is_dir() or os.access(parent, os.W_OK | os.X_OK):
-        return why_no_folder(key, folder)
-    return Problem(key, f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r}).")
+    if parent.is_dir() and not os.access(parent, os.W_OK | os.X_OK):
+        return Problem(key, f"{str(folder)!r} cannot be written to (no permission in {str(parent)!r}).")
+    return next(check_folders({key: str(folder)}), None)
 
 
 def check_launch(config: RunConfig) -> Iterator[Problem]:
