@@ -249,15 +249,15 @@ export async function maySwitch() {
 
 document.addEventListener("back", () => { if (!inRun) { listConfigs(); check(); } });
 
+const NEWS = { taken: "The file has changed on disk. This is what it says now.", changed: "The file has changed on disk, too; Save compares both." };
+
 // Files change while the page is open: it shows them as they are, and plans anew when somebody comes back to it.
 async function lookAgain({ type }) {
   if (inRun || document.hidden || page("dialog[open]")) return;
   const wasGone = state.gone, news = await reread();
-  if (news === "taken") {
-    await refill();
-    showSaved("The file has changed on disk. This is what it says now.");
-  } else if (news === "changed") showSaved("The file has changed on disk, too; Save compares both.");
-  else if (state.gone !== wasGone) showSaved("");
+  if (news === "taken") await refill();
+  if (news in NEWS && !told.startsWith("Not saved")) showSaved(NEWS[news]);
+  else if (state.gone !== wasGone || (!news && told === NEWS.changed)) showSaved("");
   if (!news && type !== "beat") check();
 }
 document.addEventListener("beat", lookAgain);
