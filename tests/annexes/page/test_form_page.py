@@ -279,6 +279,7 @@ def test_a_broken_config_is_mended_as_text(page: Any, workspace: Workspace) -> N
     expect(text).to_have_value('{"seed": ')
     told = page.locator("#raw-config + .told")
     expect(told).to_contain_text("is not valid JSON: it ends too early")
+    expect(page.locator("#problems")).to_contain_text("config.json is not valid JSON: it ends too early")
     text.fill('["a list"]')
     expect(told).to_contain_text("It must be one JSON object")
     text.fill('{"seed": 9, "model_type": "lora", "lora_rank": "big"}')

@@ -170,7 +170,8 @@ function showProblems() {
   all("main .group").forEach(shareReason);
   // The plan shows what it says of the device itself.
   const rest = tellDatasets(problems.filter((problem) => !byKey.has(keyOf(problem)) && problem.key !== "device"));
-  page("#problems").replaceChildren(...rest.map((problem) => element("li", { className: problem.fatal ? "bad" : "warning" }, problemLine(problem))));
+  const unreadable = Object.values(state.broken).flatMap((file) => file?.problems ?? []); // their texts are below all fields
+  page("#problems").replaceChildren(...[...unreadable, ...rest].map((problem) => element("li", { className: problem.fatal ? "bad" : "warning" }, problemLine(problem))));
   const isBlank = !state.etag && !isDirty(); // of a config that nothing was chosen for, nothing is wrong yet
   for (const tab of tabs) {
     const count = isBlank ? 0 : all(`#pane-${tab.id.slice(4)} .told .bad`).length, badge = tab.querySelector(".count");
