@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,7 @@ class Person:
             ("Start from it", "start"),
             ("Continue with the answers", "kept"),
             ("Leave it out", "mend"),
+            ("  Leave out ", "others"),
             ("Keep it?", "doubt"),
             ("  Apply ", "remedy"),
             (LAST, "file"),
@@ -410,6 +412,18 @@ def test_what_is_not_asked_survives_and_a_copy_stays(configure: Configure) -> No
     assert Path("config/config.json.bak").read_bytes() == content
 
 
+def test_another_family_than_that_of_the_file(configure: Configure, capsys: pytest.CaptureFixture) -> None:
+    routes = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}
+    old = {"model_type": "lora", "model_family": "kandinsky5-image", "model_flavour": "t2i-lite-pretrain"}
+    put({**old, "tread_config": routes, "lora_rank": 8})
+    _, person = configure(model_family=["sanavideo", "sanavideo"], others=["n", "y"])
+    assert person.asked.count("others") == 2
+    assert "model_flavour: 't2i-lite-pretrain' belongs to kandinsky5-image" in capsys.readouterr().out
+    assert (written()["model_family"], written()["model_flavour"]) == ("sanavideo", "2b-480p")
+    assert "tread_config" not in written()
+    assert written()["lora_rank"] == 8
+
+
 def test_starting_afresh_beside_a_file(configure: Configure) -> None:
     put({"model_type": "full", "model_family": "kandinsky5-image", "lora_dropout": 0.1})
     configure(start="n")
@@ -585,6 +599,16 @@ def test_leaving_in_the_middle_keeps_the_answers(
     terminal.close()
     assert terminal.exitstatus == code
     assert [path.name for path in (tmp_path / "config").iterdir()] == ["config.json.draft"]
+
+
+def test_a_terminal_that_closes_keeps_the_answers(terminal: pexpect.spawn, tmp_path: Path) -> None:
+    terminal.expect(r"Model \[kandinsky5-image\]")
+    terminal.sendline("sanavideo")
+    terminal.expect(r"Version of the model \[[^]]*\]: ")
+    terminal.kill(signal.SIGHUP)
+    terminal.expect(pexpect.EOF)
+    kept = json.loads((tmp_path / "config/config.json.draft").read_text(encoding="utf-8"))
+    assert (kept["question"], kept["values"]["model_family"]) == ("model_flavour", "sanavideo")
 
 
 def test_kept_answers_are_gone_on_with(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:

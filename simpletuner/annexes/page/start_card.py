@@ -58,10 +58,10 @@ def look(request: Request, body: dict[str, Any]) -> Response:
     project, drafts = project_of(request), dict[str, Any]()
     material = material_in(project, body)
     for model in material.models:
-        start = answered(project, material, {**body, "model": model.removesuffix("-lora")})
+        start = answered(project, material, {**body, "model": model})
         # The plan of a draft has no files beside its config.
         values = {key: value for key, value in start.config().items() if key not in FILES}
-        drafts[model.removesuffix("-lora")] = {"config": start.name, "values": values, "datasets": start.datasets()}
+        drafts[model] = {"config": start.name, "values": values, "datasets": start.datasets()}
     others = {file: reason for file, (_, reason) in material.files.ignored.items() if not BACKUP.fullmatch(file)}
     ignored = [{"file": file, "reason": reason} for file, reason in others.items()]
     content = {
@@ -108,15 +108,14 @@ def answered(project: Project, material: Material, body: dict[str, Any]) -> Star
     Raises:
         Refusal: 422 for a purpose or model that the files cannot have.
     """
-    models = {model.removesuffix("-lora"): model for model in material.models}
-    purpose, model = one_of(material.purposes, body, "purpose"), one_of([*models], body, "model")
+    purpose, model = one_of(material.purposes, body, "purpose"), one_of([*material.models], body, "model")
     free = free_path(project.folder / "config" / run_name(material.folder)).name
     return Start(
         name=str(body.get("name") or free).strip(),
         material=material,
         purpose=purpose,
         trigger=str(body.get("trigger") or TRIGGER).strip() if purpose != "edit" else "",
-        example=models[model],
+        example=material.models[model],
         captions=body.get("captions") is True or bool(material.captioned),
         root=project.folder,
     )

@@ -116,7 +116,7 @@ def settings_of(config: RunConfig) -> list[dict[str, Any]]:
             "default": option.default_note.replace("`", "") or ("" if option.required else _worded(option.default)),
             "section": option.section,
             "origin": config.origins.get(name, "default"),
-            "changed": values[name] != option.default,
+            "changed": values[name] != option.default and config.is_set(name),
         }
         for name, option in all_options().items()
     ]
@@ -202,7 +202,7 @@ class RunReport(Companion):
         plan, folder = self.plan, self.plan.output_dir
         kind = plan.config.lora.kind if plan.config.model.model_type == "lora" else "full fine-tune"
         return {
-            "title": redact(plan.config.tracking.tracker_run_name),
+            "title": redact(plan.title),
             "subtitle": f"{kind} on {plan.spec.name} {plan.flavour.name}",
             **{"state": state, "step": self.events.step, "total_steps": plan.length.total_steps, "output_dir": folder},
             "metrics": Columns.of(read_rows(folder / METRICS_FILE)),
