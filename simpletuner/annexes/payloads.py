@@ -14,7 +14,7 @@ import sys
 import time
 import uuid
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -202,9 +202,8 @@ class EventLog:
     def __init__(self, folder: Path, payloads: Payloads) -> None:
         self.path, self._payloads = folder / EVENTS_FILE, payloads
         with writing_to(self.path), self.path.open("a+b") as file:
-            file.seek(-min(TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)
             # Without this, the first event would be appended to half a line, and both be lost.
-            torn = file.read().rpartition(b"\n")[2]
+            torn = _tail(file).rpartition(b"\n")[2]
             file.truncate(file.tell() - len(torn))
         self._last = last_id(self.path)
 
@@ -215,24 +214,26 @@ class EventLog:
             DiskFullError, WriteError: they cannot be written. The end of a run raises nothing: the subscribers after
                 this one have to hear of it, too.
         """
-        for payload in self._payloads(event):
-            self._last += 1
-            line = json.dumps({"id": self._last, **payload}, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-            try:
-                with writing_to(self.path):
-                    append_line(self.path, line)
-            except WriteError:
-                if not (isinstance(event, events.StateChanged) and event.state in events.ENDED):
-                    raise
-                with suppress(OSError):
-                    self._replace_last(line)
-                return
+        lines = [self._line(payload) for payload in self._payloads(event)]
+        if not lines:
+            return
+        try:
+            with writing_to(self.path):
+                append_whole(self.path, b"".join(lines))
+        except WriteError:
+            if not (isinstance(event, events.StateChanged) and event.state in events.ENDED):
+                raise
+            with suppress(OSError):
+                self._replace_last(lines[0])  # the state of the run; the others repeat its message
+
+    def _line(self, payload: Payload) -> bytes:
+        self._last += 1
+        return json.dumps({"id": self._last, **payload}, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
     def _replace_last(self, line: bytes) -> None:
         """Write a line in the place of the newest ones, usually progress, which takes no space of a full disk."""
         with self.path.open("r+b") as file:
-            file.seek(-min(TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)
-            tail = file.read()
+            tail = _tail(file)
             if len(line) <= len(tail):
                 begin = tail.rfind(b"\n", 0, len(tail) - len(line)) + 1
                 file.seek(begin - len(tail), os.SEEK_CUR)
@@ -240,8 +241,8 @@ class EventLog:
                 file.truncate()
 
 
-def append_line(path: Path, line: bytes) -> None:
-    """Append a line to a file; one that does not fit on the disk leaves no beginning, which would spoil the next.
+def append_whole(path: Path, content: bytes) -> None:
+    """Append to a file all or nothing: half a line would spoil the next one.
 
     Raises:
         OSError: it cannot be written.
@@ -249,12 +250,18 @@ def append_line(path: Path, line: bytes) -> None:
     with path.open("ab", buffering=0) as file:
         size = file.tell()
         # On a full disk, a raw write may stop halfway without an error.
-        if file.write(line) < len(line):
+        if file.write(content) < len(content):
             file.truncate(size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 TAIL = 1 << 18  # bytes; no line is longer
+
+
+def _tail(file: BinaryIO) -> bytes:
+    """The end of a file, which is left there."""
+    file.seek(-min(TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)
+    return file.read()
 
 
 def last_id(path: Path) -> int:
@@ -266,13 +273,12 @@ def last_id(path: Path) -> int:
 
 
 def _last_id(file: BinaryIO) -> int:
-    file.seek(-min(TAIL, file.seek(0, os.SEEK_END)), os.SEEK_END)
-    return max((event["id"] for event in _rows(file)), default=0)
+    return max((event["id"] for event in _rows(_tail(file).splitlines(keepends=True))), default=0)
 
 
-def _rows(file: BinaryIO) -> Iterator[Payload]:
-    """The events from here on, without torn lines."""
-    return filter(None, (metrics.parse_row(line, "id") for line in file))
+def _rows(lines: Iterable[bytes]) -> Iterator[Payload]:
+    """The events in lines of a log, without torn ones."""
+    return filter(None, (metrics.parse_row(line, "id") for line in lines))
 
 
 def offset_after(file: BinaryIO, number: int) -> int:

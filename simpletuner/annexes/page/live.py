@@ -25,7 +25,7 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Redire
 from simpletuner.annexes.figures import Columns, is_number
 from simpletuner.annexes.page.control import Runs, ask, cancel
 from simpletuner.annexes.page.project import SANDBOX_WITH_CLIPS, Refusal, project_of, wanted
-from simpletuner.annexes.payloads import EVENTS_FILE, append_line, last_id, offset_after
+from simpletuner.annexes.payloads import EVENTS_FILE, append_whole, last_id, offset_after
 from simpletuner.annexes.report import html
 from simpletuner.annexes.report.html import PreviewGrid, build_grid, hours_of, pages_of, steps_of, thin_extremes
 from simpletuner.annexes.report.sheet import Sheet, samples_in
@@ -274,7 +274,7 @@ def receive_event(request: Request, event: dict[str, Any]) -> Response:
         if file.is_file() and file.stat().st_size > LARGEST_FILE:
             file.replace(file.with_name(f"{file.name}.1"))
         with writing_to(file):
-            append_line(file, redact(json.dumps(event, ensure_ascii=False)).encode() + b"\n")
+            append_whole(file, redact(json.dumps(event, ensure_ascii=False)).encode() + b"\n")
     return JSONResponse({"status": "ok"}, 202)
 
 

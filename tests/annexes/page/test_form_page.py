@@ -131,6 +131,24 @@ def test_what_is_focused_is_not_stale(page: Any, workspace: Workspace) -> None:
     assert saved(workspace)["seed"] == 5
 
 
+def test_what_is_said_of_a_file_goes_once_it_is_mended(page: Any, workspace: Workspace) -> None:
+    path, told, come_back = (
+        workspace.path("config/config.json"),
+        page.locator("#raw .told"),
+        "dispatchEvent(new Event('focus'))",
+    )
+    text = path.read_text()
+    for content, said in (('{"seed": ', re.compile("is not valid JSON")), (text, "")):
+        path.write_text(content)
+        page.evaluate(come_back)
+        expect(told.first).to_have_text(said)
+    page.get_by_label("Batch Size", exact=True).fill("4")
+    for content, said in ((text.replace("7", "8"), re.compile("Save compares both")), (text, "1 unsaved")):
+        path.write_text(content)
+        page.evaluate(come_back)
+        expect(page.locator("#saved")).to_have_text(said)
+
+
 def test_a_file_that_is_deleted_is_told_at_once(page: Any, workspace: Workspace) -> None:
     told, config = page.locator("#saved"), workspace.path("config/config.json")
     for path in (config, config.with_name("multidatabackend.json")):
@@ -261,6 +279,7 @@ def test_a_broken_config_is_mended_as_text(page: Any, workspace: Workspace) -> N
     expect(text).to_have_value('{"seed": ')
     told = page.locator("#raw-config + .told")
     expect(told).to_contain_text("is not valid JSON: it ends too early")
+    expect(page.locator("#problems")).to_contain_text("config.json is not valid JSON: it ends too early")
     text.fill('["a list"]')
     expect(told).to_contain_text("It must be one JSON object")
     text.fill('{"seed": 9, "model_type": "lora", "lora_rank": "big"}')

@@ -144,12 +144,15 @@ def test_a_server_that_is_away_is_not_mistaken_for_a_run_that_runs(browser: Any,
         with serving(project.folder) as (port, _):
             page.goto(f"http://127.0.0.1:{port}/#run")
             expect(state(page)).to_have_text("running")
+        page.evaluate("document.querySelector('[data-press=stop]').click()")  # before the page has noticed
+        expect(page.locator(".run-problems")).to_have_text("The server does not answer.")
         expect(page.get_by_role("alert")).to_contain_text("The server does not answer. This was the state at")
         assert page.locator("[data-part=head]").get_attribute("inert") is not None
         tell(output, StateChanged("failed", 3, 9, "The disk is full."))  # while the page was away
         second.enter_context(serving(project.folder, port=port))
         expect(state(page)).to_have_text("error")
         expect(page.locator(".absence")).to_be_hidden()
+        expect(page.locator(".run-problems")).to_be_hidden()
 
 
 @pytest.mark.parametrize(("how", "shown"), [("finished", "completed"), ("failed", "error")])

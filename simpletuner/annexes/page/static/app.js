@@ -170,7 +170,8 @@ function showProblems() {
   all("main .group").forEach(shareReason);
   // The plan shows what it says of the device itself.
   const rest = tellDatasets(problems.filter((problem) => !byKey.has(keyOf(problem)) && problem.key !== "device"));
-  page("#problems").replaceChildren(...rest.map((problem) => element("li", { className: problem.fatal ? "bad" : "warning" }, problemLine(problem))));
+  const unreadable = Object.values(state.broken).flatMap((file) => file?.problems ?? []); // their texts are below all fields
+  page("#problems").replaceChildren(...[...unreadable, ...rest].map((problem) => element("li", { className: problem.fatal ? "bad" : "warning" }, problemLine(problem))));
   const isBlank = !state.etag && !isDirty(); // of a config that nothing was chosen for, nothing is wrong yet
   for (const tab of tabs) {
     const count = isBlank ? 0 : all(`#pane-${tab.id.slice(4)} .told .bad`).length, badge = tab.querySelector(".count");
@@ -249,15 +250,15 @@ export async function maySwitch() {
 
 document.addEventListener("back", () => { if (!inRun) { listConfigs(); check(); } });
 
+const NEWS = { taken: "The file has changed on disk. This is what it says now.", changed: "The file has changed on disk, too; Save compares both." };
+
 // Files change while the page is open: it shows them as they are, and plans anew when somebody comes back to it.
 async function lookAgain({ type }) {
   if (inRun || document.hidden || page("dialog[open]")) return;
   const wasGone = state.gone, news = await reread();
-  if (news === "taken") {
-    await refill();
-    showSaved("The file has changed on disk. This is what it says now.");
-  } else if (news === "changed") showSaved("The file has changed on disk, too; Save compares both.");
-  else if (state.gone !== wasGone) showSaved("");
+  if (news === "taken") await refill();
+  if (news in NEWS && !told.startsWith("Not saved")) showSaved(NEWS[news]);
+  else if (state.gone !== wasGone || (!news && told === NEWS.changed)) showSaved("");
   if (!news && type !== "beat") check();
 }
 document.addEventListener("beat", lookAgain);

@@ -4,7 +4,7 @@
 // `gone` names a file of the open config that was deleted or moved.
 export const state = { broken: {}, config: "config", opened: "", switched: false, path: "", gone: "", etag: null, file: {}, values: {}, effective: {}, datasets: { etag: null, path: "", file: [], entries: [] } };
 export const page = (selector) => document.querySelector(selector);
-const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
+export const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
 const clone = (value) => JSON.parse(JSON.stringify(value));
 export const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 export const asJson = (value) => JSON.stringify(value, null, 2);
@@ -70,8 +70,8 @@ export function complete(field, prefix) {
 
 const control = (field) => field.querySelector(".set").querySelector("input, select, textarea");
 export const defaultOf = ({ dataset }) => JSON.parse(dataset.default ?? "null");
-const isSecret = (value) => same(value, { secret: "set" });
-const written = (value) => (typeof value === "object" ? JSON.stringify(value) : String(value));
+export const isSecret = (value) => same(value, { secret: "set" });
+export const written = (value) => (typeof value === "object" ? JSON.stringify(value) : String(value));
 
 export function showField(field, value, effective) {
   const input = control(field), isSet = value !== undefined, secret = isSecret(value);
@@ -195,28 +195,29 @@ export function changes(values = state.values, file = state.file) {
   const keys = new Set([...Object.keys(file), ...Object.keys(values)]);
   return Object.fromEntries([...keys].filter((key) => !same(file[key], values[key])).map((key) => [key, values[key] ?? null]));
 }
-const changed = (values, own) => Object.fromEntries(Object.entries({ ...values, ...own }).filter(([, value]) => value !== null));
-const datasetsChanged = () => !same(state.datasets.file, state.datasets.entries);
+export const datasetsChanged = () => !same(state.datasets.file, state.datasets.entries);
 export const isDirty = () => state.gone !== "" || Object.keys(changes()).length > 0 || datasetsChanged();
 
 // Saving. A file that changed meanwhile is compared first, and nothing is lost.
 export async function save() {
-  if (state.gone) return restore(state.gone);
+  if (state.gone) return (await import("./conflict.js")).restore(state.gone);
   const values = changes(), entries = state.datasets.entries, name = encodeURIComponent(state.config), { broken } = state;
   const whole = (part) => (broken[part] ? { whole: true } : {}); // of a file that cannot be read, nothing is kept
   const first = !Object.keys(values).length || (await put(`/api/configs/${state.config}`, { values, ...whole("config") }, state.etag, takeConfig));
   return first && (!datasetsChanged() || put(`/api/datasets/plan?config=${name}`, { entries, ...whole("datasets") }, state.datasets.etag, takeDatasets));
 }
 
-async function put(path, body, etag, take) {
+export async function put(path, body, etag, take) {
   const answer = await api(path, { method: "PUT", body, etag });
   if (answer.ok) take(answer);
-  else if (answer.status === 412) return answer.etag ? settle(answer, take) : restore(answer.data.path);
-  else throw new Error(sentences(answer).join("\n"));
+  else if (answer.status === 412) {
+    const { restore, settle } = await import("./conflict.js");
+    return answer.etag ? settle(answer, take) : restore(answer.data.path);
+  } else throw new Error(sentences(answer).join("\n"));
   return true;
 }
 
-function takeConfig({ data, etag }) {
+export function takeConfig({ data, etag }) {
   Object.assign(state, { etag, path: data.path, file: clone(data.values), values: clone(data.values), broken: { ...state.broken, config: null } });
 }
 function takeDatasets({ data, etag }) {
@@ -230,7 +231,7 @@ export async function allConfigs() {
 }
 
 // The settings and datasets of a config as they are in its files.
-async function load(name) {
+export async function load(name) {
   const datasets = `/api/datasets/plan?config=${encodeURIComponent(name)}`;
   return { config: await api(`/api/configs/${name}`), datasets: await api(datasets) };
 }
@@ -266,76 +267,6 @@ export async function reread() {
 export async function refuseName(name) {
   if (!/^[\p{L}\p{N}_][\p{L}\p{M}\p{N}_.-]*$/u.test(name)) return "Give it a name of letters, digits and . _ -";
   return (await allConfigs()).some((each) => each.name === name) ? `There is a config ${name} already.` : "";
-}
-
-// What the page had of a file that is gone. Secrets were never sent to it.
-const withoutSecrets = (value) => JSON.parse(JSON.stringify(value, (key, inner) => (isSecret(inner) ? undefined : Array.isArray(inner) ? inner.filter((each) => !isSecret(each)) : inner)));
-const secretsIn = (value) => Object.entries(value ?? {}).flatMap(([key, inner]) => (isSecret(inner) ? [key] : typeof inner === "object" ? secretsIn(inner) : []));
-
-// Asks what becomes of a config or dataset file that was deleted or moved; resolves to whether something was saved.
-async function restore(path) {
-  const dialog = page("#gone"), mine = withoutSecrets(changes()), entries = withoutSecrets(state.datasets.entries);
-  const secrets = [...new Set(secretsIn([state.values, state.datasets.entries]))].join(", ");
-  dialog.querySelector(".what").textContent = `${path} was deleted or moved since it was opened. Nothing was saved, and this page still has everything that it held.${secrets && ` Secrets were never sent here, so enter them again: ${secrets}.`}`;
-  for (let refused = ""; ; ) {
-    dialog.querySelector(".bad").textContent = refused;
-    const choice = await ask(dialog), name = choice === "new" ? page("#gone-name").value.trim() : state.config;
-    if (choice === "drop" && (await open(state.config))) await open(state.config, true);
-    if (!["restore", "new"].includes(choice)) return false;
-    if (choice === "restore") return saveAgain((await load(name)).config.ok ? null : withoutSecrets(state.values), entries);
-    refused = await refuseName(name);
-    if (refused) continue;
-    const touched = datasetsChanged() ? entries : [];
-    state.config = name;
-    return saveAgain(mine, touched);
-  }
-}
-
-// Writes files that do not exist: the config, unless it does, and its datasets.
-async function saveAgain(values, entries) {
-  state.gone = "";
-  if (values) {
-    Object.assign(state, { etag: null, file: {}, values });
-    if (!(await put(`/api/configs/${state.config}`, { values }, null, takeConfig))) return false;
-  }
-  const { datasets } = await load(state.config);
-  if (!datasets.etag) Object.assign(state.datasets, { etag: null, file: [], entries });
-  return save();
-}
-
-// The entries of a dataset file by their ids, which may be missing or repeated while somebody types.
-function byName(entries) {
-  const named = {};
-  for (const [index, entry] of entries.entries()) named[!entry.id || entry.id in named ? `${entry.id ?? ""}[${index}]` : entry.id] = entry;
-  return named;
-}
-
-// What the file has now, with what was changed here: entries that were removed here are left out, and those that were
-// removed in the file come back if they were changed here.
-function merged(theirs, mine, file) {
-  const isKept = (name) => (name in mine ? name in theirs || !same(mine[name], file[name]) : !(name in file));
-  const entry = (name) => (name in theirs && name in mine ? changed(theirs[name], changes(mine[name], file[name] ?? {})) : (theirs[name] ?? mine[name]));
-  return Object.keys({ ...theirs, ...mine }).filter(isKept).map(entry);
-}
-
-// Asks which of two versions to keep; resolves to whether one was saved or taken.
-async function settle(answer, take) {
-  const { data } = answer, dialog = page("#conflict"), isDatasets = Boolean(data.entries);
-  const [theirs, mine, file] = isDatasets ? [data.entries, state.datasets.entries, state.datasets.file].map(byName) : [data.values, state.values, state.file].map((values) => ({ "": values }));
-  const cell = (value) => element("td", { className: "key", textContent: value === undefined ? "not set" : written(value) });
-  const rows = Object.keys({ ...theirs, ...mine }).flatMap((name) => {
-    const own = changes(mine[name] ?? {}, file[name] ?? {}), differing = Object.keys(changes(mine[name] ?? {}, theirs[name] ?? {}));
-    return differing.map((key) => [name ? `${name}: ${key}` : key, theirs[name]?.[key], key in own ? mine[name]?.[key] : "not changed by you"]);
-  });
-  dialog.querySelector(".what").textContent = `${data.path} has changed since it was opened. Nothing was saved, and nothing is lost: this is what differs.`;
-  dialog.querySelector("tbody").replaceChildren(...rows.map((cells) => element("tr", {}, ...cells.map(cell))));
-  const kept = merged(theirs, mine, file), choice = await ask(dialog);
-  if (!choice || choice === "keep") return false;
-  take(answer);
-  if (choice === "theirs") return true;
-  if (isDatasets) state.datasets.entries = kept;
-  else state.values = kept[0];
-  return save();
 }
 
 // Shows a dialog; resolves to the value of the button, or "" on Escape.

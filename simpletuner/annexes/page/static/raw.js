@@ -9,9 +9,9 @@ export function show() {
   for (const [name, value] of Object.entries({ config: state.values, datasets: state.datasets.entries })) {
     const broken = state.broken[name];
     showJson(areas[name], broken?.text ?? asJson(value));
-    if (!broken) continue;
-    areas[name].nextElementSibling.replaceChildren(...broken.problems.map((problem) => problemLine(problem, problem.message)));
-    page("#raw").open = true;
+    if (areas[name].classList.contains("untaken")) continue; // its message says why
+    areas[name].nextElementSibling.replaceChildren(...(broken?.problems ?? []).map((problem) => problemLine(problem, problem.message)));
+    page("#raw").open ||= Boolean(broken);
   }
 }
 

@@ -36,8 +36,9 @@ async function compare() {
   const wanted = `${run} ${before.value} ${after.value} ${text} ${count}`;
   if (wanted === compared) return;
   compared = wanted;
-  const answer = await fetch(`/runs/${encodeURIComponent(run)}/pair?before=${before.value}&after=${after.value}`);
-  if (!answer.ok || wanted !== compared) return;
+  const answer = await fetch(`/runs/${encodeURIComponent(run)}/pair?before=${before.value}&after=${after.value}`).catch(() => null);
+  if (wanted !== compared) return;
+  if (!answer?.ok) return void (compared = ""); // until the next time
   const rows = [...parsed(await answer.text()).querySelectorAll(".prompt-row")].map((row, group) =>
     [...row.querySelectorAll("button.preview")].map((button) =>
       itemOf(button, group, row.dataset.name, row.querySelector(".prompt").textContent)));

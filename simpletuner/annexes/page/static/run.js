@@ -132,6 +132,7 @@ function setLost(reason) {
     const then = inRun ? `The run has probably ended. ${AT_THE_SERVER}` : "Runs go on without the page.";
     absence.textContent = `${reason} This was the state at ${time}. ${then}`;
   }
+  if (!reason && pane.classList.contains("lost")) problems.hidden = true; // it was pressed while nobody answered
   absence.hidden = !reason;
   pane.classList.toggle("lost", Boolean(reason));
   place("head").inert = Boolean(reason);
