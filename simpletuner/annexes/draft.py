@@ -20,7 +20,7 @@ from simpletuner.plan.build import Plan, make_plan
 
 @dataclass(frozen=True)
 class Judgement(Plan):
-    """What training would make of some settings, finished or not, and everything that is wrong with them."""
+    """The plan of some settings, finished or not, and all their problems."""
 
     problems: Sequence[Problem] = ()
 
@@ -75,12 +75,12 @@ class Draft:
         flat = self.config.flat
         self.values = {
             # Untouched keys stay as the user wrote them; references stay references in the file.
-            key: flat[key] if key in changes and not _refers_to_environment(value) else value
+            key: flat[key] if key in changes and "{env:" not in str(value) else value
             for key, value in values.items()
         }
 
     def after(self, changes: Mapping[str, Any]) -> Draft:
-        """What this draft would be with the changes; None removes a key."""
+        """This draft after the changes; None removes a key."""
         # Shallow: values and judgement are replaced, never changed in place.
         draft = copy.copy(self)
         draft.values = self._with(changes)
@@ -116,7 +116,3 @@ class Draft:
 def key_of(problem: Problem) -> str:
     """The key of a problem, whose place may be a part of its value, such as `tread_config.routes[0]`."""
     return re.split(r"[.\[]", problem.where)[0]
-
-
-def _refers_to_environment(value: Any) -> bool:
-    return isinstance(value, str) and "{env:" in value

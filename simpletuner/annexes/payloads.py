@@ -37,7 +37,7 @@ SEVERITY: Mapping[events.RunState, str] = {"finished": "success", "failed": "err
 
 @dataclass
 class Payloads:
-    """Turns each event into its payloads, without secrets; progress in between is left out.
+    """Turns an event into its payloads, without secrets; progress is throttled.
 
     Attributes:
         every: seconds between two payloads about the steps, and between two about the progress of a phase; the first
@@ -220,21 +220,13 @@ class EventLog:
             line = json.dumps({"id": self._last, **payload}, ensure_ascii=False, allow_nan=False).encode() + b"\n"
             try:
                 with writing_to(self.path):
-                    self._append(line)
+                    append_line(self.path, line)
             except WriteError:
                 if not (isinstance(event, events.StateChanged) and event.state in events.ENDED):
                     raise
                 with suppress(OSError):
                     self._replace_last(line)
                 return
-
-    def _append(self, line: bytes) -> None:
-        with self.path.open("ab", buffering=0) as file:
-            size = file.tell()
-            # On a full disk, a raw write may stop halfway without an error.
-            if file.write(line) < len(line):
-                file.truncate(size)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _replace_last(self, line: bytes) -> None:
         """Write a line in the place of the newest ones, usually progress, which takes no space of a full disk."""
@@ -248,11 +240,25 @@ class EventLog:
                 file.truncate()
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line to a file; one that does not fit on the disk leaves no beginning, which would spoil the next.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        # On a full disk, a raw write may stop halfway without an error.
+        if file.write(line) < len(line):
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 TAIL = 1 << 18  # bytes; no line is longer
 
 
 def last_id(path: Path) -> int:
-    """The id of the newest event in a log; 0 if there is none."""
+    """The id of the newest event in a log; 0 without one."""
     if not path.is_file():
         return 0
     with path.open("rb") as file:
@@ -289,7 +295,7 @@ def offset_after(file: BinaryIO, number: int) -> int:
 
 
 def read_events(path: Path, after_id: int = 0) -> list[Payload]:
-    """The events after an id, oldest first; none if there is no file. Torn lines are left out."""
+    """The events after an id, oldest first, without torn lines; none if the file does not exist."""
     if not path.is_file():
         return []
     with path.open("rb") as file:

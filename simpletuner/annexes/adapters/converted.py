@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,12 @@ from simpletuner.config.lora import LoraConfig
 from simpletuner.diffusion.seeds import seeded
 from simpletuner.errors import ConfigError, Problems
 from simpletuner.models.cost import Adapters
-from simpletuner.models.lora_keys import PREFIXES, Targets, file_settings, weights_of
+from simpletuner.models.lora_keys import LORA_FILE, PREFIXES, Targets, file_settings, weights_of
 from simpletuner.models.spec import FamilySpec
 from simpletuner.reporting.pace import size_text
 from simpletuner.training.lora import ADAPTER, inject, without_adapters
 from simpletuner.training.lora_files import LoraHook, write_verified, write_weights
-from simpletuner.training.manifest import ERRORS, LORA_FILE, describe_errors
+from simpletuner.training.manifest import ERRORS, describe_errors
 from simpletuner.training.meter import weight_shapes
 from simpletuner.training.trained import AdapterWeights, Draft, Publication
 
@@ -123,7 +123,7 @@ class ConvertedAdapter(AdapterWeights, ABC):
         if self.ema is not None:
             with self.ema.applied():
                 averaged = self.native(note)
-                yield Draft(lambda folder, weights: averaged.write(folder / "ema", weights), averaged.content)
+                yield replace(averaged, name=f"ema/{averaged.name}")
         yield self.exact()
 
     def publish(self, output_dir: Path, publication: Publication) -> str:
@@ -203,7 +203,8 @@ class ProductAdapter(ConvertedAdapter):
         weights = {f"{prefix}{name.removesuffix(end)}": each.detach() for name, each in self.parameters().items()}
         settings = {key: sorted(each) if isinstance(each, set) else each for key, each in vars(self.settings).items()}
         kept = {key: settings[key] for key in ("r", "alpha", "target_modules", "decompose_factor") if key in settings}
-        return Draft(partial(write_weights, self.native_file, {**file_settings(kept, "diffusers"), **note}), weights)
+        header = {**file_settings(kept, "diffusers"), **note}
+        return Draft(self.native_file, partial(write_weights, header=header), weights)
 
     def disabled(self) -> AbstractContextManager[None]:
         return without_adapters(self.transformer)
@@ -294,11 +295,13 @@ class LycorisAdapter(ConvertedAdapter):
             for module in self.modules.values()
             for key, each in module.state_dict().items()
         }
-        return Draft(partial(self._write, {**note, MULTIPLIER: str(self.file.content["multiplier"])}), weights)
+        header = {**note, MULTIPLIER: str(self.file.content["multiplier"])}
 
-    def _write(self, header: Mapping[str, str], folder: Path, weights: Mapping[str, Tensor]) -> None:
-        write_weights(self.native_file, header, folder, weights)
-        write_json(folder / CONFIG_FILE, dict(self.file.content))
+        def write(path: Path, weights: Mapping[str, Tensor]) -> None:
+            write_weights(path, weights, header)
+            write_json(path.with_name(CONFIG_FILE), dict(self.file.content))
+
+        return Draft(self.native_file, write, weights)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ from simpletuner.memory.precision import DTYPES
 from simpletuner.models.adapter import EncoderQuantiser
 from simpletuner.models.kandinsky5.loading import load_processor
 from simpletuner.models.kandinsky5.text import QWEN_LAYERS
-from simpletuner.models.loading import load_whole, told_plainly
+from simpletuner.models.loading import load_whole, user_errors
 from simpletuner.models.source import ModelSource, Part
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream
@@ -83,7 +83,7 @@ class QwenCaptioner:
         self, source: ModelSource, device: torch.device, dtype: torch.dtype, quantise: EncoderQuantiser | None = None
     ) -> None:
         self.device = device
-        with told_plainly(source["tokenizer"]):
+        with user_errors(source["tokenizer"]):
             self.processor: ProcessorMixin = load_processor(source["tokenizer"].fetch().parent)
         self.qwen: Any = load_whole(Qwen2_5_VLForConditionalGeneration, source["text_encoder"], dtype=dtype)
         self.qwen.requires_grad_(False).eval()

@@ -151,6 +151,11 @@ class Material:
         clips = [(clip.width, clip.height) for clip in self.clips]
         return sorted(clips if self.holds_clips else self._read(self.files.files, probe), key=math.prod)
 
+    @property
+    def usable(self) -> int:
+        """How many files can be trained: all but the unreadable ones among those that are looked at."""
+        return len(self.files.files[LOOKED_AT:]) + len(self.sizes)
+
     def resolution(self, largest: int, *, square: bool) -> int:
         """The edge of a square with as many pixels as to train, so that few files are enlarged.
 
@@ -307,13 +312,13 @@ class Start:
     @property
     def held_out(self) -> int:
         """The number of files to hold out: the loss on them shows which checkpoint generalises best."""
-        files, measured = len(self.material.files.files), self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
+        files, measured = self.material.usable, self.recipe.settings.get("num_eval_images", MOST_HELD_OUT)
         return min(files // HELD_OUT_SHARE, measured) if files >= ENOUGH_FILES else 0
 
     @property
     def steps(self) -> int:
         """The length of the run."""
-        steps = self.recipe.steps(len(self.material.files.files) - self.held_out)
+        steps = self.recipe.steps(self.material.usable - self.held_out)
         return min(steps, read_example(self.example)["max_train_steps"]) if self.is_demo else steps
 
     def config(self) -> dict[str, Any]:
