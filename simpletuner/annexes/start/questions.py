@@ -43,10 +43,14 @@ def ask(
         if not (captions and material.uncaptioned) or writes_captions(example)
     }
     made = starts[_choose_model(talk, starts, given["model"])]
-    # The files beside the config do not exist yet.
-    judged = {key: value for key, value in made.config().items() if key not in FILES or key in values}
-    Problems(Draft(made.folder / "config.json", judged).judgement.problems).raise_if_fatal()
+    _check_settings(made)
     return made
+
+
+def _check_settings(made: Start) -> None:
+    """Raise what is wrong with the config, without the files beside it, which do not exist yet."""
+    judged = {key: value for key, value in made.config().items() if key not in FILES or key in made.settings}
+    Problems(Draft(made.folder / "config.json", judged).judgement.problems).raise_if_fatal()
 
 
 def _ask_trigger(talk: Talk, purpose: str) -> str:

@@ -13,9 +13,11 @@ from simpletuner.annexes.fitting.ready import weigh_plan
 from simpletuner.annexes.remote.collect import collect_cached
 from simpletuner.annexes.wizard.session import example_datasets
 from simpletuner.atomic import write_json
+from simpletuner.budget.budget import Budget
 from simpletuner.budget.device import gigabytes
 from simpletuner.config.sources import DATASET_FILE, Arguments, configured
 from simpletuner.errors import ConfigError, Problem, Problems
+from simpletuner.plan.build import Plan
 from simpletuner.validation.clip_writer import write_mp4
 
 NO_GPU = "There is no GPU here. For an estimate, name plan_device_memory_gb below and enter the memory of yours."
@@ -44,14 +46,17 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
     room = "unknown memory" if device.memory is None else gigabytes(device.memory)
     worst = max(budget.phases, key=lambda phase: phase.device)
     fits = "does not fit" if any(problem.where == "memory" for problem in problems) else "fits"
-    steps, speed = plan.length.total_steps, f"about {duration(budget.step_seconds)} a step"
+    memory = f"On {device.name} ({room}) this {fits}: at most {gigabytes(worst.device)}, while {worst.name}."
+    return [memory, run_time(plan, budget, has_data=has_data)], problems
+
+
+def run_time(plan: Plan, budget: Budget, *, has_data: bool) -> str:
+    """How long a step takes, and the run if its length is known."""
+    steps, time = plan.length.total_steps, f"about {duration(budget.step_seconds)} a step"
     # Without files, the steps of an epoch are unknown.
     if has_data or plan.config.schedule.max_train_steps:
-        speed += f", {duration(budget.step_seconds * steps)} for {steps} steps"
-    return [
-        f"On {device.name} ({room}) this {fits}: at most {gigabytes(worst.device)}, while {worst.name}.",
-        f"{speed}{'' if has_data else ', for samples of the usual size'}, without previews.",
-    ], problems
+        time += f", {duration(budget.step_seconds * steps)} for {steps} steps"
+    return f"{time}{'' if has_data else ', for samples of the usual size'}, without previews."
 
 
 def provisional_dataset(draft: Draft, folder: Path) -> Path:
