@@ -101,11 +101,12 @@ class Draft:
         arguments = Arguments(base=result_of(located_at(self.file, layer)))
         plan, problems = make_plan(arguments, "draft"), arguments.problems
         # Writing the draft would replace its dataset file.
-        datasets = Path(plan.config.run.data_backend_config or DATASET_FILE).expanduser()
-        if datasets == self.file:
+        written = plan.config.run.data_backend_config or ""
+        if Path(written).expanduser() == self.file:
             problems.append(Problem("data_backend_config", "is the file that these settings go to; choose another."))
-        elif datasets.is_dir():
-            message = f"{str(datasets)!r} is a folder; name a file in it, such as {datasets / DATASET_FILE}."
+        elif written and (written.endswith("/") or Path(written).expanduser().is_dir()):
+            usual = (self.file.parent / DATASET_FILE).as_posix()
+            message = f"{written!r} is a folder; a file lists the folders of pictures or clips, such as {usual}."
             problems.append(Problem("data_backend_config", message))
         return Judgement(**vars(plan), problems=problems)
 

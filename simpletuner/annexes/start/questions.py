@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,15 +43,14 @@ def ask(
         if not (captions and material.uncaptioned) or writes_captions(example)
     }
     made = starts[_choose_model(talk, starts, given["model"])]
-    # Before anything is written.
-    Problems(_check_settings(made)).raise_if_fatal()
+    _check_settings(made)
     return made
 
 
-def _check_settings(made: Start) -> Sequence[Problem]:
-    """What is wrong with the config; the files beside it do not exist yet."""
+def _check_settings(made: Start) -> None:
+    """Raise what is wrong with the config, without the files beside it, which do not exist yet."""
     judged = {key: value for key, value in made.config().items() if key not in FILES or key in made.settings}
-    return Draft(made.folder / "config.json", judged).judgement.problems
+    Problems(Draft(made.folder / "config.json", judged).judgement.problems).raise_if_fatal()
 
 
 def _ask_trigger(talk: Talk, purpose: str) -> str:

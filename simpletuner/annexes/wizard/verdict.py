@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,31 +30,33 @@ def judge(draft: Draft, device_gigabytes: float | None) -> tuple[list[str], list
     """
     problems = Problems()
     has_data = Path(draft.dataset_file).expanduser().is_file()
-    with TemporaryDirectory() as name, contextlib.suppress(ConfigError):
-        datasets = draft.dataset_file if has_data else str(provisional_dataset(draft, Path(name)))
+    with TemporaryDirectory() as folder:
+        datasets = draft.dataset_file if has_data else str(provisional_dataset(draft, Path(folder)))
         settings: list[tuple[str, object]] = [("data_backend_config", datasets)]
         if device_gigabytes is not None:
             settings.append(("plan_device_memory_gb", device_gigabytes))
-        plan, budget = weigh_plan(Arguments(settings, {}, collect_cached, problems, configured(draft.values)))
-        if budget.device.is_gpu:
-            return list(verdict(plan, budget, problems, has_data=has_data)), problems
+        try:
+            plan, budget = weigh_plan(Arguments(settings, {}, collect_cached, problems, configured(draft.values)))
+        except ConfigError:  # its problems are among those of the arguments
+            return [], problems
+    device = budget.device
+    if not device.is_gpu:
         # Memory was compared with this machine's RAM.
         return [NO_GPU], [problem for problem in problems if problem.where != "memory"]
-    return [], problems
-
-
-def verdict(plan: Plan, budget: Budget, problems: list[Problem], *, has_data: bool) -> Iterator[str]:
-    """Whether the run fits, its peak, and how long it takes."""
-    device = budget.device
     room = "unknown memory" if device.memory is None else gigabytes(device.memory)
     worst = max(budget.phases, key=lambda phase: phase.device)
     fits = "does not fit" if any(problem.where == "memory" for problem in problems) else "fits"
-    yield f"On {device.name} ({room}) this {fits}: at most {gigabytes(worst.device)}, while {worst.name}."
-    steps, whole = plan.length.total_steps, f"about {duration(budget.step_seconds)} a step"
+    memory = f"On {device.name} ({room}) this {fits}: at most {gigabytes(worst.device)}, while {worst.name}."
+    return [memory, run_time(plan, budget, has_data=has_data)], problems
+
+
+def run_time(plan: Plan, budget: Budget, *, has_data: bool) -> str:
+    """How long a step takes, and the run if its length is known."""
+    steps, time = plan.length.total_steps, f"about {duration(budget.step_seconds)} a step"
     # Without files, the steps of an epoch are unknown.
     if has_data or plan.config.schedule.max_train_steps:
-        whole += f", {duration(budget.step_seconds * steps)} for {steps} steps"
-    yield f"{whole}{'' if has_data else ', for samples of the usual size'}, without previews."
+        time += f", {duration(budget.step_seconds * steps)} for {steps} steps"
+    return f"{time}{'' if has_data else ', for samples of the usual size'}, without previews."
 
 
 def provisional_dataset(draft: Draft, folder: Path) -> Path:
