@@ -21,16 +21,17 @@ from simpletuner.annexes.fitting.show import plan_json
 from simpletuner.annexes.sampling import SampleRequest
 from simpletuner.atomic import write_json
 from simpletuner.cli.sample import SHORT, prepared_samples
-from simpletuner.cli.settings import command_settings, prepare_output
+from simpletuner.cli.settings import command_settings, prepare_output, set_environment
 from simpletuner.cli.train import agreed, configure_torch, recorded_events, run_checked
 from simpletuner.config.schema import all_options
 from simpletuner.config.sources import ARGUMENTS, SELECTORS, Arguments, configured
 from simpletuner.distributed.world import World
 from simpletuner.errors import ConfigError, Problem
+from simpletuner.models.lora_keys import LORA_FILE
 from simpletuner.plan.build import Plan
 from simpletuner.reporting.events import EventStream, Subscriber
 from simpletuner.reporting.metrics import MEDIA_FILE, METRICS_FILE, read_media, read_rows
-from simpletuner.training.manifest import LORA_FILE, PIPELINE_FOLDER
+from simpletuner.training.manifest import PIPELINE_FOLDER
 
 WRITTEN_DATASETS = "data_backend_config.json"  # in the output folder: datasets that were given as a list
 
@@ -39,7 +40,7 @@ PARAMETERS = {"prompt": "prompts", "image": "images"}  # of `sample` that are li
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run has produced.
+    """The result of a run.
 
     Attributes:
         output_dir: the folder of the run.
@@ -151,12 +152,11 @@ def sample(
 
 
 def _arguments(config: object, label: str = ARGUMENTS) -> Arguments:
-    """The settings in an argument of a function, which messages call `label`: a configuration, or what overrides one.
+    """The settings in an argument of a function, which messages call `label`.
 
-    By themselves, keys in `config` are a whole configuration; those of a sample override that of its run.
+    A `config` is a whole configuration, unless it selects one that its other keys override. Other arguments override.
     """
-    # As nvidia-smi counts, which the plan asks; see `cli.app.run`.
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    set_environment()
     plain, arguments = _as_json(config), replace(command_settings([]), label=label)
     arguments.selectors = {SELECTORS[key]: str(plain.pop(key)) for key in SELECTORS.keys() & plain.keys()}
     if arguments.selectors or label != ARGUMENTS:

@@ -91,7 +91,7 @@ def sweep_folder(run: Path) -> Path:
 def _planned(
     tokens: list[str], output: Path | None, key: str, strengths: list[str], **asked: Any
 ) -> Iterator[tuple[SampleRequest, Plan, list[Sampled], EventStream]]:
-    """What the command line asks for, with a display of what happens; see `prepared_samples`."""
+    """Parse a command line and prepare its request, with a display; see `prepared_samples`."""
     from simpletuner.annexes.sampling import SampleRequest
     from simpletuner.config.values import parse_number, parse_path, plain_key
 

@@ -149,7 +149,7 @@ def repository_name(written: str) -> str:
 
 
 def check_publishing(publish: PublishConfig, project: str) -> Iterator[Problem]:
-    """What would make an upload fail for certain.
+    """Faults that make uploads fail for certain.
 
     Args:
         project: value of `tracker_project_name`.
@@ -315,7 +315,7 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 def check_trackers(config: TrackingConfig) -> Iterator[Problem]:
-    """Problems of names; a missing package or login is only a warning."""
+    """Unknown or unusable names; a missing package or login is only a warning."""
     names = tracker_names(config.report_to)
     for name in names:
         if name in NOT_AVAILABLE_YET:

@@ -309,7 +309,7 @@ class OffloadConfig(Group):
 
     offload: Literal["manual", "auto"] = common("manual")
     """auto chooses unset keys of offloading, checkpointing and speed_keep_attention: the fastest that fit."""
-    plan_device_memory_gb: Number | None = option(
+    plan_device_memory_gb: Gigabytes | None = option(
         None, aliases=("device_memory",), gt=0, default_note="the device of this machine"
     )
     """Plan for a GPU with this many GB, as cards are labelled: `simpletuner plan --device-memory 24`."""
@@ -705,7 +705,7 @@ class RunConfig:
 
     @property
     def techniques_in_use(self) -> list[TechniqueGroup]:
-        """Those whose switch is on, if they have one: only their rules are asked."""
+        """The techniques whose switch, if they have one, is on; only their rules apply."""
         return [each for each in self.techniques if each.requires is None or each.requires.holds(self.flat)]
 
     @property
@@ -716,6 +716,13 @@ class RunConfig:
     def is_explicit(self, key: str) -> bool:
         """Whether the user set the key, in a file or on the command line."""
         return self.origins.get(key, "default") not in NOT_SET_BY_USER
+
+    def is_set(self, key: str) -> bool:
+        """Whether anybody set the key. What the family chose counts only where it has an effect, so not a block for a
+        technique that is off."""
+        if self.origins.get(key, "default") == "default":
+            return False
+        return self.is_explicit(key) or all(condition.holds(self.flat) for condition in all_options()[key].requires)
 
     def with_values(self, values: Mapping[str, Any], origin: str) -> RunConfig:
         """The config with some keys replaced, and `origin` recorded as their source."""

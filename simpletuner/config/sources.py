@@ -37,13 +37,13 @@ LAUNCH_VARIABLES = {
     "TRAINING_DYNAMO_BACKEND": "dynamo_backend",
 }
 ENV_NAME = re.compile(r"[A-Za-z_]\w*")
-IN_ANY_WORD = r"(?P<name>\$(?:\{\w+\}|[A-Za-z_]\w*))|(?P<command>`|\$[({])|(?P<quote>\")|(?P<plain>.)"
-# The first alternative that fits wins: a whole quotation, before a ' that opens one and stays open.
+# What a shell tells apart in a value; the first alternative that fits wins. A # inside a word begins no comment.
 SHELL_WORD = re.compile(
-    rf"(?P<single>'[^']*')|(?P<escaped>\\.)|(?P<comment>(?:^|(?<=\s))#.*)|(?P<open>')|{IN_ANY_WORD}"
+    r"""'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|\\(?P<escaped>.)|(?P<comment>(?:^|(?<=\s))#.*)"""
+    r"""|(?P<open>['"])|(?P<plain>[^'"\\#]+|.)"""
 )
-# Between double quotes, ' and # are plain text, and so is a backslash before any but these four.
-QUOTED_WORD = re.compile(rf"(?P<escaped>\\[\"\\$`])|{IN_ANY_WORD}")
+# Outside single quotes. Between double ones, a backslash before any but these four is plain text.
+VARIABLE = re.compile(r"\\(?P<escaped>[\"\\$`])|\$(?P<name>\{\w+\}|[A-Za-z_]\w*)|(?P<command>`|\$[({])")
 ENV_VARIABLES = ("SIMPLETUNER_ENV", "SIMPLETUNER_ENVIRONMENT", "ENV")
 
 
@@ -72,7 +72,7 @@ class Arguments:
         settings: keys and values in the order given; a bare flag has the value True.
         selectors: `env`, `example` and the like.
         collect: the door to remote datasets, see `DataContext.collect`.
-        problems: of their syntax, and whatever is found while they are made a plan.
+        problems: of their syntax; planning adds its own.
         base: the configuration that the settings override; None to look for one.
         label: how messages name the settings.
     """
@@ -127,7 +127,7 @@ def parse_arguments(tokens: Sequence[str], extra: str | None = None) -> Argument
 
 
 def _stray(token: str) -> Problem:
-    """A bare word, which may be the name or the path of a configuration."""
+    """The problem of a bare word, which may name a configuration."""
     if any(map(os.path.isfile, [token, f"{token}/config.json", f"config/{token}/config.json"])):
         return Problem(token, f"is not a setting. Did you mean env={token}?")
     return Problem(token, "is not a setting; write key=value, --key value or --flag.")
@@ -298,28 +298,28 @@ def expand_shell(text: str, variables: Mapping[str, str]) -> str:
     Raises:
         ValueError: an unclosed quote, an unset variable, or a command substitution.
     """
-    text, result, quoted, end = text.strip(), "", False, 0
-    while match := (QUOTED_WORD if quoted else SHELL_WORD).match(text, end):
-        kind, token, end = str(match.lastgroup), match[0], match.end()
-        if kind == "quote":
-            quoted = not quoted
-        elif kind == "command":
-            raise ValueError(f"{token!r} would run a command; write its result instead")
-        elif kind == "name":
-            name = token.strip("${}")
-            if name not in variables:
-                raise ValueError(f"${name} is not set")
-            result += variables[name]
-        elif kind == "comment":
-            result = result.rstrip()
-            break
-        elif kind == "open":
-            quoted = True
-            break
-        else:
-            result += {"single": token[1:-1], "escaped": token[1:]}.get(kind, token)
-    if quoted:
-        raise ValueError("a quotation mark is not closed")
+
+    def expand(found: re.Match[str]) -> str:
+        if found["command"]:
+            raise ValueError(f"{found['command']!r} would run a command; write its result instead")
+        if found["escaped"]:
+            return found["escaped"]
+        name = found["name"].strip("{}")
+        if name not in variables:
+            raise ValueError(f"${name} is not set")
+        return variables[name]
+
+    result = ""
+    for word in SHELL_WORD.finditer(text.strip()):
+        match word.lastgroup, word[word.lastgroup or 0]:
+            case "comment", _:
+                return result.rstrip()
+            case "open", _:
+                raise ValueError("a quotation mark is not closed")
+            case "plain" | "double", part:
+                result += VARIABLE.sub(expand, part)
+            case _, part:
+                result += part
     return result
 
 

@@ -124,7 +124,7 @@ class Plan:
         text_caches: the text_embeds entries of the dataset file.
         resume: the checkpoint to continue from, None for a fresh run.
         same_data: the checkpoint has the datasets and batch size of this plan, so the sample order continues too.
-        warnings: what the user should know but need not fix.
+        warnings: problems that do not prevent the run.
         pictures: what previews start from, if not from pictures of the datasets.
         lora_bytes: of the further LoRAs that previews are rendered with at a time.
     """
@@ -152,6 +152,12 @@ class Plan:
     @property
     def output_dir(self) -> Path:
         return Path(self.config.run.output_dir).expanduser()
+
+    @property
+    def title(self) -> str:
+        """The name of the run; that of its output folder if the user gave none."""
+        is_named = self.config.is_explicit("tracker_run_name")
+        return self.config.tracking.tracker_run_name if is_named else self.output_dir.resolve().name
 
     @property
     def frame_rate(self) -> float | None:
@@ -195,7 +201,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Rendering:
-    """What a plan for samples is about, beside the settings.
+    """What samples are rendered from, besides the settings.
 
     Attributes:
         folder: for what is rendered.

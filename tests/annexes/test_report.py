@@ -337,13 +337,16 @@ def test_settings_know_what_changed_and_hide_secrets() -> None:
     problems = Problems()
     hook = {"webhook_type": "raw", "callback_url": "https://example.org/geheim"}
     values = [("model_family", "kandinsky5-image"), ("model_type", "lora"), ("webhook_config", hook)]
-    config = problems.take(resolve([Layer("family default", [("validation_guidance", 5.0)]), Layer("my.json", values)]))
+    of_the_family = [("validation_guidance", 5.0), ("crepa_block_index", 8)]
+    config = problems.take(resolve([Layer("family default", of_the_family), Layer("my.json", values)]))
     assert config is not None
     settings = {setting["key"]: setting for setting in settings_of(config)}
     assert settings["model_type"]["changed"]
     assert settings["model_type"]["origin"] == "my.json"
     assert settings["validation_guidance"]["origin"] == "family default"
-    assert not settings["output_dir"]["changed"]
+    assert settings["validation_guidance"]["changed"]
+    for key in ("output_dir", "rope_scale", "crepa_block_index"):  # a default, one in other words, one of what is off
+        assert not settings[key]["changed"]
     assert settings["gradient_checkpointing"]["value"] == "true"
     assert "geheim" not in settings["webhook_config"]["value"]
 

@@ -185,6 +185,18 @@ def test_few_files_are_enlarged(sizes: list[tuple[int, int]], square: bool, trai
     assert material.resolution(1024, square=square) == trained
 
 
+def test_unusable_files_are_neither_held_out_nor_counted(commands: list[list[str]], capsys: Capture) -> None:
+    put_pictures(Path("cat"), 15)
+    Path("cat/broken.png").write_bytes(b"broken")
+    Path("cat/broken.txt").write_text("it stands there")
+    assert main(["start", "cat", "--yes"]) == 0
+    assert "Held out" not in capsys.readouterr().out
+    config, (trained, _) = written("cat"), written("cat", "multidatabackend.json")
+    # Sixteen files would be enough to hold out two.
+    assert "hold_out" not in trained
+    assert config["max_train_steps"] == 1100  # 75 steps for each of the 15
+
+
 def test_settings_reach_the_datasets_too_however_they_are_spelled(commands: list[list[str]], capsys: Capture) -> None:
     put_pictures(Path("cat"), 1)
     assert main(["start", "cat", "--yes", "--max-train-steps", "500", "--resolution=512"]) == 0
@@ -411,7 +423,7 @@ def test_without_a_gpu_all_can_be_tried_with_a_tiny_model(
     Path("clips").mkdir()
     write_clip(Path("clips/a.mp4"), seconds=2.0, size=(96, 80))
     model = {"pictures": "demo", "clips": "demo-video"}[kind]
-    assert Material.of(Path(kind)).models[-1] == model
+    assert [*Material.of(Path(kind)).models][-1] == model
     assert main(["start", kind, "--yes", "--model", model, "--purpose", "subject", "--trigger", "zkt, a cat"]) == 0
     config, entries = written(kind), written(kind, "multidatabackend.json")
     assert (config["max_train_steps"], config["preservation_prompt"]) == (300, "a cat")

@@ -72,7 +72,7 @@ def test_help_of_a_run_is_short_and_leads_to_every_setting(capsys: Capture) -> N
         (["start"], "Missing argument 'folder'. See `"),
         (["cache", "clean"], "cache -h`."),
         (["caption", "--style", "poem"], "Invalid value for '--style': 'poem' is not one of 'short', 'long', 'tags'."),
-        (["sample", "--steps", "4"], "--prompt: is required"),
+        (["sample", "--steps", "4"], "prompt: is required"),
         (["sweep"], "sweep: needs the output folder of a run: simpletuner sweep OUTPUT_DIR\n1 problem to fix"),
         (["train", "env=dmeo"], "the environment 'dmeo' was not found; tried config/dmeo/config.json"),
         (["train", "env=dmeo"], "Did you mean 'demo'?"),
@@ -93,15 +93,23 @@ def test_paragraphs_of_help_are_filled(capsys: Capture) -> None:
     assert re.search(r"--guidance, --seed, --negative-prompt", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
-def test_gpus_are_counted_as_the_plan_counts_them(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+@pytest.mark.parametrize(
+    ("key", "given", "expected"),
+    [
+        ("CUDA_DEVICE_ORDER", None, "PCI_BUS_ID"),  # GPUs are counted as the plan counts them
+        ("CUDA_DEVICE_ORDER", "FASTEST_FIRST", "FASTEST_FIRST"),
+        ("OMP_WAIT_POLICY", None, "PASSIVE"),
+        ("OMP_WAIT_POLICY", "ACTIVE", "ACTIVE"),
+    ],
+)
+def test_native_libraries_are_set_up_unless_the_user_has(
+    monkeypatch: pytest.MonkeyPatch, key: str, given: str | None, expected: str
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", given or "")
+    monkeypatch.setenv(key, given or "")
     if given is None:
-        monkeypatch.delenv("CUDA_DEVICE_ORDER")
-    monkeypatch.setattr(app, "main", lambda: seen.append(os.environ["CUDA_DEVICE_ORDER"]))
+        monkeypatch.delenv(key)
+    monkeypatch.setattr(app, "main", lambda: seen.append(os.environ[key]))
     with pytest.raises(SystemExit):
         app.run()
     assert seen == [expected]
@@ -123,7 +131,7 @@ def test_help_understands_everyday_words(words: str, capsys: Capture) -> None:
     assert main(["help", *words.split()]) == 0
     (keys,) = [keys for known, keys in EVERYDAY_WORDS.items() if words.lower() in known]
     shown = [line.lstrip("-") for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
-    assert tuple(dict.fromkeys(shown))[: len(keys)] == keys
+    assert [*dict.fromkeys(shown)][: len(keys)] == keys
 
 
 def test_everyday_words_name_keys_that_exist() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from simpletuner.config.sources import parse_arguments
+from simpletuner.plan.build import make_plan
 from simpletuner.plan.resume import decide_seed
 from simpletuner.run.companions import Ledger
 from simpletuner.training.manifest import Checkpoint, Identity, Manifest
@@ -22,6 +24,12 @@ def plan(workspace: Workspace, capsys: Capture, *settings: str) -> str:
     capsys.readouterr()
     assert workspace.run("plan", *settings) == 0
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("settings", "title"), [([], "output"), (["tracker_run_name=a star"], "a star")])
+def test_a_run_without_a_name_is_called_as_its_folder(workspace: Workspace, settings: list[str], title: str) -> None:
+    with workspace.inside():
+        assert make_plan(parse_arguments(settings)).title == title
 
 
 def test_it_says_what_will_run(workspace: Workspace, capsys: Capture) -> None:

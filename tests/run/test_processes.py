@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from simpletuner.annexes.processes import launching
-from simpletuner.annexes.processes.launching import describe, differences, joined
+from simpletuner.annexes.processes.agreement import agreed_values, differences
+from simpletuner.annexes.processes.launching import joined
 from simpletuner.config.sources import parse_arguments
 from simpletuner.distributed.world import World
 from simpletuner.errors import Interrupted
@@ -187,10 +188,10 @@ def test_other_captions_and_settings_of_datasets_are_other_data(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(workspace.folder)
-    first = describe(make_plan(parse_arguments([])))
+    first = agreed_values(make_plan(parse_arguments([])))
     workspace.path("datasets/pictures/p0.txt").write_text("another text")
     workspace.write_datasets([{**DATASETS[0], "timestep_sampling_offset": 0.5}, DATASETS[1]])
-    told = differences([("one", first), ("two", describe(make_plan(parse_arguments([]))))])
+    told = differences([("one", first), ("two", agreed_values(make_plan(parse_arguments([]))))])
     assert [each.where for each in told] == ["pictures.captions", "pictures.timestep_sampling_offset"]
     assert "is 0.0 in the first process, but 0.5 in process 1 on two." in told[1].message
 

@@ -155,6 +155,17 @@ def test_a_sweep_marks_the_best_and_goes_on_where_it_was(trained: Workspace, cap
     trained.path("datasets/away").rename(trained.path("datasets/held"))
 
 
+def test_losses_that_would_not_fit_are_not_measured(trained: Workspace, capsys: Capture) -> None:
+    """The device that is planned for has room to render, but not for a held-out picture of this size."""
+    trained.write_datasets([DATASETS[0], {**HELD, "resolution": 1024}, DATASETS[1]])
+    command = ("sweep", "output", "--strengths", "0.5,1", "validation_disable_unconditional=true", "--output", "large")
+    assert trained.run(*command, "plan_device_memory_gb=0.59") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "strength is not measured: memory: " in told
+    assert told.index("strength is not measured") < told.index("Sweeping")
+    trained.write_datasets([DATASETS[0], HELD, DATASETS[1]])
+
+
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [

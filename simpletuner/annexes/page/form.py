@@ -113,7 +113,7 @@ def spec_named(family: str) -> FamilySpec:
 
 
 def gpus(request: Request) -> Response:
-    """Every NVIDIA GPU with its memory in bytes, None where it does not tell; an empty list without a driver."""
+    """Every NVIDIA GPU with its memory in bytes, None if it is not reported; an empty list without a driver."""
     lines = ask_driver(*GPU_QUERY)  # a broken driver is reported when a run starts
     return JSONResponse([gpu_json(*map(str.strip, line.split(","))) for line in lines])
 
@@ -148,7 +148,7 @@ def fields(family: str | None = None) -> tuple[Field, ...]:
 
 @functools.cache
 def dataset_fields() -> tuple[Field, ...]:
-    """The keys of a dataset that its card shows, those of clips as `video.KEY`; the others are edited as JSON."""
+    """The keys on the card of a dataset, those of clips as `video.KEY`; the rest is edited as JSON."""
     options = []
     for key in DATASET_KEYS:
         group: type[Group] = VideoConfig if key.startswith("video.") else DatasetConfig

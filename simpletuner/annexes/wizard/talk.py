@@ -1,8 +1,9 @@
-"""Asks a question until the answer can be used: in a terminal, through a pipe, or by taking the default."""
+"""Asks questions until their answers are valid, in a terminal or through a pipe, or takes the defaults."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -10,9 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from simpletuner.annexes.draft import Draft
+from simpletuner.annexes.draft import Draft, key_of
 from simpletuner.annexes.wizard.questions import Question, stale_keys
 from simpletuner.config.option import Option
+from simpletuner.config.schema import all_options
 from simpletuner.config.techniques import ROUTES
 from simpletuner.config.values import parse_flag, plain_key
 from simpletuner.errors import ConfigError, Problem, UserError, nearest, not_one_of
@@ -20,13 +22,13 @@ from simpletuner.errors import ConfigError, Problem, UserError, nearest, not_one
 HELP, NONE, BACK = "?", "-", "back"
 # Other answers that leave out an optional setting.
 NOTHING = frozenset({"n", "no", "none"})
-# Invalid answers to a question after which its default is taken, so that piped input cannot loop for ever.
+# Invalid answers until a question takes its default, so that piped input cannot loop for ever.
 PATIENCE = 5
-# Similarity (difflib's ratio) from which an answer counts as a misspelled choice, which is then proposed.
+# Similarity (difflib's ratio) from which an answer counts as a misspelled choice, which becomes the new default.
 MISSPELLED = 0.75
 # Unicode categories that no setting may contain: control characters, and surrogates, which stand for invalid UTF-8.
 NO_TEXT = ("Cc", "Cs")
-# A longer list would hide the question; `?` shows it.
+# A longer list would hide the question; `?` shows the names.
 LONGEST_LIST = 20
 
 
@@ -42,7 +44,7 @@ class Talk:
     """A conversation with the user.
 
     Args:
-        defaults: ask nothing; every question gets its default.
+        defaults: ask nothing, and take every default.
     """
 
     def __init__(self, *, defaults: bool = False) -> None:
@@ -54,12 +56,12 @@ class Talk:
             import readline  # noqa: F401 - arrow keys and history in input()
 
     def say(self, text: str = "", style: str = "") -> None:
-        """Print a line of the conversation, unless nothing is asked."""
+        """Print a line, unless nothing is asked."""
         if not self.defaults:
             self.tell(text, style)
 
     def tell(self, text: str = "", style: str = "") -> None:
-        """Print a line in any case, without interpreting markup."""
+        """Print a line even if nothing is asked; markup is not interpreted."""
         self.console.print(text, style=style, markup=False, soft_wrap=True)
 
     def ask(self, question: Question, draft: Draft) -> None:
@@ -75,10 +77,16 @@ class Talk:
                 raise Back
             value = _interpret(answer, question, proposed, choices)
             problems = _problems_of(question, draft, value)
+            changes = question.changes(value, draft)
             if self._accept(question, problems, is_proposed=not answer):
-                draft.change(question.changes(value, draft))
+                draft.change(changes)
                 return
-            # Enter now takes what would be right, else the corrected spelling.
+            if (others := _only_others(question, draft, problems)) and self.confirm(
+                f"  Leave out {', '.join(others)}?", default=True
+            ):
+                draft.change({**changes, **dict.fromkeys(others)})
+                return
+            # Enter now takes the remedy of a problem, else the corrected spelling.
             remedies = [problem.remedy[question.key] for problem in problems if question.key in problem.remedy]
             word = None if answer in choices else nearest(answer, choices, cutoff=MISSPELLED)
             proposed = next(filter(None, [*reversed(remedies), word]), proposed)
@@ -130,7 +138,7 @@ class Talk:
         return first
 
     def refuse(self, reason: str) -> None:
-        """Say what is wrong, even if nothing is asked."""
+        """Print what is wrong, even if nothing is asked."""
         self.tell(f"    {reason}", "yellow")
 
     def read_line(self, prompt: str) -> str:
@@ -154,7 +162,7 @@ class Talk:
             self.refuse("This contains control characters; type it again.")
 
     def list_choices(self, choices: Mapping[str, str], proposed: str = "") -> None:
-        """Number some words, each with a remark, and mark the one that Enter takes."""
+        """Print a numbered list of choices with remarks; a star marks the one that Enter takes."""
         if len(choices) > LONGEST_LIST:
             return
         width, digits = max(map(len, choices), default=0), len(str(len(choices)))
@@ -163,12 +171,12 @@ class Talk:
             self.say(f"  {mark} {number:>{digits}}  {name:<{width}}  {note}".rstrip())
 
     def _accept(self, question: Question, problems: Sequence[Problem], *, is_proposed: bool) -> bool:
-        """Whether an answer with these problems is taken: there are none, or doubts that the user does not share.
+        """Whether to take an answer: it has no problems, or only warnings that the user dismisses.
 
-        The wizard's own proposal needs no confirmation.
+        Warnings about the wizard's proposal need no confirmation.
 
         Raises:
-            ConfigError: it is invalid, and nothing is asked.
+            ConfigError: the answer is invalid, and nothing is asked.
         """
         fatal = [problem for problem in problems if problem.fatal]
         if self.defaults and fatal:
@@ -190,11 +198,18 @@ class Talk:
 
 
 def _problems_of(question: Question, draft: Draft, value: Any) -> list[Problem]:
-    """What speaks against an answer. Problems of the file were shown when it was loaded."""
+    """The problems of an answer; those of an unchanged value of the file were shown when it was loaded."""
     if question.key in draft.loaded and value == draft.values.get(question.key):
         return []
     changes = question.changes(value, draft)
     return draft.weigh(question.key, {**dict.fromkeys(stale_keys(draft, changes)), **changes})
+
+
+def _only_others(question: Question, draft: Draft, problems: Sequence[Problem]) -> list[str]:
+    """Settings that an answer makes invalid, if nothing else is wrong with it and they can be left out."""
+    keys = sorted({key_of(problem) for problem in problems if problem.fatal})
+    optional = {key for key in draft.values if key != question.key and not all_options()[key].required}
+    return keys if optional.issuperset(keys) else []
 
 
 def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[str, str]) -> Any:
@@ -204,7 +219,7 @@ def _interpret(answer: str, question: Question, proposed: Any, choices: Mapping[
     if answer == NONE:
         return None
     if answer.lower() in NOTHING and not question.option.required and not question.option.is_flag:
-        # Where a choice is called none, such as that of no tracker, "no" means it.
+        # If a choice is called none, "no" means it.
         if "none" not in choices:
             return None
         answer = "none"
@@ -236,7 +251,8 @@ def _bracketed(value: Any, question: Question | None = None) -> str:
 
 def _worded(value: Any, question: Question | None) -> str:
     if value is None:
-        note = question.option.default_note.replace("`", "") if question else ""
+        # `?` shows the rest: a long line cannot be edited in some terminals.
+        note = re.split("[;,]", question.option.default_note)[0].replace("`", "") if question else ""
         return note or "none"
     known = (word for word, route in ROUTES.items() if route == value)
     return next(known, f"{value:g}" if isinstance(value, float) else str(value))
