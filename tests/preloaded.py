@@ -21,9 +21,12 @@ with Path(os.devnull).open("w") as nowhere:  # for what libraries say of their p
     import tests.conftest
     import tests.distributed.sharded_run
     import tests.torch_settings
+    from simpletuner.annexes.report.html import _environment
 os.dup2(errors, 2)
 os.close(errors)
 
+for template in ("page.html.jinja", "report.html.jinja"):
+    _environment().get_template(template)  # compiled here, for the report that every run writes
 os.fsync = lambda fd: None  # as in tests/conftest.py
 gc.collect()
 gc.freeze()

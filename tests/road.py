@@ -42,10 +42,8 @@ def file_of_function(frame: FrameType | None) -> str | None:
 
 
 def watch(frame: FrameType, event: str, argument: object) -> None:
-    """Count a call; the first backward pass may be the end."""
+    """Count a call; the first backward pass may be the end. Nothing else of the function is traced."""
     global hops
-    if event != "call":
-        return
     if file := file_of_function(frame):
         executed[file].add(frame.f_code.co_firstlineno)
         hops += file_of_function(frame.f_back) not in (None, file)
@@ -55,7 +53,7 @@ def watch(frame: FrameType, event: str, argument: object) -> None:
 
 def leave(code: int) -> NoReturn:
     """Write the report and end the process, whatever its threads do."""
-    sys.setprofile(None)
+    sys.settrace(None)
     imported = sum(name.partition(".")[0] == "simpletuner" for name in sys.modules)
     counts = {"files imported": imported, "hops between files": hops}
     REPORT.write_text(
@@ -67,7 +65,7 @@ def leave(code: int) -> NoReturn:
 if __name__ == "__main__":
     from simpletuner.cli.app import main
 
-    threading.setprofile(watch)
-    sys.setprofile(watch)
+    threading.settrace(watch)
+    sys.settrace(watch)
     main(["train", "--example", "demo", "--torch_num_threads=1", *ROADS[END]])
     leave(END == "backward")  # there was no backward pass

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -207,8 +206,10 @@ def read_cost_table(package: str) -> CostTable:
 
 def numbered(name: str, groups: Sequence[str]) -> str:
     """A name with `#` in place of its block's number."""
+    group, _, rest = name.partition(".")
+    number, dot, rest = rest.partition(".")
     # transformer_blocks.7.attn1.to_q -> transformer_blocks.#.attn1.to_q
-    return re.sub(rf"^({'|'.join(groups)})\.\d+\.", r"\1.#.", name)
+    return f"{group}.#.{rest}" if group in groups and number.isdecimal() and dot else name
 
 
 def product_of(words: str, numbers: Mapping[str, float]) -> float:

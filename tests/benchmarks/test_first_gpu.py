@@ -19,6 +19,7 @@ from benchmarks import first_gpu, gpu_sections
 from benchmarks.gpu_sections import SECTIONS, SUSPECTS, Line, Machine, SkippedError
 from benchmarks.models import SHAPES, build_transformer, dtype_of, hollow_transformer
 from simpletuner.config.schema import all_options
+from tests.commands import forked_commands
 from tests.processes import PATIENCE
 
 CPU = Machine("cpu", "tiny")
@@ -69,9 +70,12 @@ def ended(*words: str, limit: float = PATIENCE) -> dict[str, Any]:
     return first_gpu.result_of(partial(first_gpu.run_process, [sys.executable, *words]), limit)
 
 
-def test_a_section_that_cannot_run_here_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    _, *words = first_gpu.section_words("pcie", argparse.Namespace(device="cpu", size="tiny"))
-    result = ended(*words)
+def test_a_section_that_cannot_run_here_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the program that `section_words` starts only the words are used: to import it takes longer than a section."""
+    python, module, name, *words = first_gpu.section_words("pcie", argparse.Namespace(device="cpu", size="tiny"))
+    assert [python, module, name] == [sys.executable, "-m", first_gpu.__name__]
+    with forked_commands(tmp_path, first_gpu.main) as program:
+        result = ended(*program[1:], *words)
     assert (result["state"], result["lines"]) == ("skipped", [])
     first_gpu.show_section("pcie", result)
     assert "needs CUDA" in capsys.readouterr().out

@@ -34,7 +34,7 @@ from tests.processes import PATIENCE, finish, free_port, printed, run_into, run_
 from tests.run.test_resume import assert_equal, training_state
 from tests.workspace import DATASETS, Workspace
 
-pytestmark = pytest.mark.slow(5)
+pytestmark = pytest.mark.slow(3)
 
 LOSS = 1e-6  # relative; what sums in another order may change
 RESULT = "output/pytorch_lora_weights.safetensors"
